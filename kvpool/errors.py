@@ -1,0 +1,199 @@
+"""The one tree of errors that kvpool raises.
+
+Every error says what happened, to which thing, and what to do about it. `code` is stable and travels
+over the wire, so that a client raises the same type that a server raised; `retryable` says whether the
+same call may succeed later without a change by the caller.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class KvpoolError(Exception):
+    """Base of all errors of kvpool.
+
+    Args:
+        message: what happened, to which thing.
+        hint: what the reader can do about it; appended to the text.
+    """
+
+    code: ClassVar[str] = "internal"
+    retryable: ClassVar[bool] = False
+    http_status: ClassVar[int] = 500
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(f"{message} ({hint})" if hint else message)
+        self.message = message
+        self.hint = hint
+
+
+class InvalidArgument(KvpoolError):
+    """The caller passed something that can never work: wrong type, size, count or value."""
+
+    code = "invalid_argument"
+    http_status = 400
+
+
+class ConfigError(KvpoolError):
+    """A configuration value is missing, unknown or contradictory."""
+
+    code = "config"
+    http_status = 400
+
+
+class LayoutMismatch(InvalidArgument):
+    """A namespace is known under another layout; its blocks must never mix with these."""
+
+    code = "layout_mismatch"
+    http_status = 409
+
+
+class UnknownNamespace(InvalidArgument):
+    """The namespace was never registered at this server (it may have restarted since)."""
+
+    code = "unknown_namespace"
+    http_status = 404
+
+
+class BlockTooLarge(InvalidArgument):
+    """A block part exceeds the largest slot that the server gives."""
+
+    code = "block_too_large"
+    http_status = 413
+
+
+class WrongByteCount(InvalidArgument):
+    """A buffer does not hold exactly the bytes that the layout says."""
+
+    code = "wrong_byte_count"
+
+
+class NotFound(KvpoolError):
+    """A named thing (request, node, worker, model) does not exist."""
+
+    code = "not_found"
+    http_status = 404
+
+
+class ModelNotFound(NotFound):
+    """The model's files are not where the configuration says."""
+
+    code = "model_not_found"
+
+
+class BlockMiss(KvpoolError):
+    """A block that the caller insisted on is not in the pool (a miss is always allowed)."""
+
+    code = "miss"
+    http_status = 404
+
+
+class ChecksumMismatch(BlockMiss):
+    """Bytes read are not the bytes committed; the block was dropped and counts as a miss."""
+
+    code = "checksum"
+
+
+class LeaseExpired(KvpoolError):
+    """The lease ended before the read did; what was read was discarded (invariant 3)."""
+
+    code = "lease_expired"
+    retryable = True
+    http_status = 409
+
+
+class ReservationGone(KvpoolError):
+    """The reservation was committed, aborted or has expired."""
+
+    code = "reservation_gone"
+    http_status = 409
+
+
+class NoRoom(KvpoolError):
+    """No slot can be freed now: all are pinned, reserved or quarantined, or a limit is reached."""
+
+    code = "no_room"
+    retryable = True
+    http_status = 507
+
+
+class Overloaded(KvpoolError):
+    """The request was refused early, because no choice would meet its objectives."""
+
+    code = "overloaded"
+    retryable = True
+    http_status = 429
+
+    def __init__(self, message: str, *, hint: str = "", retry_after_s: float = 1.0) -> None:
+        super().__init__(message, hint=hint)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineExceeded(KvpoolError):
+    """The call did not end within its deadline; its effect, if any, is void or harmless."""
+
+    code = "deadline"
+    retryable = True
+    http_status = 504
+
+
+class Unavailable(KvpoolError):
+    """The peer cannot be reached, went away in mid-call, or is draining."""
+
+    code = "unavailable"
+    retryable = True
+    http_status = 503
+
+
+class TransferFailed(Unavailable):
+    """A transport could not move the bytes."""
+
+    code = "transfer_failed"
+
+
+class StaleEpoch(Unavailable):
+    """The call names an epoch of the peer that is over (it restarted)."""
+
+    code = "stale_epoch"
+
+
+class ProtocolError(KvpoolError):
+    """A frame is malformed, too large, or of an unknown kind; the connection is closed."""
+
+    code = "protocol"
+    http_status = 400
+
+
+class PortInUse(ConfigError):
+    """A configured address is taken by another process."""
+
+    code = "port_in_use"
+
+
+class NoSharedMemory(ConfigError):
+    """The machine cannot give the shared memory that the arena asks for."""
+
+    code = "no_shared_memory"
+
+
+class EngineFailed(KvpoolError):
+    """The model engine of a worker failed on this request."""
+
+    code = "engine_failed"
+    retryable = True
+
+
+def _tree(root: type[KvpoolError]) -> dict[str, type[KvpoolError]]:
+    found = {root.code: root}
+    for sub in root.__subclasses__():
+        found.update(_tree(sub))
+    return found
+
+
+BY_CODE: dict[str, type[KvpoolError]] = _tree(KvpoolError)
+
+
+def from_code(code: str, message: str) -> KvpoolError:
+    """Rebuild the error that a peer raised; an unknown code gives a plain `KvpoolError`."""
+    return BY_CODE.get(code, KvpoolError)(message)

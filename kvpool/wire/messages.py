@@ -1,0 +1,535 @@
+"""Every message of the wire protocol, in one place.
+
+A request is a tagged msgspec struct (array-like: field order is the format; only ever append fields with
+defaults). `REPLIES` names the reply of each request, which has no tag of its own. Lists of hashes travel
+packed (16 bytes each), lists of places as packed int64 pairs (arena id, byte offset), checksums as packed
+uint64, all little-endian, so that a frame of 256 blocks costs four small objects and not a thousand.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvpool.layout import Namespace
+
+PROTOCOL_VERSION = 1
+
+
+class Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Base of all requests."""
+
+
+class Reply(msgspec.Struct, array_like=True, frozen=True):
+    """Base of all replies and of the records inside messages."""
+
+
+# ---------------------------------------------------------------- every server
+
+
+class Hello(Message):
+    """First frame on a connection. `client_id` is a UUID (never an address); `epoch` its start."""
+
+    protocol: int
+    client_id: str
+    kind: str  # "client", "node", "worker", "conductor"
+    epoch: int = 0
+    token: str = ""
+
+
+class HelloReply(Reply):
+    protocol: int
+    kind: str
+    server_id: str
+    epoch: int
+
+
+class Ok(Reply):
+    """Nothing to say but that it is done."""
+
+
+class Ping(Message):
+    pass
+
+
+# ---------------------------------------------------------------- pool node
+
+
+class Arena(Reply):
+    """One registered memory region of a node; `base` is its address there, for one-sided access."""
+
+    arena_id: int
+    size_bytes: int
+    base: int
+
+
+class NodeDescriptor(Reply):
+    """How to reach a node, and how its memory can be reached from elsewhere."""
+
+    node_id: str
+    epoch: int
+    host: str  # label of the machine: equal labels mean that shared memory can be mapped
+    address: str  # wire, "host:port" or "unix:/path"
+    http_address: str = ""
+    arenas: list[Arena] = []
+    shm_path: str = ""  # Unix socket that hands out the arenas' file descriptors
+    nixl_agent: str = ""
+    nixl_metadata: bytes = b""
+    transports: list[str] = []  # offered, best first, e.g. ["shm", "nixl", "inline"]
+
+
+class Describe(Message):
+    pass
+
+
+class RegisterNamespace(Message):
+    """Makes a namespace known; must come before any call that names it."""
+
+    namespace: Namespace
+
+
+class NamespaceReply(Reply):
+    namespace_id: bytes
+
+
+class Reserve(Message):
+    """Ask for empty slots for the blocks `hashes` (a run of one chain) of one part."""
+
+    namespace_id: bytes
+    hashes: bytes
+    parent: bytes  # hash of the block before the first; b"" at the start of a chain
+    part: int
+    ttl_s: float
+    writer_id: str = ""  # who will write; default: the connection's client
+
+
+class ReserveReply(Reply):
+    """`statuses` has one byte a block (see `BlockStatus`); places follow for the granted ones only."""
+
+    reservation_id: int  # 0: nothing was granted
+    statuses: bytes
+    places: bytes
+    slot_bytes: int
+    ttl_s: float
+
+
+class BlockStatus:
+    """Values of `ReserveReply.statuses`."""
+
+    GRANTED = 0
+    EXISTS = 1
+    IN_PROGRESS = 2
+    NO_ROOM = 3
+
+
+class Commit(Message):
+    """Make granted blocks visible. `indices` (packed uint32, into the granted ones) empty: all of them.
+
+    `checksums`: packed uint64, one xxh3-64 of the part's bytes for each block committed.
+    """
+
+    reservation_id: int
+    checksums: bytes
+    indices: bytes = b""
+
+
+class CommitReply(Reply):
+    visible: int  # blocks that became visible: all parts committed
+
+
+class Abort(Message):
+    """Give a reservation back. `writer_stopped`: no write is in flight any more (invariant 2)."""
+
+    reservation_id: int
+    writer_stopped: bool
+
+
+class Pin(Message):
+    """Lookup and lease in one step: the longest leading run of `hashes` that is here and whole."""
+
+    namespace_id: bytes
+    hashes: bytes
+    ttl_s: float
+    parts: list[int] = []  # empty: all
+    tier_preference: str = ""
+
+
+class PinReply(Reply):
+    """Places and checksums are ordered block by block, and within a block by part as asked."""
+
+    lease_id: int  # 0: nothing found
+    found: int
+    places: bytes
+    checksums: bytes
+    tiers: bytes  # one byte a block: where it was found (see `TIERS`)
+    ttl_s: float
+    miss_reason: str = ""  # why block number `found` was not here
+
+
+TIERS = ("hbm", "dram", "nvme")
+
+
+class Renew(Message):
+    lease_id: int
+    ttl_s: float
+
+
+class RenewReply(Reply):
+    ttl_s: float
+
+
+class Release(Message):
+    """End leases; unknown or ended ones are ignored. Usually sent one-way."""
+
+    lease_ids: list[int]
+
+
+class RenewReservation(Message):
+    reservation_id: int
+    ttl_s: float
+
+
+class ReportCorrupt(Message):
+    """A reader found bytes that do not match their checksum: drop the block everywhere."""
+
+    namespace_id: bytes
+    block_hash: bytes
+
+
+class NodeLookup(Message):
+    """How many leading blocks stand here, and in which tier. Takes no lease, touches no order."""
+
+    namespace_id: bytes
+    hashes: bytes
+
+
+class NodeLookupReply(Reply):
+    found: int
+    tiers: bytes
+
+
+class PutInline(Message):
+    """Reserve, write and commit one block part whose bytes ride in the frame (for trying out)."""
+
+    namespace_id: bytes
+    block_hash: bytes
+    parent: bytes
+    part: int
+    data: bytes
+
+
+class PutInlineReply(Reply):
+    status: int  # BlockStatus.GRANTED: stored; EXISTS: was here; IN_PROGRESS: someone writes it
+
+
+class GetInline(Message):
+    namespace_id: bytes
+    block_hash: bytes
+    part: int = 0
+
+
+class GetInlineReply(Reply):
+    data: bytes
+    checksum: int
+    tier: str
+
+
+class TierUsage(Reply):
+    """Accounting of one tier, in bytes; the states add up to `capacity_bytes` (invariant 7)."""
+
+    tier: str
+    capacity_bytes: int
+    free_bytes: int
+    reserved_bytes: int
+    committed_bytes: int
+    pinned_bytes: int
+    quarantined_bytes: int
+    blocks: int
+
+
+class NodeStats(Message):
+    pass
+
+
+class NodeStatsReply(Reply):
+    node_id: str
+    epoch: int
+    host: str
+    uptime_s: float
+    tiers: list[TierUsage]
+    leases: int
+    reservations: int
+    namespaces: int
+    counters: dict[str, float]  # e.g. "hits", "misses", "evicted", "bytes_read:shm"
+
+
+# ---------------------------------------------------------------- conductor: membership and index
+
+
+class BlockEvent(Reply):
+    """What happened to blocks of one namespace on a node: a packed run of hashes per event."""
+
+    kind: str  # "stored", "removed", "cleared"
+    namespace_id: bytes
+    hashes: bytes
+    tier: str
+
+
+class NodeJoin(Message):
+    """A node announces itself; it sends its full block report next, in slices of `NodeEvents`."""
+
+    descriptor: NodeDescriptor
+    namespaces: list[Namespace]
+
+
+class NodeEvents(Message):
+    """Batch of events, numbered without a gap from 1 within an epoch. `snapshot`: a slice of the full report."""
+
+    node_id: str
+    epoch: int
+    sequence: int
+    events: list[BlockEvent]
+    snapshot: bool = False
+    snapshot_end: bool = False
+
+
+class NodeHeartbeat(Message):
+    node_id: str
+    epoch: int
+    sequence: int  # of the last event batch sent
+    stats: NodeStatsReply
+
+
+class MemberReply(Reply):
+    """`resync`: join again and send the full report (unknown member, gap, or restarted conductor)."""
+
+    resync: bool
+    heartbeat_s: float
+
+
+class NodeLeave(Message):
+    node_id: str
+    epoch: int
+
+
+class WorkerDescriptor(Reply):
+    worker_id: str
+    epoch: int
+    role: str  # "prefill", "decode", "both"
+    host: str
+    address: str
+    namespace: Namespace
+    model: str
+    max_model_tokens: int
+    http_address: str = ""
+
+
+class WorkerLoad(Reply):
+    """What a worker says of itself with each heartbeat."""
+
+    running: int  # requests in work
+    queued_prefill_tokens: int
+    decode_sequences: int
+    decode_context_tokens: int
+    prefill_tokens_per_s: float  # measured; 0 when unknown
+    tpot_s: float  # measured, smoothed; 0 when unknown
+    fetch_bytes_per_s: float = 0.0
+
+
+class WorkerJoin(Message):
+    descriptor: WorkerDescriptor
+
+
+class WorkerHeartbeat(Message):
+    worker_id: str
+    epoch: int
+    load: WorkerLoad
+
+
+class WorkerLeave(Message):
+    worker_id: str
+    epoch: int
+
+
+# ---------------------------------------------------------------- conductor: clients
+
+
+class Segment(Reply):
+    """A run of a chain that one node holds: blocks [start, start + count)."""
+
+    node_id: str
+    start: int
+    count: int
+    tier: str
+
+
+class Lookup(Message):
+    """Leading blocks of a chain that the pool has, and where, preferring nodes on `host`."""
+
+    namespace_id: bytes
+    hashes: bytes
+    host: str = ""
+
+
+class LookupReply(Reply):
+    found: int
+    segments: list[Segment]
+
+
+class Nodes(Message):
+    pass
+
+
+class NodeInfo(Reply):
+    descriptor: NodeDescriptor
+    state: str  # "live", "suspect", "draining"
+    free_bytes: int
+    capacity_bytes: int
+
+
+class NodesReply(Reply):
+    nodes: list[NodeInfo]
+
+
+class Namespaces(Message):
+    pass
+
+
+class NamespacesReply(Reply):
+    namespaces: list[Namespace]
+
+
+class WorkerInfo(Reply):
+    descriptor: WorkerDescriptor
+    state: str
+    load: WorkerLoad
+
+
+class PoolStats(Message):
+    pass
+
+
+class PoolStatsReply(Reply):
+    conductor_id: str
+    epoch: int
+    uptime_s: float
+    nodes: list[NodeStatsReply]
+    node_states: dict[str, str]
+    workers: list[WorkerInfo]
+    index_blocks: int
+    counters: dict[str, float]
+
+
+# ---------------------------------------------------------------- workers
+
+
+class Sampling(Reply):
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    ignore_eos: bool = False
+
+
+class Grant(Reply):
+    """Slots that the conductor reserved for a prefill: blocks `indices` (packed uint32) of the chain."""
+
+    node: NodeDescriptor
+    reservation: ReserveReply
+    indices: bytes
+
+
+class Prefill(Message):
+    """Compute a prompt's KV; read `segments` from the pool first, write the granted blocks layer by layer."""
+
+    request_id: str
+    namespace_id: bytes
+    token_ids: bytes  # packed uint32
+    hashes: bytes
+    segments: list[Segment]
+    nodes: list[NodeDescriptor]
+    grant: Grant | None
+    deadline_s: float  # from now
+
+
+class PrefillReply(Reply):
+    reused_tokens: int
+    computed_tokens: int
+    committed_blocks: int
+    phases: dict[str, float]  # seconds
+    bytes_read: dict[str, int]  # by transport
+    bytes_written: dict[str, int]
+
+
+class Generate(Message):
+    """Decode: read what the pool has, compute the rest of the prompt, then stream tokens.
+
+    `use_pool` false: compute everything here. `local_prefix`: reuse this engine's own prefix cache, cut
+    to `local_prefix_tokens` when that is not 0.
+    """
+
+    request_id: str
+    namespace_id: bytes
+    token_ids: bytes
+    hashes: bytes
+    segments: list[Segment]
+    nodes: list[NodeDescriptor]
+    sampling: Sampling
+    deadline_s: float
+    use_pool: bool = True
+    local_prefix: bool = False
+    local_prefix_tokens: int = 0
+    store: bool = True  # write blocks computed here to the pool
+
+
+class GenerateChunk(Reply):
+    """One item of the stream."""
+
+    token_ids: list[int]
+
+
+class GenerateReply(Reply):
+    """Ends the stream."""
+
+    finish_reason: str  # "stop", "length"
+    pool_tokens: int
+    local_tokens: int
+    computed_tokens: int
+    fallback_reason: str  # "" when all went as planned
+    phases: dict[str, float]
+    bytes_read: dict[str, int]
+    verified_blocks: int  # blocks whose checksum was compared after the read
+    bytes_written: dict[str, int] = {}
+
+
+REPLIES: dict[type[Message], type[Reply]] = {
+    Hello: HelloReply,
+    Ping: Ok,
+    Describe: NodeDescriptor,
+    RegisterNamespace: NamespaceReply,
+    Reserve: ReserveReply,
+    Commit: CommitReply,
+    Abort: Ok,
+    Pin: PinReply,
+    Renew: RenewReply,
+    Release: Ok,
+    RenewReservation: RenewReply,
+    ReportCorrupt: Ok,
+    NodeLookup: NodeLookupReply,
+    PutInline: PutInlineReply,
+    GetInline: GetInlineReply,
+    NodeStats: NodeStatsReply,
+    NodeJoin: MemberReply,
+    NodeEvents: MemberReply,
+    NodeHeartbeat: MemberReply,
+    NodeLeave: Ok,
+    WorkerJoin: MemberReply,
+    WorkerHeartbeat: MemberReply,
+    WorkerLeave: Ok,
+    Lookup: LookupReply,
+    Nodes: NodesReply,
+    Namespaces: NamespacesReply,
+    PoolStats: PoolStatsReply,
+    Prefill: PrefillReply,
+    Generate: GenerateReply,
+}
+STREAM_ITEMS: dict[type[Message], type[Reply]] = {Generate: GenerateChunk}
