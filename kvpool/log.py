@@ -1,0 +1,87 @@
+"""Structured logging for every process: one set-up, always to stderr, so that stdout stays for results.
+
+The standard library's loggers (uvicorn, grpc, ...) go through the same renderer. A request's id is bound
+to the context once, and every line logged within it, in whatever task, carries it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import structlog
+
+LogFormat = Literal["console", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+def setup_logging(level: LogLevel, format: LogFormat, process: str) -> None:
+    """Configure structlog and the standard library's logging; calling it again replaces the set-up.
+
+    Args:
+        level: lowest level that is written.
+        format: `json` writes one object a line; `console` is for people, coloured on a terminal.
+        process: name of this process, e.g. "node"; stands on every line.
+    """
+
+    def add_process(
+        _: Any, __: str, event: structlog.typing.EventDict
+    ) -> structlog.typing.EventDict:
+        event.setdefault("process", process)
+        return event
+
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        add_process,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.StackInfoRenderer(),
+    ]
+    render: list[structlog.typing.Processor]
+    if format == "json":
+        render = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    else:
+        render = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *render],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *shared,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        wrapper_class=structlog.stdlib.BoundLogger,
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=False,
+    )
+
+
+def get_logger(name: str) -> structlog.stdlib.BoundLogger:
+    """A logger for one module; pass `__name__`."""
+    logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(name)
+    return logger
+
+
+@contextmanager
+def request_context(request_id: str, **values: object) -> Iterator[None]:
+    """Put `request_id` (and `values`) on every line logged inside, in tasks started inside as well."""
+    with structlog.contextvars.bound_contextvars(request_id=request_id, **values):
+        yield
+
+
+def current_request_id() -> str | None:
+    """The id of the request being served in this context, to be passed on over the wire."""
+    value = structlog.contextvars.get_contextvars().get("request_id")
+    return value if isinstance(value, str) else None

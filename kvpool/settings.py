@@ -1,0 +1,263 @@
+"""The settings of every process as typed, frozen values: names, units, defaults and bounds.
+
+No file or environment is read here; `kvpool.config` finds the values and builds these from them. Sizes
+accept text such as "2GiB"; everything binds to 127.0.0.1 unless told otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
+
+KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+_UNITS = {"": 1, "b": 1, "k": KIB, "m": MIB, "g": GIB, "t": TIB}
+_UNITS |= {"kib": KIB, "mib": MIB, "gib": GIB, "tib": TIB}
+_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_bytes(value: object) -> int:
+    """A size in bytes from a whole number or a text with a unit.
+
+    "64MiB", "64M" and "64m" are binary, "64MB" is decimal. Raises `ValueError` (which pydantic turns
+    into a report about the field) for anything else, fractions of a byte included.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    factor = _UNITS.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise ValueError('not a size: write a whole number of bytes, or "512MiB", "2GiB", "1.5TB"')
+    size = float(match[1]) * factor if "." in match[1] else int(match[1]) * factor
+    if size != int(size):
+        raise ValueError(f"{value} is not a whole number of bytes")
+    return int(size)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of "host:port" or "[v6]:port"; `ValueError` when it is neither."""
+    host, colon, port = address.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError(f"{address!r}: an IPv6 address stands in brackets, as in [::1]:7800")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65_536:
+        raise ValueError(f"{address!r} is not host:port")
+    return host, int(port)
+
+
+def _address(value: object) -> object:
+    if isinstance(value, str):
+        split_address(value)
+    return value
+
+
+def _none_from_text(value: object) -> object:
+    """Environment and flags carry only text; an empty one, "none" or "null" unsets a setting."""
+    return (
+        None if isinstance(value, str) and value.strip().lower() in ("", "none", "null") else value
+    )
+
+
+def _path(value: object) -> object:
+    value = _none_from_text(value)
+    return Path(value).expanduser() if isinstance(value, str) else value
+
+
+def _list_from_text(value: object) -> object:
+    if isinstance(value, str):
+        return tuple(item.strip() for item in value.strip("[]").split(",") if item.strip())
+    return value
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+Port = Annotated[int, Field(ge=0, le=65_535)]  # 0: any free port
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Address = Annotated[str, BeforeValidator(_address)]
+OptionalPath = Annotated[Path | None, BeforeValidator(_path)]
+Transport = Literal["shm", "nixl", "inline"]
+Transports = Annotated[tuple[Transport, ...], BeforeValidator(_list_from_text), Field(min_length=1)]
+
+DEFAULT_CONDUCTOR = "127.0.0.1:7800"
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, and without a place for unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class _Server(Section):
+    """What every process that listens has."""
+
+    host: str = Field("127.0.0.1", min_length=1, description="address to bind")
+    advertise_host: str | None = Field(
+        None, description="address that peers use; None: host (set it where host is 0.0.0.0)"
+    )
+
+    @model_validator(mode="after")
+    def _ports_differ(self) -> Self:
+        ports = {n: p for n, p in vars(self).items() if n.endswith("_port") and p}
+        if len(set(ports.values())) < len(ports):
+            listed = ", ".join(f"{name}={port}" for name, port in ports.items())
+            raise ValueError(f"each service needs a port of its own: {listed}")
+        return self
+
+
+class ConductorConfig(_Server):
+    """The control plane: where it listens, when it gives members up, what it promises and refuses."""
+
+    wire_port: Port = 7800
+    http_port: Port = 7801
+    grpc_port: Port = 7802
+    model_path: OptionalPath = Field(
+        None, description="directory of the tokenizer; None: from workers"
+    )
+    heartbeat_s: Seconds = 1.0
+    suspect_after_s: Seconds = Field(3.0, description="silence before a member gets no new work")
+    dead_after_s: Seconds = Field(10.0, description="silence before its blocks are forgotten")
+    slo_ttft_s: Seconds = 30.0
+    slo_tpot_s: Seconds = 1.0
+    min_remote_prefill_tokens: int = Field(
+        192, ge=0, description="shorter prompts (after reuse) are prefilled by the decode worker"
+    )
+    request_timeout_s: Seconds = 120.0
+    max_queued_requests: int = Field(256, ge=1, le=1_000_000)
+    max_body_bytes: Bytes = Field(8 * MIB, ge=KIB, le=GIB)
+    max_prompt_tokens: int = Field(131_072, ge=1, le=16_777_216)
+    max_output_tokens: int = Field(16_384, ge=1, le=1_048_576)
+    max_index_blocks: int = Field(4_000_000, ge=1_000, description="bound of the index's memory")
+
+    @model_validator(mode="after")
+    def _silence_grows(self) -> Self:
+        if not self.heartbeat_s < self.suspect_after_s < self.dead_after_s:
+            raise ValueError(
+                "heartbeat_s < suspect_after_s < dead_after_s must hold, got "
+                f"{self.heartbeat_s:g}, {self.suspect_after_s:g}, {self.dead_after_s:g}"
+            )
+        return self
+
+
+class NodeConfig(_Server):
+    """A pool node: the memory and disk it lends, and the bounds of its promises."""
+
+    node_id: str | None = Field(None, max_length=128, description="None: host_label and wire port")
+    host_label: str = Field(
+        default_factory=socket.gethostname,
+        min_length=1,
+        max_length=128,
+        description="processes with the same label share memory",
+    )
+    wire_port: Port = 7810
+    http_port: Port = 7811
+    grpc_port: Port = 7812
+    conductor: Address | None = Field(DEFAULT_CONDUCTOR, description="None: stand alone")
+    dram_bytes: Bytes = Field(2 * GIB, ge=MIB, le=64 * TIB)
+    slab_bytes: Bytes = Field(64 * MIB, ge=64 * KIB, le=16 * GIB)
+    nvme_directory: OptionalPath = None
+    nvme_bytes: Bytes = Field(0, ge=0, le=1024 * TIB)
+    data_dir: OptionalPath = Field(None, description="what survives a restart; None: nothing does")
+    runtime_dir: OptionalPath = Field(None, description="sockets; None: $XDG_RUNTIME_DIR or /tmp")
+    transports: Transports = ("shm", "nixl", "inline")
+    lease_s: Seconds = Field(30.0, description="longest lease that is granted")
+    reservation_s: Seconds = Field(60.0, description="longest reservation that is granted")
+    grace_s: Seconds = Field(2.0, description="wait beyond a lease's deadline (invariant 3)")
+    quarantine_s: Seconds = Field(60.0, description="longest that any transfer may last (inv. 2)")
+    high_watermark: Fraction = Field(0.95, description="share of a tier at which eviction starts")
+    low_watermark: Fraction = Field(0.85, description="share of a tier at which eviction stops")
+    write_through: bool = Field(True, description="write to NVMe at commit, not at eviction")
+    fsync: Literal["always", "interval", "never"] = "interval"
+    fsync_interval_s: Seconds = 1.0
+    max_frame_bytes: Bytes = Field(64 * MIB, ge=64 * KIB, le=2 * GIB)
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Self:
+        if self.slab_bytes % (4 * KIB):
+            raise ValueError(f"slab_bytes {self.slab_bytes} is not a multiple of 4096")
+        if self.dram_bytes < self.slab_bytes:
+            raise ValueError(
+                f"dram_bytes {self.dram_bytes} is less than one slab of {self.slab_bytes}"
+            )
+        if bool(self.nvme_bytes) != bool(self.nvme_directory):
+            raise ValueError("nvme_directory and nvme_bytes are set together or not at all")
+        if 0 < self.nvme_bytes < self.slab_bytes:
+            raise ValueError(
+                f"nvme_bytes {self.nvme_bytes} is less than one slab of {self.slab_bytes}"
+            )
+        if self.low_watermark >= self.high_watermark:
+            raise ValueError(
+                f"low_watermark {self.low_watermark:g} must lie below "
+                f"high_watermark {self.high_watermark:g}"
+            )
+        return self
+
+
+class WorkerConfig(_Server):
+    """A prefill or decode worker around one engine, and whose blocks it makes."""
+
+    worker_id: str | None = Field(None, max_length=128, description="None: role and wire port")
+    role: Literal["prefill", "decode", "both"] = "both"
+    engine: Literal["transformers"] = "transformers"
+    model: str | None = Field(None, description="directory or GGUF file; needed to start")
+    model_name: str | None = Field(
+        None, description="name that users ask for; None: from the model"
+    )
+    device: str = Field("cpu", min_length=1)
+    threads: int = Field(
+        0, ge=0, le=4096, description="CPU threads of the engine; 0: its own choice"
+    )
+    host_label: str = Field(default_factory=socket.gethostname, min_length=1, max_length=128)
+    wire_port: Port = 7820
+    http_port: Port = 7821
+    conductor: Address = DEFAULT_CONDUCTOR
+    max_concurrent: int = Field(4, ge=1, le=4096)
+    max_model_tokens: int = Field(8192, ge=16, le=16_777_216)
+    block_tokens: int = Field(64, ge=1, le=65_536)
+    local_cache_tokens: int = Field(
+        0, ge=0, description="capacity of the engine's own prefix cache; 0: none"
+    )
+    tenant: str = Field("", max_length=512)
+    salt: SecretStr = Field(SecretStr(""), description="separates users; mixed into every hash")
+    hash_algorithm: Literal["xxh3-128", "sha256"] = "xxh3-128"
+
+
+class ClientConfig(Section):
+    """How an engine, a script or the command line talks to the pool."""
+
+    conductor: Address = DEFAULT_CONDUCTOR
+    host_label: str = Field(default_factory=socket.gethostname, min_length=1, max_length=128)
+    transport: Literal["auto", "shm", "nixl", "inline"] = "auto"
+    timeout_s: Seconds = 30.0
+    verify_checksums: bool = Field(True, description="check every DRAM read, too (invariant 5)")
+
+
+class LogConfig(Section):
+    """What is logged, and how it is written (always to stderr)."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["console", "json"] = "console"
+
+
+class Settings(Section):
+    """All sections; a process uses those of its role."""
+
+    conductor: ConductorConfig = Field(default_factory=ConductorConfig)
+    node: NodeConfig = Field(default_factory=NodeConfig)
+    worker: WorkerConfig = Field(default_factory=WorkerConfig)
+    client: ClientConfig = Field(default_factory=ClientConfig)
+    log: LogConfig = Field(default_factory=LogConfig)
+
+
+def shown(settings: Settings) -> dict[str, dict[str, Any]]:
+    """The settings as plain JSON values, for people: a secret that is set reads `***`."""
+    plain: dict[str, dict[str, Any]] = settings.model_dump(mode="json")
+    for name, section in settings:
+        for key, value in section:
+            if isinstance(value, SecretStr):
+                plain[name][key] = "***" if value.get_secret_value() else ""
+    return plain
