@@ -50,17 +50,18 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _address(value: object) -> object:
-    if isinstance(value, str):
-        split_address(value)
-    return value
-
-
 def _none_from_text(value: object) -> object:
     """Environment and flags carry only text; an empty one, "none" or "null" unsets a setting."""
     return (
         None if isinstance(value, str) and value.strip().lower() in ("", "none", "null") else value
     )
+
+
+def _address(value: object) -> object:
+    value = _none_from_text(value)
+    if isinstance(value, str):
+        split_address(value)
+    return value
 
 
 def _path(value: object) -> object:
@@ -79,6 +80,8 @@ Port = Annotated[int, Field(ge=0, le=65_535)]  # 0: any free port
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Address = Annotated[str, BeforeValidator(_address)]
+OptionalAddress = Annotated[str | None, BeforeValidator(_address)]
+OptionalText = Annotated[str | None, BeforeValidator(_none_from_text)]
 OptionalPath = Annotated[Path | None, BeforeValidator(_path)]
 Transport = Literal["shm", "nixl", "inline"]
 Transports = Annotated[tuple[Transport, ...], BeforeValidator(_list_from_text), Field(min_length=1)]
@@ -96,7 +99,7 @@ class _Server(Section):
     """What every process that listens has."""
 
     host: str = Field("127.0.0.1", min_length=1, description="address to bind")
-    advertise_host: str | None = Field(
+    advertise_host: OptionalText = Field(
         None, description="address that peers use; None: host (set it where host is 0.0.0.0)"
     )
 
@@ -146,7 +149,9 @@ class ConductorConfig(_Server):
 class NodeConfig(_Server):
     """A pool node: the memory and disk it lends, and the bounds of its promises."""
 
-    node_id: str | None = Field(None, max_length=128, description="None: host_label and wire port")
+    node_id: OptionalText = Field(
+        None, max_length=128, description="None: host_label and wire port"
+    )
     host_label: str = Field(
         default_factory=socket.gethostname,
         min_length=1,
@@ -156,7 +161,7 @@ class NodeConfig(_Server):
     wire_port: Port = 7810
     http_port: Port = 7811
     grpc_port: Port = 7812
-    conductor: Address | None = Field(DEFAULT_CONDUCTOR, description="None: stand alone")
+    conductor: OptionalAddress = Field(DEFAULT_CONDUCTOR, description="None: stand alone")
     dram_bytes: Bytes = Field(2 * GIB, ge=MIB, le=64 * TIB)
     slab_bytes: Bytes = Field(64 * MIB, ge=64 * KIB, le=16 * GIB)
     nvme_directory: OptionalPath = None
@@ -200,11 +205,11 @@ class NodeConfig(_Server):
 class WorkerConfig(_Server):
     """A prefill or decode worker around one engine, and whose blocks it makes."""
 
-    worker_id: str | None = Field(None, max_length=128, description="None: role and wire port")
+    worker_id: OptionalText = Field(None, max_length=128, description="None: role and wire port")
     role: Literal["prefill", "decode", "both"] = "both"
     engine: Literal["transformers"] = "transformers"
-    model: str | None = Field(None, description="directory or GGUF file; needed to start")
-    model_name: str | None = Field(
+    model: OptionalText = Field(None, description="directory or GGUF file; needed to start")
+    model_name: OptionalText = Field(
         None, description="name that users ask for; None: from the model"
     )
     device: str = Field("cpu", min_length=1)

@@ -293,14 +293,18 @@ def check_nvme(node: NodeConfig) -> Check:
     directory = node.nvme_directory
     if directory is None:
         return Check("nvme", "ok", "not used (node.nvme_directory is not set)")
-    existing = next((p for p in (directory, *directory.parents) if p.is_dir()), None)
-    if existing is None or not os.access(existing, os.W_OK):
-        return Check("nvme", "fail", f"{directory} cannot be written", "set node.nvme_directory")
+    # The node makes the directory; until then its nearest parent stands for it.
+    existing = next(p for p in (directory.absolute(), *directory.absolute().parents) if p.is_dir())
+    try:
+        o_direct = _takes_o_direct(existing)
+    except OSError as error:
+        detail = f"{directory} cannot be written: {error.strerror}"
+        return Check("nvme", "fail", detail, "set node.nvme_directory")
     free = shutil.disk_usage(existing).free
     detail = f"{directory}: {format_bytes(free)} free, {format_bytes(node.nvme_bytes)} asked"
     if free < node.nvme_bytes:
         return Check("nvme", "warn", detail, "lower node.nvme_bytes (existing pool files count)")
-    if not _takes_o_direct(existing):
+    if not o_direct:
         advice = "use a directory on ext4 or XFS: reads fall to less than half without it"
         return Check("nvme", "warn", f"{detail}; no O_DIRECT", advice)
     return Check("nvme", "ok", f"{detail}; O_DIRECT")
@@ -353,6 +357,7 @@ def _bind_problem(host: str, port: int) -> int:
 
 
 def _takes_o_direct(directory: Path) -> bool:
+    """Raises `OSError` when no file can be made there at all."""
     with tempfile.NamedTemporaryFile(dir=directory, prefix=".kvpool-doctor-") as file:
         try:
             os.close(os.open(file.name, os.O_RDWR | os.O_DIRECT))
