@@ -141,7 +141,8 @@ def unpack_hashes(packed: bytes) -> list[bytes]:
     """
     if len(packed) % HASH_BYTES:
         raise InvalidArgument(
-            f"packed hashes of {len(packed)} bytes", hint=f"a multiple of {HASH_BYTES} is needed"
+            f"packed hashes of {len(packed)} bytes",
+            hint=f"a multiple of {HASH_BYTES} is needed",
         )
     return [packed[i : i + HASH_BYTES] for i in range(0, len(packed), HASH_BYTES)]
 

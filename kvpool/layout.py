@@ -51,15 +51,24 @@ class Layout(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
             raise InvalidArgument(
-                f"unknown dtype {self.dtype!r}", hint=f"use one of {', '.join(DTYPE_BYTES)}"
+                f"unknown dtype {self.dtype!r}",
+                hint=f"use one of {', '.join(DTYPE_BYTES)}",
             )
-        for name in ("layers", "kv_heads", "head_dim", "block_tokens", "tp_size", "kv_per_token"):
+        for name in (
+            "layers",
+            "kv_heads",
+            "head_dim",
+            "block_tokens",
+            "tp_size",
+            "kv_per_token",
+        ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise InvalidArgument(f"layout.{name} must be a positive integer, got {value!r}")
         if self.block_tokens > MAX_BLOCK_TOKENS:
             raise InvalidArgument(
-                f"layout.block_tokens is {self.block_tokens}", hint=f"at most {MAX_BLOCK_TOKENS}"
+                f"layout.block_tokens is {self.block_tokens}",
+                hint=f"at most {MAX_BLOCK_TOKENS}",
             )
         if self.kv_heads % self.tp_size and self.tp_size % self.kv_heads:
             raise InvalidArgument(
@@ -148,7 +157,8 @@ class Namespace(msgspec.Struct, frozen=True):
                 raise InvalidArgument(f"namespace.{name} must be 1 to 512 characters")
         if self.hash_algorithm not in ("xxh3-128", "sha256"):
             raise InvalidArgument(
-                f"unknown hash_algorithm {self.hash_algorithm!r}", hint="use xxh3-128 or sha256"
+                f"unknown hash_algorithm {self.hash_algorithm!r}",
+                hint="use xxh3-128 or sha256",
             )
 
     @property

@@ -1,0 +1,330 @@
+"""What this conductor knows of the pool: nodes, workers, namespaces, the index. Soft state, all of it.
+
+The service behind the wire, gRPC and HTTP adapters for everything that is not a request for tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import structlog
+
+from conductor.cost import CostModel
+from conductor.index import Index
+from conductor.membership import Membership, MembershipConfig, State
+from conductor.requests import InFlight
+from conductor.scheduler import IDLE, ClusterView, NodeView, Policy, WorkerView
+from kvpool.errors import LayoutMismatch, StaleEpoch, UnknownNamespace
+from kvpool.hashing import unpack_hashes
+from kvpool.layout import Namespace
+from kvpool.wire import Session, WireServer
+from kvpool.wire import messages as m
+
+log = structlog.get_logger(__name__)
+
+RECLAIM_BLOCKS = 20_000  # a slice of a few milliseconds
+MAX_NAMESPACES = 100_000
+UNKNOWN_ROOM = 1 << 62  # a node that has not reported yet may have room
+
+
+class Cluster:
+    """Membership, index and look-ups of one conductor.
+
+    Args:
+        conductor_id, epoch: identity of this process.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        conductor_id: str,
+        epoch: int,
+        index: Index,
+        config: MembershipConfig,
+        policy: Policy,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        now = clock()
+        self.conductor_id = conductor_id
+        self.epoch = epoch
+        self.index = index
+        self.nodes: Membership[m.NodeDescriptor, m.NodeStatsReply] = Membership(config, now)
+        self.workers: Membership[m.WorkerDescriptor, m.WorkerLoad] = Membership(config, now)
+        self.namespaces: dict[bytes, Namespace] = {}
+        self.cost = CostModel()
+        self.in_flight = InFlight()
+        self.policy = policy
+        self.counters: Counter[str] = Counter()
+        self.clock = clock
+        self._started = now
+        self._config = config
+
+    def expose(self, server: WireServer) -> None:
+        """Register every handler with a wire server."""
+        handlers: dict[type[m.Message], Callable[[Any, Session], m.Reply]] = {
+            m.NodeJoin: lambda r, _s: self.node_join(r),
+            m.NodeEvents: lambda r, _s: self.node_events(r),
+            m.NodeHeartbeat: lambda r, _s: self.node_heartbeat(r),
+            m.NodeLeave: lambda r, _s: self.node_leave(r),
+            m.WorkerJoin: lambda r, _s: self.worker_join(r),
+            m.WorkerHeartbeat: lambda r, _s: self.worker_heartbeat(r),
+            m.WorkerLeave: lambda r, _s: self.worker_leave(r),
+            m.RegisterNamespace: lambda r, _s: self.register_namespace(r),
+            m.Lookup: lambda r, _s: self.lookup(r),
+            m.Nodes: lambda _r, _s: self.node_list(),
+            m.Namespaces: lambda _r, _s: m.NamespacesReply(list(self.namespaces.values())),
+            m.PoolStats: lambda _r, _s: self.stats(),
+        }
+        for message, handler in handlers.items():
+            server.handle(message, handler)
+
+    # ------------------------------------------------------------ nodes
+
+    def node_join(self, request: m.NodeJoin) -> m.MemberReply:
+        """A node announces itself; its full report follows as snapshot slices."""
+        node = request.descriptor
+        try:
+            joined = self.nodes.join(node.node_id, node.epoch, node, self.clock())
+            self.index.begin_snapshot(node.node_id, node.epoch)
+        except StaleEpoch:
+            return self._reply(resync=True)
+        for namespace in request.namespaces:
+            self._add_namespace(namespace)
+        log.info(
+            "node joined",
+            node=node.node_id,
+            epoch=node.epoch,
+            host=node.host,
+            restarted=joined.voided_epoch is not None,
+        )
+        return self._reply()
+
+    def node_events(self, request: m.NodeEvents) -> m.MemberReply:
+        """A numbered batch of events, or a slice of the full report."""
+        try:
+            verdict = self.nodes.receive_events(
+                request.node_id,
+                request.epoch,
+                request.sequence,
+                self.clock(),
+                snapshot=request.snapshot,
+                snapshot_end=request.snapshot_end,
+            )
+            if verdict.resync:
+                self.counters["event_gaps"] += 1
+                return self._reply(resync=True)
+            if verdict.begin_snapshot:
+                self.index.begin_snapshot(request.node_id, request.epoch)
+            if verdict.apply:
+                self.index.apply(request.node_id, request.epoch, request.events)
+            if verdict.end_snapshot:
+                self.index.end_snapshot(request.node_id)
+        except StaleEpoch:
+            return self._reply(resync=True)
+        return self._reply()
+
+    def node_heartbeat(self, request: m.NodeHeartbeat) -> m.MemberReply:
+        """A sign of life with the node's accounting."""
+        try:
+            resync = self.nodes.heartbeat(
+                request.node_id, request.epoch, self.clock(), request.stats, request.sequence
+            )
+        except StaleEpoch:
+            resync = True
+        return self._reply(resync=resync)
+
+    def node_leave(self, request: m.NodeLeave) -> m.Ok:
+        """A node stops: its blocks are forgotten at once."""
+        if self.nodes.leave(request.node_id, request.epoch):
+            self.index.remove_node(request.node_id, RECLAIM_BLOCKS)
+            log.info("node left", node=request.node_id)
+        return m.Ok()
+
+    # ------------------------------------------------------------ workers
+
+    def worker_join(self, request: m.WorkerJoin) -> m.MemberReply:
+        """A worker announces itself and its namespace.
+
+        Raises:
+            LayoutMismatch: another worker serves this model, revision, tenant and salt with another layout.
+        """
+        worker = request.descriptor
+        self._add_namespace(worker.namespace)
+        try:
+            self.workers.join(worker.worker_id, worker.epoch, worker, self.clock())
+        except StaleEpoch:
+            return self._reply(resync=True)
+        log.info("worker joined", worker=worker.worker_id, role=worker.role, host=worker.host)
+        return self._reply()
+
+    def worker_heartbeat(self, request: m.WorkerHeartbeat) -> m.MemberReply:
+        """A sign of life with the worker's load; its measurements teach the cost model."""
+        try:
+            resync = self.workers.heartbeat(
+                request.worker_id, request.epoch, self.clock(), request.load
+            )
+        except StaleEpoch:
+            resync = True
+        load = request.load
+        if load.tpot_s and load.decode_sequences:
+            self.cost.observe_tpot(
+                request.worker_id, load.decode_context_tokens, load.decode_sequences, load.tpot_s
+            )
+        return self._reply(resync=resync)
+
+    def worker_leave(self, request: m.WorkerLeave) -> m.Ok:
+        """A worker stops."""
+        if self.workers.leave(request.worker_id, request.epoch):
+            self._forget_worker(request.worker_id)
+            log.info("worker left", worker=request.worker_id)
+        return m.Ok()
+
+    def _forget_worker(self, worker_id: str) -> None:
+        self.cost.forget_worker(worker_id)
+        self.in_flight.forget_worker(worker_id)
+
+    # ------------------------------------------------------------ clients
+
+    def register_namespace(self, request: m.RegisterNamespace) -> m.NamespaceReply:
+        """Raises LayoutMismatch."""
+        return m.NamespaceReply(self._add_namespace(request.namespace))
+
+    def _add_namespace(self, namespace: Namespace) -> bytes:
+        namespace_id = namespace.namespace_id
+        if namespace_id in self.namespaces:
+            return namespace_id
+        for known in self.namespaces.values():
+            same = (known.model, known.revision, known.tenant, known.salt) == (
+                namespace.model,
+                namespace.revision,
+                namespace.tenant,
+                namespace.salt,
+            )
+            if same and known.layout != namespace.layout:
+                raise LayoutMismatch(
+                    f"{namespace.name} is known under another layout: "
+                    + "; ".join(known.layout.differences(namespace.layout)),
+                    hint="all engines of a namespace must agree; a changed one needs another revision",
+                )
+        if len(self.namespaces) >= MAX_NAMESPACES:
+            self.namespaces.pop(next(iter(self.namespaces)))  # nodes and workers name theirs again
+        self.namespaces[namespace_id] = namespace
+        return namespace_id
+
+    def lookup(self, request: m.Lookup) -> m.LookupReply:
+        """Leading blocks that live nodes hold, and where.
+
+        Raises:
+            UnknownNamespace: nobody registered it here since this conductor started.
+        """
+        if request.namespace_id not in self.namespaces:
+            raise UnknownNamespace(
+                f"namespace {request.namespace_id.hex()} is not known here", hint="register it"
+            )
+        segments = self.segments(request.namespace_id, unpack_hashes(request.hashes), request.host)
+        found = sum(segment.count for segment in segments)
+        self.counters["lookups"] += 1
+        self.counters["lookup_hits" if found else "lookup_misses"] += 1
+        return m.LookupReply(found, segments)
+
+    def segments(self, namespace_id: bytes, hashes: Sequence[bytes], host: str) -> list[m.Segment]:
+        """The leading run as segments on readable nodes, preferring those on `host`."""
+        return self.index.segments(namespace_id, hashes, self._readable_hosts(), host)
+
+    def _readable_hosts(self) -> Mapping[str, str]:
+        return {node.member_id: node.descriptor.host for node in self.nodes.readable()}
+
+    def node_list(self) -> m.NodesReply:
+        """Every node that is known, with its state and room."""
+        infos = []
+        for node in self.nodes.members():
+            free = capacity = 0
+            for tier in node.report.tiers if node.report else ():
+                if tier.tier == "dram":
+                    free, capacity = tier.free_bytes, tier.capacity_bytes
+            infos.append(m.NodeInfo(node.descriptor, node.state, free, capacity))
+        return m.NodesReply(infos)
+
+    def stats(self) -> m.PoolStatsReply:
+        """The whole pool's accounting, as nodes and workers last reported it."""
+        return m.PoolStatsReply(
+            self.conductor_id,
+            self.epoch,
+            self.clock() - self._started,
+            [node.report for node in self.nodes if node.report is not None],
+            {node.member_id: str(node.state) for node in self.nodes},
+            [
+                m.WorkerInfo(worker.descriptor, worker.state, worker.report or IDLE)
+                for worker in self.workers
+            ],
+            self.index.blocks(),
+            {name: float(value) for name, value in self.counters.items()},
+        )
+
+    # ------------------------------------------------------------ for the scheduler
+
+    def view(self) -> ClusterView:
+        """The cluster as a decision may see it now."""
+        workers = {
+            worker.member_id: WorkerView(
+                worker.member_id,
+                worker.descriptor.role,
+                worker.descriptor.host,
+                worker.descriptor.namespace.namespace_id,
+                worker.state,
+                worker.report or IDLE,
+                worker.reported_at,
+                worker.descriptor.max_model_tokens,
+            )
+            for worker in self.workers
+        }
+        nodes = {
+            node.member_id: NodeView(
+                node.member_id, node.descriptor.host, _room(node.report), node.state
+            )
+            for node in self.nodes
+        }
+        return ClusterView(workers, nodes, self.cost, self.in_flight, self.policy)
+
+    def live_nodes(self) -> list[m.NodeDescriptor]:
+        """Descriptors of the nodes whose blocks may be read."""
+        return [node.descriptor for node in self.nodes.readable()]
+
+    def sweep(self) -> None:
+        """Suspect the silent, forget the dead, free memory in slices. Call it every `sweep_s`."""
+        now = self.clock()
+        for member in self.nodes.sweep(now).died:
+            log.warning("node is dead, its blocks are forgotten", node=member)
+            self.index.remove_node(member, RECLAIM_BLOCKS)
+        for member in self.workers.sweep(now).died:
+            log.warning("worker is dead", worker=member)
+            self._forget_worker(member)
+        self.index.expire_suspicions(now)
+        self.index.reclaim(RECLAIM_BLOCKS)
+
+    def suspect_blocks(self, node_id: str, namespace_id: bytes, hashes: Sequence[bytes]) -> None:
+        """A planned read from this node failed: do not plan it again for a while."""
+        until = self.clock() + self._config.suspect_after_s
+        for block_hash in hashes:
+            self.index.suspect(node_id, namespace_id, block_hash, until)
+
+    def _reply(self, *, resync: bool = False) -> m.MemberReply:
+        return m.MemberReply(resync, self._config.heartbeat_s)
+
+
+def _room(report: m.NodeStatsReply | None) -> int:
+    """Bytes that a reservation could get: free, or held by blocks that nobody has pinned."""
+    if report is None:
+        return UNKNOWN_ROOM
+    return sum(
+        tier.free_bytes + tier.committed_bytes - tier.pinned_bytes
+        for tier in report.tiers
+        if tier.tier == "dram"
+    )
+
+
+__all__ = ["Cluster", "State"]

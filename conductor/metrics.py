@@ -1,0 +1,90 @@
+"""The conductor's figures for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from conductor.cluster import Cluster
+from conductor.gateway import Gateway, Result
+from kvpool.metrics import LATENCY_BUCKETS
+
+
+class RequestMetrics:
+    """Histograms over finished requests."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._ttft = Histogram(
+            "kvpool_ttft_seconds",
+            "Time to first token",
+            ["mode"],
+            buckets=LATENCY_BUCKETS,
+            registry=registry,
+        )
+        self._tpot = Histogram(
+            "kvpool_tpot_seconds",
+            "Time per output token after the first",
+            buckets=LATENCY_BUCKETS,
+            registry=registry,
+        )
+        self._phase = Histogram(
+            "kvpool_request_phase_seconds",
+            "Seconds of a request by phase",
+            ["phase"],
+            buckets=LATENCY_BUCKETS,
+            registry=registry,
+        )
+        self._error = Histogram(
+            "kvpool_ttft_prediction_error_ratio",
+            "Predicted over measured TTFT",
+            buckets=(0.1, 0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0, 10.0),
+            registry=registry,
+        )
+
+    def observe(self, result: Result) -> None:
+        """Take in one request, however it ended."""
+        decision = result.decision
+        if decision is None or not result.ttft_s:
+            return
+        self._ttft.labels(decision.mode).observe(result.ttft_s)
+        self._error.observe(decision.ttft_s / result.ttft_s)
+        if result.tpot_s:
+            self._tpot.observe(result.tpot_s)
+        for name, seconds in result.phases.items():
+            self._phase.labels(name).observe(seconds)
+
+
+class ConductorCollector(Collector):
+    """Members, index and counters, read at scrape time."""
+
+    def __init__(self, cluster: Cluster, gateway: Gateway) -> None:
+        self._cluster = cluster
+        self._gateway = gateway
+
+    def collect(self) -> Iterator[Metric]:
+        members = GaugeMetricFamily(
+            "kvpool_members", "Members by kind and state", labels=["kind", "state"]
+        )
+        counts: dict[tuple[str, str], int] = {}
+        for kind, group in (("node", self._cluster.nodes), ("worker", self._cluster.workers)):
+            for member in group.members():  # type: ignore[attr-defined]
+                key = (kind, str(member.state))
+                counts[key] = counts.get(key, 0) + 1
+        for (kind, state), count in counts.items():
+            members.add_metric([kind, state], count)
+        yield members
+        yield GaugeMetricFamily(
+            "kvpool_index_blocks", "Blocks in the index", value=self._cluster.index.blocks()
+        )
+        yield GaugeMetricFamily(
+            "kvpool_active_requests", "Requests in work", value=self._gateway.active
+        )
+        events = CounterMetricFamily(
+            "kvpool_conductor_events", "Counted events, by kind", labels=["kind"]
+        )
+        for name, value in sorted(self._cluster.counters.items()):
+            events.add_metric([name], float(value))
+        yield events

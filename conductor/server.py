@@ -1,0 +1,100 @@
+"""The process of a conductor: puts the parts together, starts them in order, stops them in reverse."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+
+import structlog
+
+from conductor.cluster import Cluster
+from conductor.gateway import Gateway
+from conductor.grpc_api import grpc_server
+from conductor.http_api import HttpApi
+from conductor.memory_index import MemoryIndex
+from conductor.membership import MembershipConfig
+from conductor.metrics import ConductorCollector, RequestMetrics
+from conductor.requests import RequestLog
+from conductor.scheduler import Policy
+from conductor.tokenizer import Tokenizer
+from kvpool.config import ConductorConfig
+from kvpool.grpc_adapter import quiet_grpc
+from kvpool.http import HttpServer
+from kvpool.metrics import new_registry
+from kvpool.process import Ready, wait_for_stop
+from kvpool.wire import WireServer
+
+log = structlog.get_logger(__name__)
+
+GRPC_MESSAGE_BYTES = 8 << 20
+SWEEP_S = 0.25
+
+
+async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Event) -> None:
+    """Run a conductor until `stop` is set.
+
+    Raises:
+        PortInUse, ModelNotFound, ConfigError: it cannot start as configured.
+    """
+    quiet_grpc()
+    tokenizer = None
+    if config.model_path is not None:
+        tokenizer = await asyncio.to_thread(Tokenizer, config.model_path)
+    conductor_id = str(uuid.uuid4())
+    epoch = time.time_ns() // 1000
+    membership = MembershipConfig(
+        heartbeat_s=config.heartbeat_s,
+        suspect_after_s=config.suspect_after_s,
+        dead_after_s=config.dead_after_s,
+        sweep_s=SWEEP_S,
+    )
+    cluster = Cluster(
+        conductor_id,
+        epoch,
+        MemoryIndex(max_blocks=config.max_index_blocks),
+        membership,
+        Policy(min_remote_prefill_tokens=config.min_remote_prefill_tokens),
+    )
+    request_log = RequestLog()
+    gateway = Gateway(
+        cluster,
+        request_log,
+        default_ttft_s=config.slo_ttft_s,
+        default_tpot_s=config.slo_tpot_s,
+        max_active=config.max_queued_requests,
+    )
+    registry = new_registry()
+    registry.register(ConductorCollector(cluster, gateway))
+    api = HttpApi(config, cluster, gateway, request_log, tokenizer, RequestMetrics(registry))
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(gateway.close)
+        wire = WireServer("conductor", conductor_id, epoch)
+        cluster.expose(wire)
+        wire_port = await wire.listen(config.host, config.wire_port)
+        stack.push_async_callback(wire.close)
+        http = HttpServer(api.app(registry, lambda: ""), config.host, config.http_port)
+        await http.start()
+        stack.push_async_callback(http.close)
+        grpc = grpc_server(cluster, GRPC_MESSAGE_BYTES)
+        grpc_port = await grpc.start(config.host, config.grpc_port)
+        stack.push_async_callback(grpc.close)
+        facts = {
+            "kind": "conductor",
+            "id": conductor_id,
+            "wire": f"{config.host}:{wire_port}",
+            "http": f"{config.host}:{http.port}",
+            "grpc": f"{config.host}:{grpc_port}",
+        }
+        tasks = [asyncio.create_task(_sweep(cluster), name="sweep")]
+        ready(facts)
+        log.info("conductor ready", **facts)
+        await wait_for_stop(stop, tasks)
+        log.info("conductor stopping")
+
+
+async def _sweep(cluster: Cluster) -> None:
+    while True:
+        await asyncio.sleep(SWEEP_S)
+        cluster.sweep()

@@ -1,0 +1,90 @@
+"""Text to token ids and back, exactly as the model does it: its own tokenizer, its own chat template.
+
+Equal ids are what equal hashes rest on, so nothing here is approximated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvpool.errors import ConfigError, InvalidArgument, ModelNotFound
+
+_REPLACEMENT = "\ufffd"
+MAX_HELD_TOKENS = 8  # a character never takes more; what is still broken then is shown as it is
+
+
+class Tokenizer:
+    """The tokenizer of one model directory.
+
+    Raises:
+        ModelNotFound: the directory holds no tokenizer.
+        ConfigError: the package transformers is not installed.
+    """
+
+    def __init__(self, model_dir: Path) -> None:
+        if not (model_dir / "tokenizer.json").is_file():
+            raise ModelNotFound(
+                f"{model_dir} has no tokenizer.json", hint="set conductor.model_path to a model"
+            )
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise ConfigError(
+                "tokenizing needs the package transformers", hint="pip install 'kvpool[demo]'"
+            ) from error
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a plain prompt."""
+        ids: list[int] = self._tokenizer.encode(text)
+        return ids
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation through the model's chat template, ready for the answer.
+
+        Raises:
+            InvalidArgument: the model has no chat template, or it refuses these messages.
+        """
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        except (
+            Exception
+        ) as error:  # templates are programs of the model's; they raise what they like
+            raise InvalidArgument(f"the chat template refused the messages: {error}") from error
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, without special tokens."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+
+class TextStream:
+    """Turns a growing list of token ids into pieces of text that never split a character."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._shown = 0  # ids whose text was given out
+        self._base = 0  # ids before the window that is decoded again and again
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Text that became certain with these ids."""
+        self._ids += token_ids
+        before = self._tokenizer.decode(self._ids[self._base : self._shown])
+        after = self._tokenizer.decode(self._ids[self._base :])
+        held = len(self._ids) - self._shown
+        if after.endswith(_REPLACEMENT) and held < MAX_HELD_TOKENS:
+            return ""
+        self._base, self._shown = self._shown, len(self._ids)
+        return after[len(before) :]
+
+    def finish(self) -> str:
+        """What was held back."""
+        before = self._tokenizer.decode(self._ids[self._base : self._shown])
+        return self._tokenizer.decode(self._ids[self._base :])[len(before) :]

@@ -1,0 +1,12 @@
+"""kvpool: a KV-cache pool for LLM serving. What engines and users import.
+
+from kvpool import Layout, Namespace, Pool, hash_chain
+"""
+
+from kvpool.client import AsyncPool, Pool
+from kvpool.errors import KvpoolError
+from kvpool.hashing import hash_chain
+from kvpool.layout import Layout, Namespace
+
+__version__ = "0.1.0"
+__all__ = ["AsyncPool", "KvpoolError", "Layout", "Namespace", "Pool", "__version__", "hash_chain"]

@@ -1,0 +1,88 @@
+"""Callers' memory as addresses: numpy arrays, torch tensors, anything with the buffer protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.errors import InvalidArgument, WrongByteCount
+from kvpool.transports.base import Int64Array
+
+
+def span(data: Any, *, writable: bool) -> tuple[int, int, Any]:
+    """Address, size in bytes and keep-alive object of one contiguous piece of host memory.
+
+    Raises:
+        InvalidArgument: not contiguous, read-only where it must be written, on a device, or no buffer.
+    """
+    if hasattr(data, "data_ptr"):  # torch, without importing it
+        if data.device.type != "cpu":
+            raise InvalidArgument(
+                f"a tensor on {data.device} cannot be a block buffer here", hint="use a CPU tensor"
+            )
+        if not data.is_contiguous():
+            raise InvalidArgument("the tensor is not contiguous", hint="pass t.contiguous()")
+        return data.data_ptr(), data.numel() * data.element_size(), data
+    if isinstance(data, np.ndarray):
+        array = data
+        if not array.flags.c_contiguous:
+            raise InvalidArgument("the array is not C-contiguous")
+        if writable and not array.flags.writeable:
+            raise InvalidArgument("the array is read-only")
+        return int(array.ctypes.data), array.nbytes, array
+    try:
+        view = memoryview(data)
+    except TypeError as error:
+        raise InvalidArgument(
+            f"{type(data).__name__} is no buffer", hint="pass numpy, torch, bytearray or memoryview"
+        ) from error
+    if writable and view.readonly:
+        raise InvalidArgument(f"{type(data).__name__} is read-only", hint="pass a bytearray")
+    if not view.c_contiguous:
+        raise InvalidArgument("the buffer is not contiguous")
+    array = np.frombuffer(view, dtype=np.uint8)
+    return int(array.ctypes.data) if array.nbytes else 0, array.nbytes, array
+
+
+def block_spans(
+    data: Any, count: int, part_bytes: int, *, writable: bool
+) -> tuple[Int64Array, Any]:
+    """Addresses of `count` block parts of `part_bytes` each, and what keeps them alive.
+
+    Args:
+        data: one contiguous buffer of exactly `count * part_bytes` bytes (of any shape and dtype), or a
+            sequence of `count` buffers of `part_bytes` each.
+
+    Raises:
+        WrongByteCount: the sizes do not match.
+        InvalidArgument: see `span`.
+    """
+    if isinstance(data, Sequence) and not isinstance(data, (bytes, bytearray, memoryview, str)):
+        if len(data) != count:
+            raise WrongByteCount(f"{count} blocks need {count} buffers, got {len(data)}")
+        addresses = np.empty(count, dtype=np.int64)
+        owners = []
+        for i, piece in enumerate(data):
+            address, size, owner = span(piece, writable=writable)
+            if size != part_bytes:
+                raise WrongByteCount(f"buffer {i} has {size} bytes, a block part has {part_bytes}")
+            addresses[i] = address
+            owners.append(owner)
+        return addresses, owners
+    address, size, owner = span(data, writable=writable)
+    if size != count * part_bytes:
+        raise WrongByteCount(
+            f"{count} blocks of {part_bytes} bytes are {count * part_bytes} bytes, got {size}"
+        )
+    return address + np.arange(count, dtype=np.int64) * part_bytes, owner
+
+
+def view_at(address: int, size: int) -> npt.NDArray[np.uint8]:
+    """Bytes at an address of this process, as an array that does not own them."""
+    import ctypes
+
+    raw = (ctypes.c_uint8 * size).from_address(address)
+    return np.frombuffer(raw, dtype=np.uint8)

@@ -1,0 +1,242 @@
+"""One pool node as a client sees it: control calls over the wire, bytes over the best transport.
+
+Everything that must be true of a read or write is here: the lease is checked after the read (invariant
+3), checksums are compared, a namespace that the node forgot is registered again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvpool.client.buffers import view_at
+from kvpool.errors import (
+    ChecksumMismatch,
+    DeadlineExceeded,
+    LeaseExpired,
+    TransferFailed,
+    UnknownNamespace,
+)
+from kvpool.hashing import checksum, pack_hashes
+from kvpool.layout import Namespace
+from kvpool.transports import Pieces, Transport, Transports
+from kvpool.transports.base import Int64Array
+from kvpool.wire import WireClient
+from kvpool.wire import messages as m
+
+LEASE_MARGIN_S = 0.05  # what was read this close to the deadline is discarded
+
+
+@dataclass(slots=True, frozen=True)
+class Lease:
+    """A promise of a node that some blocks stay where they are until `deadline`.
+
+    The holder discards whatever it finished reading after `deadline`.
+    """
+
+    lease_id: int
+    found: int
+    places: Int64Array  # [found * parts, 2]: arena id, byte offset
+    checksums: np.ndarray  # uint64 [found * parts]
+    tiers: tuple[str, ...]
+    deadline: float  # monotonic seconds of this process
+    miss_reason: str
+
+
+@dataclass(slots=True, frozen=True)
+class Reservation:
+    """A promise of a node of empty slots; `granted` are the indices that this caller may write."""
+
+    reservation_id: int
+    granted: tuple[int, ...]
+    statuses: bytes
+    places: Int64Array  # [len(granted), 2]
+    deadline: float
+
+
+@dataclass(slots=True)
+class Moved:
+    """Bytes moved, by transport."""
+
+    by_transport: dict[str, int] = field(default_factory=dict)
+
+    def add(self, transport: str, count: int) -> None:
+        """Count `count` bytes moved by `transport`."""
+        self.by_transport[transport] = self.by_transport.get(transport, 0) + count
+
+
+class NodeLink:
+    """Control connection and transport to one node (one epoch of it).
+
+    Args:
+        node: its descriptor.
+        transports: where the bytes may go.
+        host: label of this machine.
+    """
+
+    def __init__(
+        self, node: m.NodeDescriptor, transports: Transports, host: str, client_id: str
+    ) -> None:
+        self.node = node
+        self.transport: Transport = transports.choose(node, host)
+        self.wire = WireClient(node.address, client_id)
+        self._transports = transports
+
+    async def call(self, request: Any, namespace: Namespace, timeout_s: float) -> Any:
+        """A call that names `namespace`; registers it first where the node does not know it."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            return await self.wire.call(request, timeout_s)
+        except UnknownNamespace:
+            await self.wire.call(m.RegisterNamespace(namespace), _left(deadline))
+            return await self.wire.call(request, _left(deadline))
+
+    async def pin(
+        self,
+        namespace: Namespace,
+        hashes: Sequence[bytes],
+        *,
+        ttl_s: float,
+        timeout_s: float,
+        parts: Sequence[int] = (),
+    ) -> Lease:
+        """Lookup and lease in one step; a lease over nothing has `found == 0`."""
+        asked = time.monotonic()
+        request = m.Pin(namespace.namespace_id, pack_hashes(hashes), ttl_s, list(parts))
+        reply: m.PinReply = await self.call(request, namespace, timeout_s)
+        return Lease(
+            reply.lease_id,
+            reply.found,
+            np.frombuffer(reply.places, dtype="<i8").reshape(-1, 2),
+            np.frombuffer(reply.checksums, dtype="<u8"),
+            tuple(m.TIERS[code] for code in reply.tiers),
+            asked + reply.ttl_s,  # from before the call: never later than the node's own deadline
+            reply.miss_reason,
+        )
+
+    def release(self, lease: Lease) -> None:
+        """Give a lease back; costs no round trip. Lost with the connection, it ends by itself."""
+        if lease.lease_id:
+            self.wire.send_nowait(m.Release([lease.lease_id]))
+
+    async def read(
+        self,
+        namespace: Namespace,
+        lease: Lease,
+        hashes: Sequence[bytes],
+        addresses: Int64Array,
+        owner: Any,
+        *,
+        verify: bool,
+        timeout_s: float,
+    ) -> None:
+        """Read the blocks of `lease` (one part each) to `addresses`.
+
+        Raises:
+            LeaseExpired: the read ended after the lease; the bytes must not be used.
+            ChecksumMismatch: bytes are not those committed; reported to the node, must not be used.
+            TransferFailed, DeadlineExceeded: see `Transport.read`.
+        """
+        size = namespace.layout.part_bytes
+        lengths = np.full(len(addresses), size, dtype=np.int64)
+        pieces = Pieces(addresses, lease.places, lengths, owner)
+        await asyncio.to_thread(self.transport.read, self.node, pieces, timeout_s)
+        bad = (
+            await asyncio.to_thread(_first_bad, addresses, size, lease.checksums) if verify else -1
+        )
+        if time.monotonic() > lease.deadline - LEASE_MARGIN_S:
+            raise LeaseExpired(
+                f"a read from {self.node.node_id} ended after its lease",
+                hint="ask for a longer ttl",
+            )
+        if bad >= 0:
+            report = m.ReportCorrupt(namespace.namespace_id, hashes[bad])
+            self.wire.send_nowait(report)
+            raise ChecksumMismatch(
+                f"block {hashes[bad].hex()} read from {self.node.node_id} has wrong bytes"
+            )
+
+    async def reserve(
+        self,
+        namespace: Namespace,
+        hashes: Sequence[bytes],
+        *,
+        parent: bytes,
+        part: int,
+        ttl_s: float,
+        timeout_s: float,
+        writer_id: str = "",
+    ) -> Reservation:
+        """Ask for slots for a run of a chain; what is there or being written is not granted."""
+        asked = time.monotonic()
+        request = m.Reserve(
+            namespace.namespace_id, pack_hashes(hashes), parent, part, ttl_s, writer_id
+        )
+        reply: m.ReserveReply = await self.call(request, namespace, timeout_s)
+        return reservation_of(reply, asked)
+
+    async def write(
+        self, pieces: Pieces, *, timeout_s: float, deadline: float | None = None
+    ) -> None:
+        """Write runs into reserved slots; refuses to begin past the reservation's `deadline`."""
+        if deadline is not None and time.monotonic() + timeout_s > deadline:
+            timeout_s = deadline - time.monotonic()
+            if timeout_s <= 0:
+                raise DeadlineExceeded("the reservation is over", hint="reserve for longer")
+        await asyncio.to_thread(self.transport.write, self.node, pieces, timeout_s)
+
+    async def commit(
+        self,
+        reservation_id: int,
+        checksums: Sequence[int] | np.ndarray,
+        *,
+        timeout_s: float,
+        indices: Sequence[int] = (),
+    ) -> int:
+        """Make written blocks visible; returns how many became so."""
+        packed = np.asarray(checksums, dtype="<u8").tobytes()
+        chosen = np.asarray(indices, dtype="<u4").tobytes()
+        reply: m.CommitReply = await self.wire.call(
+            m.Commit(reservation_id, packed, chosen), timeout_s
+        )
+        return reply.visible
+
+    async def abort(self, reservation_id: int, *, writer_stopped: bool, timeout_s: float) -> None:
+        """Give a reservation back."""
+        await self.wire.call(m.Abort(reservation_id, writer_stopped), timeout_s)
+
+    async def close(self) -> None:
+        """Close the control connection; the node ends what this client held."""
+        await self.wire.close()
+
+
+def reservation_of(reply: m.ReserveReply, asked: float) -> Reservation:
+    """A `Reservation` from the node's reply to a call made at `asked` (monotonic seconds)."""
+    granted = tuple(i for i, status in enumerate(reply.statuses) if status == m.BlockStatus.GRANTED)
+    places = np.frombuffer(reply.places, dtype="<i8").reshape(-1, 2)
+    if len(places) != len(granted):
+        raise TransferFailed("the node granted blocks without saying where")
+    return Reservation(reply.reservation_id, granted, reply.statuses, places, asked + reply.ttl_s)
+
+
+def block_checksums(addresses: Int64Array, size: int) -> np.ndarray:
+    """xxh3-64 of `size` bytes at each address."""
+    return np.array([checksum(view_at(int(a), size)) for a in addresses], dtype=np.uint64)
+
+
+def _first_bad(addresses: Int64Array, size: int, expected: np.ndarray) -> int:
+    """Index of the first block whose bytes do not match; -1 if all do."""
+    wrong = np.flatnonzero(block_checksums(addresses, size) != expected)
+    return int(wrong[0]) if len(wrong) else -1
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise DeadlineExceeded("no time left for another call")
+    return left

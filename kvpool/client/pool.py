@@ -1,0 +1,182 @@
+"""The pool for callers without an event loop: `AsyncPool` on a loop of its own, in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, Self, TypeVar
+
+import uvloop
+
+from kvpool.client.async_pool import AsyncPool, GetResult, PinnedBlocks, PutResult
+from kvpool.errors import DeadlineExceeded, Unavailable
+from kvpool.layout import Namespace
+from kvpool.transports import TransportName
+from kvpool.wire import messages as m
+
+T = TypeVar("T")
+
+
+class Pool:
+    """Blocking client of a pool; safe to share between threads. Use as a context manager.
+
+    Arguments and methods are those of `AsyncPool`; every call returns within its `timeout_s`.
+    """
+
+    def __init__(
+        self,
+        *,
+        conductor: str | None = None,
+        node: str | None = None,
+        host_label: str | None = None,
+        transport: TransportName = "auto",
+        timeout_s: float = 10.0,
+        verify_checksums: bool = True,
+    ) -> None:
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="kvpool-client", daemon=True
+        )
+        self._thread.start()
+        self._is_closed = False
+
+        async def make() -> AsyncPool:
+            return AsyncPool(
+                conductor=conductor,
+                node=node,
+                host_label=host_label,
+                transport=transport,
+                timeout_s=timeout_s,
+                verify_checksums=verify_checksums,
+            )
+
+        try:
+            self._pool = self._wait(make(), 10.0)
+        except BaseException:
+            self._stop()
+            raise
+        self.timeout_s = timeout_s
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close every connection and stop the thread; a second call does nothing."""
+        if not self._is_closed:
+            with contextlib.suppress(DeadlineExceeded):
+                self._wait(self._pool.close(), 5.0)
+            self._is_closed = True
+            self._stop()
+
+    def register(self, namespace: Namespace, *, timeout_s: float | None = None) -> bytes:
+        """See `AsyncPool.register`."""
+        return self._call(self._pool.register(namespace, timeout_s=timeout_s), timeout_s)
+
+    def lookup(
+        self, namespace: Namespace, hashes: Sequence[bytes], *, timeout_s: float | None = None
+    ) -> m.LookupReply:
+        """See `AsyncPool.lookup`."""
+        return self._call(self._pool.lookup(namespace, hashes, timeout_s=timeout_s), timeout_s)
+
+    def nodes(self, *, timeout_s: float | None = None) -> list[m.NodeInfo]:
+        """See `AsyncPool.nodes`."""
+        return self._call(self._pool.nodes(timeout_s=timeout_s), timeout_s)
+
+    def stats(self, *, timeout_s: float | None = None) -> m.PoolStatsReply:
+        """See `AsyncPool.stats`."""
+        return self._call(self._pool.stats(timeout_s=timeout_s), timeout_s)
+
+    def get(
+        self,
+        namespace: Namespace,
+        hashes: Sequence[bytes],
+        out: Any,
+        *,
+        part: int = 0,
+        timeout_s: float | None = None,
+    ) -> GetResult:
+        """See `AsyncPool.get`."""
+        job = self._pool.get(namespace, hashes, out, part=part, timeout_s=timeout_s)
+        return self._call(job, timeout_s)
+
+    def put(
+        self,
+        namespace: Namespace,
+        hashes: Sequence[bytes],
+        data: Any,
+        *,
+        parent: bytes = b"",
+        part: int = 0,
+        node_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> PutResult:
+        """See `AsyncPool.put`."""
+        job = self._pool.put(
+            namespace,
+            hashes,
+            data,
+            parent=parent,
+            part=part,
+            node_id=node_id,
+            timeout_s=timeout_s,
+        )
+        return self._call(job, timeout_s)
+
+    def pin(
+        self,
+        namespace: Namespace,
+        hashes: Sequence[bytes],
+        *,
+        ttl_s: float = 10.0,
+        part: int | None = None,
+        timeout_s: float | None = None,
+    ) -> PinnedBlocks:
+        """See `AsyncPool.pin`; give it back with `release`."""
+        job = self._pool.pin(namespace, hashes, ttl_s=ttl_s, part=part, timeout_s=timeout_s)
+        return self._call(job, timeout_s)
+
+    def release(self, pinned: PinnedBlocks) -> None:
+        """Give pinned blocks back."""
+        self._loop.call_soon_threadsafe(pinned.release)
+
+    def read_pinned(self, pinned: PinnedBlocks, out: Any, *, timeout_s: float | None = None) -> int:
+        """See `AsyncPool.read_pinned`."""
+        return self._call(self._pool.read_pinned(pinned, out, timeout_s=timeout_s), timeout_s)
+
+    @contextlib.contextmanager
+    def pinned(
+        self, namespace: Namespace, hashes: Sequence[bytes], **options: Any
+    ) -> Iterator[PinnedBlocks]:
+        """`pin` for the length of a `with` block."""
+        pinned = self.pin(namespace, hashes, **options)
+        try:
+            yield pinned
+        finally:
+            self.release(pinned)
+
+    def _call(self, job: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
+        # The job keeps its own deadline; the margin is for one that a native call holds up.
+        return self._wait(job, (timeout_s or self.timeout_s) + 2.0)
+
+    def _wait(self, job: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        if self._is_closed:
+            job.close()
+            raise Unavailable("the pool client is closed")
+        future = asyncio.run_coroutine_threadsafe(job, self._loop)
+        try:
+            return future.result(timeout=timeout_s)
+        except FutureTimeout:
+            future.cancel()
+            raise DeadlineExceeded(f"the call did not end within {timeout_s:g} s") from None
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5)
+        if not self._thread.is_alive():
+            self._loop.close()

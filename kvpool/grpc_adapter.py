@@ -1,0 +1,128 @@
+"""What the gRPC sides of conductor and node share: conversions, errors, reflection, start and stop."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvpool.errors import InvalidArgument, KvpoolError, PortInUse
+from kvpool.layout import Layout, Namespace
+from kvpool.proto import kvpool_pb2 as pb
+
+_STATUS = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    404: grpc.StatusCode.NOT_FOUND,
+    409: grpc.StatusCode.FAILED_PRECONDITION,
+    413: grpc.StatusCode.INVALID_ARGUMENT,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+    507: grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+
+
+def typed_errors(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Turn a `KvpoolError` into a gRPC status; its code travels as the trailer `kvpool-code`."""
+
+    @functools.wraps(method)
+    async def wrapper(self: Any, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return await method(self, request, context)
+        except KvpoolError as error:
+            context.set_trailing_metadata((("kvpool-code", error.code),))
+            status = _STATUS.get(error.http_status, grpc.StatusCode.INTERNAL)
+            await context.abort(status, str(error))
+
+    return wrapper
+
+
+def namespace_from_proto(message: pb.Namespace) -> Namespace:
+    """Raises InvalidArgument as `Namespace` and `Layout` do."""
+    shape = message.layout
+    layout = Layout(
+        dtype=shape.dtype,
+        layers=shape.layers,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        block_tokens=shape.block_tokens or 64,
+        tp_size=shape.tp_size or 1,
+        kv_per_token=shape.kv_per_token or 2,
+        order=shape.order or "layer,kv,head,token,dim",
+    )
+    algorithm = message.hash_algorithm or "xxh3-128"
+    return Namespace(
+        message.model,
+        message.revision,
+        layout,
+        message.tenant,
+        message.salt,
+        algorithm,  # type: ignore[arg-type]
+    )
+
+
+class GrpcServer:
+    """One gRPC server with reflection.
+
+    Args:
+        add: registers the servicer, e.g. `lambda server: add_NodeServicer_to_server(servicer, server)`.
+        service: its name without the package, e.g. "Node".
+        max_message_bytes: limit on requests and replies.
+    """
+
+    def __init__(
+        self, add: Callable[[grpc.aio.Server], None], service: str, *, max_message_bytes: int
+    ) -> None:
+        self._server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", max_message_bytes),
+                ("grpc.max_send_message_length", max_message_bytes),
+                ("grpc.so_reuseport", 0),
+            ]
+        )
+        add(self._server)
+        names: Sequence[str] = (f"kvpool.v1.{service}", reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; port 0 picks a free one. Returns the port.
+
+        Raises:
+            PortInUse: another process has it.
+        """
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            bound = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise PortInUse(
+                f"cannot listen on {address}",
+                hint="stop the process that has it, or choose another",
+            ) from error
+        await self._server.start()
+        return int(bound)
+
+    async def close(self) -> None:
+        """Let calls under way end, for a second at most."""
+        await self._server.stop(grace=1.0)
+
+
+def quiet_grpc() -> None:
+    """Keep the C core's own log off stderr, unless the user asked for it."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
+def hashes_from(values: Sequence[bytes], limit: int = 65_536) -> list[bytes]:
+    """Checked copies of repeated hash fields.
+
+    Raises:
+        InvalidArgument: too many, or one has not 16 bytes.
+    """
+    if len(values) > limit:
+        raise InvalidArgument(f"{len(values)} hashes in one call", hint=f"at most {limit}")
+    if any(len(value) != 16 for value in values):
+        raise InvalidArgument("block hashes have 16 bytes each")
+    return list(values)

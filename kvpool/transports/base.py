@@ -1,0 +1,91 @@
+"""The contract of a transport: moving runs of bytes between local memory and a node's arenas.
+
+One-sided: the node's Python takes no part. Whoever calls holds a lease (to read) or a reservation (to
+write) at that node; transports know nothing of either.
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.wire.messages import NodeDescriptor
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True, frozen=True)
+class Pieces:
+    """Runs to be moved: row i is `lengths[i]` bytes between `local[i]` and place `places[i]`.
+
+    Args:
+        local: addresses in this process, shape [n].
+        places: shape [n, 2], rows of (arena id, byte offset in the arena).
+        lengths: bytes, shape [n].
+        owner: kept alive until the transfer is known to be over; what `local` points into.
+    """
+
+    local: Int64Array
+    places: Int64Array
+    lengths: Int64Array
+    owner: Any
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes over all runs."""
+        return int(self.lengths.sum())
+
+    def coalesced(self) -> Pieces:
+        """The same bytes with neighbours joined that are contiguous on both sides."""
+        if len(self.lengths) < 2:
+            return self
+        ends_local = self.local[:-1] + self.lengths[:-1]
+        ends_remote = self.places[:-1, 1] + self.lengths[:-1]
+        joins = (
+            (ends_local == self.local[1:])
+            & (ends_remote == self.places[1:, 1])
+            & (self.places[:-1, 0] == self.places[1:, 0])
+        )
+        if not joins.any():
+            return self
+        starts = np.concatenate(([0], np.flatnonzero(~joins) + 1))
+        return Pieces(
+            self.local[starts],
+            self.places[starts],
+            np.add.reduceat(self.lengths, starts),
+            self.owner,
+        )
+
+
+class Transport(abc.ABC):
+    """Moves bytes between this process and nodes. Safe to call from several threads."""
+
+    name: str
+
+    @abc.abstractmethod
+    def can_reach(self, node: NodeDescriptor, local_host: str) -> bool:
+        """Whether this transport applies to `node` seen from the machine labelled `local_host`."""
+
+    @abc.abstractmethod
+    def read(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> None:
+        """Copy from the node into local memory; blocks the calling thread, releases the GIL.
+
+        Raises:
+            TransferFailed: the node is gone or the memory cannot be reached.
+            DeadlineExceeded: not over in time. Local memory may still be written later: `pieces.owner`
+                is kept alive here until that is known to be over, and must not be reused by the caller.
+        """
+
+    @abc.abstractmethod
+    def write(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> None:
+        """Copy local memory into the node's arena; otherwise as `read`."""
+
+    def forget(self, node_id: str) -> None:  # noqa: B027 - nothing to forget is a fine default
+        """Drop what is cached about a node (it restarted or is gone)."""
+
+    def close(self) -> None:  # noqa: B027
+        """Release everything."""

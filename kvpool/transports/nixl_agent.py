@@ -1,0 +1,104 @@
+"""Making NIXL agents: environment, the native library trap, and one agent's life. No pool logic.
+
+Facts that shape this module were measured with NIXL 1.5.1 (see docs/design.md): no progress thread, since
+from Python it spins a whole core; one agent belongs to one thread; agents are named with their epoch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+from typing import Any
+
+from kvpool.errors import KvpoolError
+
+_preload_lock = threading.Lock()
+_preloaded = False
+
+
+class NixlUnavailable(KvpoolError):
+    """NIXL cannot be used in this process."""
+
+    code = "nixl_unavailable"
+
+
+def prepare_environment(loopback_only: bool) -> None:
+    """Set what UCX reads when it is first loaded; what the user has set stays.
+
+    Args:
+        loopback_only: keep UCX off every interface but `lo`. By default it binds all of them.
+    """
+    defaults = {
+        "UCX_LOG_LEVEL": "error",
+        "NIXL_LOG_LEVEL": "ERROR",  # INFO writes to stdout
+        # TCP reads reach 3.0 to 5.3 GB/s with 1 MiB segments, 1.1 without.
+        "UCX_TCP_TX_SEG_SIZE": "1m",
+        "UCX_TCP_RX_SEG_SIZE": "1m",
+    }
+    if loopback_only:
+        defaults["UCX_NET_DEVICES"] = "lo"
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def load_nixl() -> Any:
+    """The `nixl._api` module, loaded the safe way.
+
+    Where libibverbs is installed, a process that loaded NIXL's UCX dies of SIGSEGV in the C library's exit
+    handlers, because of the libnl-route that the wheel bundles; the system's own, loaded first, cures it.
+
+    Raises:
+        NixlUnavailable: the package or its native libraries cannot be loaded.
+    """
+    global _preloaded
+    with _preload_lock:
+        if not _preloaded:
+            with contextlib.suppress(OSError):
+                ctypes.CDLL("libnl-route-3.so.200", mode=ctypes.RTLD_GLOBAL)
+            _preloaded = True
+    try:
+        import nixl._api as api
+    except (ImportError, OSError) as error:
+        raise NixlUnavailable(
+            f"NIXL cannot be loaded: {error}", hint="pip install nixl==1.5.1, or use transport shm"
+        ) from error
+    return api
+
+
+class NixlAgent:
+    """One NIXL agent with the UCX backend. Call it from one thread only.
+
+    Args:
+        name: unique in the pool and per start (node or client id plus epoch).
+        loopback_only: see `prepare_environment`.
+    """
+
+    def __init__(self, name: str, *, loopback_only: bool = True) -> None:
+        prepare_environment(loopback_only)
+        api = load_nixl()
+        self.name = name
+        try:
+            config = api.nixl_agent_config(
+                enable_prog_thread=False, enable_listen_thread=False, backends=["UCX"]
+            )
+            self.raw: Any = api.nixl_agent(name, config)
+        except Exception as error:  # native errors come as several unrelated types
+            raise NixlUnavailable(f"cannot make a NIXL agent: {error}") from error
+
+    def register(self, address: int, size_bytes: int) -> Any:
+        """Register host memory; returns the handle for `deregister`."""
+        return self.raw.register_memory([(address, size_bytes, 0, "")], "DRAM")
+
+    def deregister(self, handle: Any) -> None:
+        """Undo `register`. Revokes nothing: reads under way go on."""
+        self.raw.deregister_memory(handle)
+
+    def metadata(self) -> bytes:
+        """What a peer needs to reach this agent's registered memory."""
+        return bytes(self.raw.get_agent_metadata())
+
+    def progress(self) -> None:
+        """Let UCX work: the target of one-sided operations must, on first contact and over TCP."""
+        self.raw.get_new_notifs()

@@ -1,0 +1,90 @@
+"""Which transport reaches which node: automatic, or forced by configuration."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Literal
+
+import structlog
+
+from kvpool.errors import Unavailable
+from kvpool.transports.base import Transport
+from kvpool.transports.nixl import NixlTransport
+from kvpool.transports.nixl_agent import NixlUnavailable
+from kvpool.transports.shm import ShmTransport
+from kvpool.wire.messages import NodeDescriptor
+
+log = structlog.get_logger(__name__)
+
+TransportName = Literal["auto", "shm", "nixl"]
+
+
+class Transports:
+    """The transports of one process, made on first use.
+
+    Args:
+        agent_name: name of the NIXL agent, unique per process and start.
+        forced: "auto" takes shared memory on the same host and NIXL elsewhere; another name allows that
+            transport alone, and a node that it cannot reach is an error, never a silent fallback.
+        loopback_only: keep UCX on the loopback interface.
+    """
+
+    def __init__(
+        self, agent_name: str, *, forced: TransportName = "auto", loopback_only: bool = True
+    ) -> None:
+        self._forced = forced
+        self._lock = threading.Lock()
+        self._made: dict[str, Transport] = {}
+        self._makers: dict[str, Callable[[], Transport]] = {
+            "shm": ShmTransport,
+            "nixl": lambda: NixlTransport(agent_name, loopback_only=loopback_only),
+        }
+
+    def get(self, name: str) -> Transport:
+        """The transport called `name`.
+
+        Raises:
+            NixlUnavailable: it is NIXL, and that cannot be loaded.
+        """
+        with self._lock:
+            if name not in self._made:
+                self._made[name] = self._makers[name]()
+            return self._made[name]
+
+    def choose(self, node: NodeDescriptor, local_host: str) -> Transport:
+        """The best transport to `node` from the machine labelled `local_host`.
+
+        Raises:
+            Unavailable: none reaches it, with the reason of each.
+        """
+        names = list(self._makers) if self._forced == "auto" else [self._forced]
+        reasons = []
+        for name in names:
+            try:
+                transport = self.get(name)
+            except NixlUnavailable as error:
+                reasons.append(f"{name}: {error}")
+                continue
+            if transport.can_reach(node, local_host):
+                return transport
+            offered = "not offered by the node" if name not in node.transports else "not reachable"
+            reasons.append(f"{name}: {offered} from host {local_host!r}")
+        raise Unavailable(
+            f"no transport reaches node {node.node_id} on host {node.host!r}: {'; '.join(reasons)}",
+            hint="see `kvpool doctor`",
+        )
+
+    def forget(self, node_id: str) -> None:
+        """Drop what is cached about a node."""
+        with self._lock:
+            transports = list(self._made.values())
+        for transport in transports:
+            transport.forget(node_id)
+
+    def close(self) -> None:
+        """Release everything."""
+        with self._lock:
+            for transport in self._made.values():
+                transport.close()
+            self._made.clear()

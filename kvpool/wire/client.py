@@ -1,0 +1,292 @@
+"""The calling side of the wire protocol: one pipelined connection that reconnects by itself.
+
+Every call has a deadline. A call that was sent and not answered when the connection broke fails with
+`Unavailable`; it is not repeated here, since only the caller knows whether that is safe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+import time
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+from kvpool.errors import DeadlineExceeded, KvpoolError, ProtocolError, Unavailable
+from kvpool.wire.framing import (
+    DEFAULT_MAX_FRAME_BYTES,
+    FrameReader,
+    Kind,
+    decode_error,
+    decoder_for,
+    encode_frame,
+)
+from kvpool.wire.messages import (
+    PROTOCOL_VERSION,
+    REPLIES,
+    STREAM_ITEMS,
+    Hello,
+    HelloReply,
+    Message,
+)
+
+CONNECT_BACKOFF_S = 0.2  # after a refused connection, fail fast for this long
+
+
+class WireClient:
+    """A connection to one server, opened on first use and again after it broke.
+
+    Args:
+        address: "host:port" or "unix:/path".
+        client_id: UUID of this process's client; servers tie leases and reservations to it.
+        kind: "client", "node", "worker" or "conductor".
+        connect_timeout_s: limit for connecting and the hello.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        client_id: str,
+        *,
+        kind: str = "client",
+        epoch: int = 0,
+        connect_timeout_s: float = 2.0,
+        max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
+    ) -> None:
+        self.address = address
+        self.server: HelloReply | None = None
+        self._hello = Hello(PROTOCOL_VERSION, client_id, kind, epoch)
+        self._connect_timeout_s = connect_timeout_s
+        self._max_frame_bytes = max_frame_bytes
+        self._protocol: _Protocol | None = None
+        self._connecting: asyncio.Lock = asyncio.Lock()
+        self._refused_until = 0.0
+        self._closed = False
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a connection stands now."""
+        return self._protocol is not None and self._protocol.is_open
+
+    async def call(self, request: Message, timeout_s: float) -> Any:
+        """Send `request` and return its reply (the type that `REPLIES` names).
+
+        Raises:
+            DeadlineExceeded: no answer within `timeout_s`.
+            Unavailable: no connection, or it broke before the answer.
+            KvpoolError: what the server raised.
+        """
+        protocol = self._protocol
+        if protocol is None or not protocol.is_open:
+            protocol = await self._connect(timeout_s)
+        return await protocol.call(request, timeout_s)
+
+    async def send(self, request: Message) -> None:
+        """Send one-way: no answer, no guarantee. Needs a standing connection or opens one."""
+        protocol = self._protocol
+        if protocol is None or not protocol.is_open:
+            protocol = await self._connect(self._connect_timeout_s)
+        protocol.write(0, Kind.ONE_WAY, request)
+
+    def send_nowait(self, request: Message) -> bool:
+        """Send one-way if a connection stands; False if none does."""
+        if self._protocol is None or not self._protocol.is_open:
+            return False
+        self._protocol.write(0, Kind.ONE_WAY, request)
+        return True
+
+    async def stream(self, request: Message, timeout_s: float) -> AsyncIterator[Any]:
+        """Send `request`; yield its items, then its reply as the last one.
+
+        Leaving the iteration early cancels the call at the server. `timeout_s` bounds the time to each
+        next item.
+        """
+        protocol = self._protocol
+        if protocol is None or not protocol.is_open:
+            protocol = await self._connect(timeout_s)
+        async for item in protocol.stream(request, timeout_s):
+            yield item
+
+    async def _connect(self, timeout_s: float) -> _Protocol:
+        if self._closed:
+            raise Unavailable(f"the client of {self.address} is closed")
+        async with self._connecting:
+            if self._protocol is not None and self._protocol.is_open:
+                return self._protocol
+            if time.monotonic() < self._refused_until:
+                raise Unavailable(
+                    f"no connection to {self.address}", hint="it was refused just now"
+                )
+            limit = min(timeout_s, self._connect_timeout_s)
+            try:
+                async with asyncio.timeout(limit):
+                    protocol = await self._open()
+                    self.server = await protocol.call(self._hello, limit)
+            except (OSError, TimeoutError, DeadlineExceeded) as error:
+                self._refused_until = time.monotonic() + CONNECT_BACKOFF_S
+                reason = str(error) or f"no answer within {limit:g} s"
+                raise Unavailable(
+                    f"cannot connect to {self.address}: {reason}",
+                    hint="is the process running, and is the address right?",
+                ) from error
+            self._protocol = protocol
+            return protocol
+
+    async def _open(self) -> _Protocol:
+        loop = asyncio.get_running_loop()
+
+        def factory() -> _Protocol:
+            return _Protocol(self.address, self._max_frame_bytes)
+
+        if self.address.startswith("unix:"):
+            _, protocol = await loop.create_unix_connection(factory, self.address[5:])
+        else:
+            host, _, port = self.address.rpartition(":")
+            if not host or not port.isdigit():
+                raise Unavailable(
+                    f"{self.address!r} is no address",
+                    hint='use "host:port" or "unix:/path"',
+                )
+            _, protocol = await loop.create_connection(factory, host, int(port))
+        return protocol
+
+    async def close(self) -> None:
+        """Close the connection; calls in flight fail with `Unavailable`."""
+        self._closed = True
+        if self._protocol is not None:
+            self._protocol.close()
+            self._protocol = None
+
+
+class _Protocol(asyncio.Protocol):
+    """One connection as the caller sees it."""
+
+    def __init__(self, address: str, max_frame_bytes: int) -> None:
+        self._address = address
+        self._reader = FrameReader(max_frame_bytes)
+        self._ids = itertools.count(1)
+        self._calls: dict[int, tuple[asyncio.Future[Any], Any]] = {}
+        self._streams: dict[int, tuple[asyncio.Queue[Any], Any, Any]] = {}
+        self._transport: asyncio.Transport | None = None
+        self.is_open = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        raw = transport.get_extra_info("socket")
+        if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.is_open = True
+
+    def write(self, request_id: int, kind: Kind, request: Message | None) -> None:
+        if self._transport is None or self._transport.is_closing():
+            raise Unavailable(f"the connection to {self._address} is closed")
+        self._transport.write(encode_frame(request_id, kind, request))
+
+    async def call(self, request: Message, timeout_s: float) -> Any:
+        loop = asyncio.get_running_loop()
+        request_id = next(self._ids) & 0xFFFF_FFFF
+        future: asyncio.Future[Any] = loop.create_future()
+        decoder = decoder_for(REPLIES[type(request)])
+        self.write(request_id, Kind.REQUEST, request)
+        self._calls[request_id] = (future, decoder)
+        timer = loop.call_later(
+            timeout_s, self._expire, request_id, type(request).__name__, timeout_s
+        )
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._cancel(request_id)
+            raise
+        finally:
+            timer.cancel()
+            self._calls.pop(request_id, None)
+
+    def _expire(self, request_id: int, name: str, timeout_s: float) -> None:
+        entry = self._calls.pop(request_id, None)
+        if entry is not None and not entry[0].done():
+            entry[0].set_exception(
+                DeadlineExceeded(f"{self._address} did not answer {name} within {timeout_s:g} s")
+            )
+            self._cancel(request_id)
+
+    def _cancel(self, request_id: int) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(encode_frame(request_id, Kind.CANCEL, None))
+
+    async def stream(self, request: Message, timeout_s: float) -> AsyncIterator[Any]:
+        request_id = next(self._ids) & 0xFFFF_FFFF
+        queue: asyncio.Queue[Any] = asyncio.Queue()
+        item_decoder = decoder_for(STREAM_ITEMS[type(request)])
+        self._streams[request_id] = (
+            queue,
+            item_decoder,
+            decoder_for(REPLIES[type(request)]),
+        )
+        self.write(request_id, Kind.REQUEST, request)
+        is_over = False
+        try:
+            while not is_over:
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        is_over, item = await queue.get()
+                except TimeoutError:
+                    raise DeadlineExceeded(
+                        f"{self._address} sent nothing for {timeout_s:g} s"
+                    ) from None
+                if isinstance(item, KvpoolError):
+                    raise item
+                yield item
+        finally:
+            self._streams.pop(request_id, None)
+            if not is_over:
+                self._cancel(request_id)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for request_id, kind, body in self._reader.feed(data):
+                self._frame(request_id, kind, body)
+        except (ProtocolError, ValueError) as error:
+            self._fail(ProtocolError(f"{self._address} sent a bad frame: {error}"))
+            self.close()
+
+    def _frame(self, request_id: int, kind: int, body: memoryview) -> None:
+        if request_id == 0 and kind == Kind.ERROR:
+            self._fail(decode_error(body))
+            return
+        entry = self._calls.get(request_id)
+        if entry is not None:
+            future, decoder = entry
+            if not future.done():
+                if kind == Kind.ERROR:
+                    future.set_exception(decode_error(body))
+                else:
+                    future.set_result(decoder.decode(body))
+            return
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            queue, item_decoder, final_decoder = stream
+            if kind == Kind.ERROR:
+                queue.put_nowait((True, decode_error(body)))
+            elif kind == Kind.ITEM:
+                queue.put_nowait((False, item_decoder.decode(body)))
+            else:
+                queue.put_nowait((True, final_decoder.decode(body)))
+        # else: the answer to a call that was given up
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_open = False
+        self._fail(Unavailable(f"{self._address} closed the connection"))
+        self._transport = None
+
+    def _fail(self, error: KvpoolError) -> None:
+        for future, _ in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
+        for queue, _, _ in self._streams.values():
+            queue.put_nowait((True, error))
+
+    def close(self) -> None:
+        self.is_open = False
+        if self._transport is not None:
+            self._transport.close()

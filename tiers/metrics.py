@@ -1,0 +1,52 @@
+"""The node's figures for Prometheus, read from the service at scrape time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tiers.node import NodeService
+
+_STATES = ("free", "reserved", "committed", "pinned", "quarantined")
+
+
+class NodeCollector(Collector):
+    """Tier usage, leases, reservations and counters of one node."""
+
+    def __init__(self, service: NodeService) -> None:
+        self._service = service
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._service.stats()
+        capacity = GaugeMetricFamily(
+            "kvpool_tier_capacity_bytes", "Size of a tier", labels=["tier"]
+        )
+        used = GaugeMetricFamily(
+            "kvpool_tier_bytes", "Bytes of a tier by state", labels=["tier", "state"]
+        )
+        blocks = GaugeMetricFamily(
+            "kvpool_tier_blocks", "Blocks visible in a tier", labels=["tier"]
+        )
+        for tier in stats.tiers:
+            capacity.add_metric([tier.tier], tier.capacity_bytes)
+            blocks.add_metric([tier.tier], tier.blocks)
+            for state in _STATES:
+                used.add_metric([tier.tier, state], getattr(tier, f"{state}_bytes"))
+        yield from (capacity, used, blocks)
+        yield GaugeMetricFamily("kvpool_node_leases", "Leases in force", value=stats.leases)
+        yield GaugeMetricFamily(
+            "kvpool_node_reservations", "Reservations in force", value=stats.reservations
+        )
+        yield GaugeMetricFamily(
+            "kvpool_nvme_failed",
+            "1 when the NVMe tier was turned off after an error",
+            value=float(self._service.mover.is_disk_failed),
+        )
+        events = CounterMetricFamily(
+            "kvpool_node_events", "What happened to blocks, by kind", labels=["kind"]
+        )
+        for name, value in sorted(stats.counters.items()):
+            events.add_metric([name], value)
+        yield events

@@ -1,0 +1,351 @@
+"""The pool node's service: the store behind handlers, on one event loop.
+
+Handlers are plain methods with typed request and reply; wire, gRPC and HTTP adapters expose the same ones.
+All decisions are the store's; here are only clocks, threads for disk I/O, and who is connected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import structlog
+
+from kvpool.errors import BlockMiss, InvalidArgument, KvpoolError, NoRoom, WrongByteCount
+from kvpool.hashing import checksum, pack_hashes, unpack_hashes
+from kvpool.layout import Namespace
+from kvpool.wire import Session, WireServer
+from kvpool.wire import messages as m
+from tiers.arena import Arena
+from tiers.mover import Mover
+from tiers.slots import Place
+from tiers.store import PinResult, Store
+
+log = structlog.get_logger(__name__)
+
+TIER_CODES = {tier: code for code, tier in enumerate(m.TIERS)}
+PROMOTING = "promoting"  # the store's reason for a pin that needs moves first
+PROMOTION_ROUNDS = 8
+PROMOTION_TIMEOUT_S = 5.0
+
+
+@dataclass(slots=True, frozen=True)
+class NodeIdentity:
+    """Who a node is: a lasting id, and an epoch that changes with each start."""
+
+    node_id: str
+    epoch: int
+    host: str
+
+
+class NodeService:
+    """Answers everything that a node is asked.
+
+    Args:
+        identity: node id, epoch, host label.
+        store: the block state machine.
+        arenas: by arena id, the memory that the store's DRAM places point into.
+        mover: carries out demotions and promotions.
+        describe: current descriptor, for clients that connect to the node directly.
+    """
+
+    def __init__(
+        self,
+        identity: NodeIdentity,
+        store: Store,
+        arenas: Sequence[Arena],
+        mover: Mover,
+        describe: Callable[[], m.NodeDescriptor],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.identity = identity
+        self.store = store
+        self.mover = mover
+        self.counters: Counter[str] = Counter()
+        self.on_namespace: list[Callable[[Namespace], None]] = []
+        self._arenas = {arena.arena_id: arena for arena in arenas}
+        self._describe = describe
+        self._clock = clock
+        self._started = clock()
+        self._sessions: Counter[str] = Counter()
+
+    def expose(self, server: WireServer) -> None:
+        """Register every handler with a wire server."""
+        server.on_hello = self.client_came
+        handlers: dict[type[m.Message], Callable[[Any, Session], Any]] = {
+            m.Describe: lambda _r, _s: self._describe(),
+            m.RegisterNamespace: lambda r, _s: self.register_namespace(r),
+            m.Reserve: lambda r, s: self.reserve(r, s.client_id),
+            m.RenewReservation: lambda r, _s: self.renew_reservation(r),
+            m.Commit: lambda r, _s: self.commit(r),
+            m.Abort: lambda r, _s: self.abort(r),
+            m.Pin: lambda r, s: self.pin(r, s.client_id),
+            m.Renew: lambda r, _s: self.renew(r),
+            m.Release: lambda r, _s: self.release(r),
+            m.ReportCorrupt: lambda r, _s: self.report_corrupt(r),
+            m.NodeLookup: lambda r, _s: self.lookup(r),
+            m.PutInline: lambda r, s: self.put_inline(r, s.client_id),
+            m.GetInline: lambda r, s: self.get_inline(r, s.client_id),
+            m.NodeStats: lambda _r, _s: self.stats(),
+        }
+        for message, handler in handlers.items():
+            server.handle(message, handler)
+
+    # ------------------------------------------------------------ clients
+
+    def client_came(self, session: Session) -> None:
+        """A client said hello; when its last connection ends, its leases and reservations do."""
+        client_id = session.client_id
+        self._sessions[client_id] += 1
+        session.closing.append(lambda: self._client_left(client_id))
+
+    def _client_left(self, client_id: str) -> None:
+        self._sessions[client_id] -= 1
+        if self._sessions[client_id] <= 0:
+            del self._sessions[client_id]
+            self.store.client_gone(client_id, self._clock())
+
+    def is_busy(self) -> bool:
+        """Whether anybody may be moving bytes with one-sided operations now."""
+        return self.store.lease_count > 0 or self.store.reservation_count > 0
+
+    # ------------------------------------------------------------ handlers
+
+    def register_namespace(self, request: m.RegisterNamespace) -> m.NamespaceReply:
+        """Raises LayoutMismatch, BlockTooLarge."""
+        namespace_id = self.store.register_namespace(request.namespace, self._clock())
+        for listener in self.on_namespace:
+            listener(request.namespace)
+        return m.NamespaceReply(namespace_id)
+
+    def reserve(self, request: m.Reserve, client_id: str) -> m.ReserveReply:
+        """Raises UnknownNamespace, InvalidArgument, BlockTooLarge."""
+        _check_ttl(request.ttl_s)
+        granted = self.store.reserve(
+            request.namespace_id,
+            unpack_hashes(request.hashes),
+            request.parent,
+            request.part,
+            request.writer_id or client_id,
+            request.ttl_s,
+            self._clock(),
+        )
+        return m.ReserveReply(
+            granted.reservation_id,
+            bytes(granted.statuses),
+            _pack_places(granted.places),
+            granted.slot_bytes,
+            granted.ttl_s,
+        )
+
+    def renew_reservation(self, request: m.RenewReservation) -> m.RenewReply:
+        """Raises ReservationGone."""
+        _check_ttl(request.ttl_s)
+        return m.RenewReply(
+            self.store.renew_reservation(request.reservation_id, request.ttl_s, self._clock())
+        )
+
+    def commit(self, request: m.Commit) -> m.CommitReply:
+        """Raises ReservationGone, InvalidArgument."""
+        visible = self.store.commit(
+            request.reservation_id,
+            _unpack("<u8", request.checksums),
+            self._clock(),
+            _unpack("<u4", request.indices) if request.indices else None,
+        )
+        self.mover.wake()
+        return m.CommitReply(len(visible))
+
+    def abort(self, request: m.Abort) -> m.Ok:
+        """Gives the slots back, at once or after quarantine; an ended reservation is ignored."""
+        self.store.abort(request.reservation_id, request.writer_stopped, self._clock())
+        return m.Ok()
+
+    def pin(self, request: m.Pin, client_id: str) -> m.PinReply | Awaitable[m.PinReply]:
+        """Lookup and lease in one step; answers at once unless blocks must come from NVMe first."""
+        _check_ttl(request.ttl_s)
+        hashes = unpack_hashes(request.hashes)
+        result = self._pin(request, hashes, client_id)
+        if result.miss_reason != PROMOTING:
+            return self._pinned(result)
+        return self._promote_and_pin(request, hashes, client_id, result)
+
+    async def _promote_and_pin(
+        self, request: m.Pin, hashes: list[bytes], client_id: str, result: PinResult
+    ) -> m.PinReply:
+        deadline = self._clock() + PROMOTION_TIMEOUT_S
+        for _ in range(PROMOTION_ROUNDS):
+            if result.promote:
+                await self.mover.promote(result.promote)
+            else:
+                await self.mover.wait_for_a_move(max(0.0, deadline - self._clock()))
+            result = self._pin(request, hashes, client_id)
+            if result.miss_reason != PROMOTING:
+                return self._pinned(result)
+        # What was promoted went again before it could be pinned: too little DRAM for this run.
+        self.store.cancel_moves(result.promote, self._clock())
+        return m.PinReply(0, 0, b"", b"", b"", 0.0, "no_room")
+
+    def _pin(self, request: m.Pin, hashes: list[bytes], client_id: str) -> PinResult:
+        return self.store.pin(
+            request.namespace_id,
+            hashes,
+            client_id,
+            request.ttl_s,
+            self._clock(),
+            request.parts or None,
+        )
+
+    def _pinned(self, result: PinResult) -> m.PinReply:
+        return m.PinReply(
+            result.lease_id,
+            result.found,
+            _pack_places(result.places),
+            np.array(result.checksums, dtype="<u8").tobytes(),
+            bytes([TIER_CODES[tier] for tier in result.tiers]),
+            result.ttl_s,
+            result.miss_reason,
+        )
+
+    def renew(self, request: m.Renew) -> m.RenewReply:
+        """Raises LeaseExpired."""
+        _check_ttl(request.ttl_s)
+        return m.RenewReply(self.store.renew(request.lease_id, request.ttl_s, self._clock()))
+
+    def release(self, request: m.Release) -> m.Ok:
+        """Ends leases; ended or unknown ones are ignored."""
+        now = self._clock()
+        for lease_id in request.lease_ids:
+            self.store.release(lease_id, now)
+        return m.Ok()
+
+    async def report_corrupt(self, request: m.ReportCorrupt) -> m.Ok:
+        """A reader saw wrong bytes. Verified here before anything is dropped: a claim is no proof."""
+        result = self.store.pin(
+            request.namespace_id, [request.block_hash], "", 5.0, self._clock(), None
+        )
+        if result.promote:
+            self.store.cancel_moves(result.promote, self._clock())
+        if not result.found:
+            return m.Ok()
+        length = self.store.part_bytes(request.namespace_id)
+        sums = await asyncio.to_thread(
+            lambda: [checksum(self._view(place, length)) for place in result.places]
+        )
+        self.store.release(result.lease_id, self._clock())
+        if sums != list(result.checksums):
+            self.counters["corrupt_blocks"] += 1
+            log.error("dropping a corrupt block", block=request.block_hash.hex())
+            self.store.drop(request.namespace_id, request.block_hash, "checksum", self._clock())
+        return m.Ok()
+
+    def lookup(self, request: m.NodeLookup) -> m.NodeLookupReply:
+        """Raises UnknownNamespace. Takes no lease and leaves the order of eviction alone."""
+        tiers = self.store.lookup(request.namespace_id, unpack_hashes(request.hashes))
+        return m.NodeLookupReply(len(tiers), bytes([TIER_CODES[tier] for tier in tiers]))
+
+    async def put_inline(self, request: m.PutInline, client_id: str) -> m.PutInlineReply:
+        """Store one block part whose bytes came in the frame.
+
+        Raises:
+            WrongByteCount: the data is not exactly one part of the namespace's layout.
+            NoRoom: no slot can be freed now.
+        """
+        length = self.store.part_bytes(request.namespace_id)
+        if len(request.data) != length:
+            raise WrongByteCount(
+                f"a block part of this namespace has {length} bytes, got {len(request.data)}"
+            )
+        granted = self.store.reserve(
+            request.namespace_id,
+            [request.block_hash],
+            request.parent,
+            request.part,
+            client_id,
+            30.0,
+            self._clock(),
+        )
+        status = granted.statuses[0]
+        if status == m.BlockStatus.NO_ROOM:
+            raise NoRoom("no slot can be freed now", hint="all blocks are pinned; try again")
+        if status == m.BlockStatus.GRANTED:
+            try:
+                target = self._view(granted.places[0], length)
+                target[:] = np.frombuffer(request.data, dtype=np.uint8)
+                self.store.commit(granted.reservation_id, [checksum(request.data)], self._clock())
+            except KvpoolError:
+                self.store.abort(granted.reservation_id, True, self._clock())
+                raise
+            self.mover.wake()
+        return m.PutInlineReply(status)
+
+    async def get_inline(self, request: m.GetInline, client_id: str) -> m.GetInlineReply:
+        """Bytes of one block part, verified.
+
+        Raises:
+            BlockMiss: it is not here (any more); the reason is in the text.
+        """
+        pin = m.Pin(request.namespace_id, request.block_hash, 10.0, [request.part])
+        answer = self.pin(pin, client_id)
+        reply = answer if isinstance(answer, m.PinReply) else await answer
+        if not reply.found:
+            raise BlockMiss(f"block {request.block_hash.hex()} is not here: {reply.miss_reason}")
+        try:
+            arena_id, offset = np.frombuffer(reply.places, dtype="<i8")[:2]
+            length = self.store.part_bytes(request.namespace_id)
+            data = self._view(Place(int(arena_id), int(offset)), length).tobytes()
+        finally:
+            self.store.release(reply.lease_id, self._clock())
+        expected = int(np.frombuffer(reply.checksums, dtype="<u8")[0])
+        if checksum(data) != expected:
+            self.counters["corrupt_blocks"] += 1
+            self.store.drop(request.namespace_id, request.block_hash, "checksum", self._clock())
+            raise BlockMiss(f"block {request.block_hash.hex()} failed its checksum and was dropped")
+        return m.GetInlineReply(data, expected, m.TIERS[reply.tiers[0]])
+
+    def stats(self) -> m.NodeStatsReply:
+        """Accounting and counters."""
+        counters = {**self.store.counters, **self.counters, **self.mover.counters}
+        return m.NodeStatsReply(
+            self.identity.node_id,
+            self.identity.epoch,
+            self.identity.host,
+            self._clock() - self._started,
+            self.store.usage(),
+            self.store.lease_count,
+            self.store.reservation_count,
+            len(self.store.namespaces()),
+            {name: float(value) for name, value in counters.items()},
+        )
+
+    def snapshot(self) -> dict[tuple[bytes, str], bytes]:
+        """Every visible block, packed by (namespace id, tier): the full report."""
+        runs: dict[tuple[bytes, str], list[bytes]] = {}
+        for namespace_id, tier, block_hash in self.store.snapshot():
+            runs.setdefault((namespace_id, tier), []).append(block_hash)
+        return {key: pack_hashes(hashes) for key, hashes in runs.items()}
+
+    def _view(self, place: Place, length: int) -> Any:
+        return self._arenas[place.arena_id].view(place.offset, length)
+
+
+def _check_ttl(ttl_s: float) -> None:
+    if not 0 < ttl_s <= 3600:
+        raise InvalidArgument(f"ttl_s must lie in (0, 3600], got {ttl_s}")
+
+
+def _pack_places(places: Sequence[Place]) -> bytes:
+    return np.array(places, dtype="<i8").tobytes()
+
+
+def _unpack(dtype: str, packed: bytes) -> list[int]:
+    if len(packed) % np.dtype(dtype).itemsize:
+        raise InvalidArgument(f"{len(packed)} bytes are no whole number of {dtype} values")
+    values: list[int] = np.frombuffer(packed, dtype=dtype).tolist()
+    return values

@@ -1,0 +1,148 @@
+"""Tells the conductor what this node holds: join, full report, event batches, heartbeats.
+
+The conductor's index is soft state. Whatever goes wrong here (conductor gone, restarted, a gap) ends in
+joining again with a full report; the node serves on meanwhile. Heartbeats have a connection of their own,
+so that a long report cannot delay them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import structlog
+
+from kvpool.errors import KvpoolError
+from kvpool.hashing import HASH_BYTES, pack_hashes
+from kvpool.layout import Namespace
+from kvpool.wire import WireClient
+from kvpool.wire import messages as m
+from tiers.node import NodeService
+
+log = structlog.get_logger(__name__)
+
+FLUSH_S = 0.02
+CALL_TIMEOUT_S = 2.0
+RETRY_S = 0.5
+SLICE_BLOCKS = 65_536
+
+
+class Reporter:
+    """Keeps one conductor informed.
+
+    Args:
+        conductor: its wire address.
+    """
+
+    def __init__(self, service: NodeService, conductor: str, describe: m.NodeDescriptor) -> None:
+        identity = service.identity
+        self.is_joined = False
+        self._service = service
+        self._descriptor = describe
+        self._sequence = 0
+        self._heartbeat_s = 1.0
+        self._must_join = asyncio.Event()
+        self._events_link = WireClient(
+            conductor, identity.node_id, kind="node", epoch=identity.epoch
+        )
+        self._pulse_link = WireClient(
+            conductor, identity.node_id, kind="node", epoch=identity.epoch
+        )
+        service.on_namespace.append(self._namespace_added)
+
+    async def run(self) -> None:
+        """Report until cancelled; then say goodbye if anybody is there to hear it."""
+        pulse = asyncio.create_task(self._pulse())
+        try:
+            while True:
+                try:
+                    await self._join()
+                    await self._report()
+                except KvpoolError as error:
+                    if self.is_joined:
+                        log.warning("conductor lost, serving on", error=str(error))
+                    self.is_joined = False
+                    await asyncio.sleep(RETRY_S)
+        finally:
+            pulse.cancel()
+            with contextlib.suppress(KvpoolError, asyncio.CancelledError):
+                identity = self._service.identity
+                await self._events_link.call(m.NodeLeave(identity.node_id, identity.epoch), 0.5)
+            await self._events_link.close()
+            await self._pulse_link.close()
+
+    def _namespace_added(self, namespace: Namespace) -> None:
+        self._events_link.send_nowait(m.RegisterNamespace(namespace))
+
+    async def _join(self) -> None:
+        self._must_join.clear()
+        join = m.NodeJoin(self._descriptor, self._service.store.namespaces())
+        reply: m.MemberReply = await self._events_link.call(join, CALL_TIMEOUT_S)
+        self._heartbeat_s = reply.heartbeat_s
+        # What happened so far is in the report; events from here on follow it.
+        self._service.store.take_events()
+        slices = [
+            m.BlockEvent("stored", namespace_id, packed[i : i + SLICE_BLOCKS * HASH_BYTES], tier)
+            for (namespace_id, tier), packed in self._service.snapshot().items()
+            for i in range(0, len(packed), SLICE_BLOCKS * HASH_BYTES)
+        ]
+        for event in slices:
+            await self._send([event], snapshot=True)
+        await self._send([], snapshot=True, snapshot_end=True)
+        if not self.is_joined:
+            log.info("joined the conductor", conductor=self._events_link.address)
+        self.is_joined = True
+
+    async def _report(self) -> None:
+        while not self._must_join.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FLUSH_S):
+                    await self._must_join.wait()
+            events = self._service.store.take_events()
+            if not events:
+                continue
+            batch: list[m.BlockEvent] = []
+            run: list[bytes] = []
+            head = events[0]
+            for event in events:
+                same = (event.kind, event.namespace_id, event.tier) == (
+                    head.kind,
+                    head.namespace_id,
+                    head.tier,
+                )
+                if not same or len(run) >= SLICE_BLOCKS:
+                    batch.append(
+                        m.BlockEvent(head.kind, head.namespace_id, pack_hashes(run), head.tier)
+                    )
+                    head, run = event, []
+                run.append(event.block_hash)
+            batch.append(m.BlockEvent(head.kind, head.namespace_id, pack_hashes(run), head.tier))
+            await self._send(batch)
+
+    async def _send(
+        self, events: list[m.BlockEvent], *, snapshot: bool = False, snapshot_end: bool = False
+    ) -> None:
+        identity = self._service.identity
+        self._sequence += 1
+        message = m.NodeEvents(
+            identity.node_id, identity.epoch, self._sequence, events, snapshot, snapshot_end
+        )
+        reply: m.MemberReply = await self._events_link.call(message, CALL_TIMEOUT_S)
+        if reply.resync and not snapshot:
+            self._must_join.set()
+
+    async def _pulse(self) -> None:
+        identity = self._service.identity
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            if not self.is_joined:
+                continue
+            beat = m.NodeHeartbeat(
+                identity.node_id, identity.epoch, self._sequence, self._service.stats()
+            )
+            try:
+                reply: m.MemberReply = await self._pulse_link.call(beat, self._heartbeat_s)
+            except KvpoolError:
+                continue  # the conductor notices silence by itself; the events link will notice too
+            if reply.resync:
+                self._must_join.set()

@@ -1,0 +1,229 @@
+"""The process of a pool node: puts the parts together, starts them in order, stops them in reverse."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+import structlog
+
+from kvpool.config import NodeConfig
+from kvpool.errors import ConfigError
+from kvpool.grpc_adapter import quiet_grpc
+from kvpool.http import HttpServer
+from kvpool.metrics import new_registry
+from kvpool.process import Ready, wait_for_stop
+from kvpool.transports.nixl_agent import NixlUnavailable
+from kvpool.wire import WireServer
+from kvpool.wire import messages as m
+from tiers.adapters import grpc_server, http_app
+from tiers.arena import Arena, ArenaServer
+from tiers.metrics import NodeCollector
+from tiers.mover import Mover
+from tiers.nixl_target import NixlTarget
+from tiers.node import NodeIdentity, NodeService
+from tiers.nvme import NvmeFiles
+from tiers.reporter import Reporter
+from tiers.slots import SlotAllocator
+from tiers.store import Store, StoreConfig
+
+log = structlog.get_logger(__name__)
+
+_LOOPBACK = ("127.", "::1", "localhost")
+
+
+async def run_node(config: NodeConfig, ready: Ready, stop: asyncio.Event) -> None:
+    """Run a node until `stop` is set.
+
+    Raises:
+        NoSharedMemory, PortInUse, ConfigError: it cannot start as configured.
+    """
+    quiet_grpc()
+    async with contextlib.AsyncExitStack() as stack:
+        node = await _Node(config, stack).start()
+        ready(node.facts())
+        log.info("node ready", **node.facts())
+        await wait_for_stop(stop, node.tasks)
+        log.info("node stopping")
+
+
+class _Node:
+    """The parts of one node; each is closed by the exit stack that it was entered on."""
+
+    def __init__(self, config: NodeConfig, stack: contextlib.AsyncExitStack) -> None:
+        self._config = config
+        self._stack = stack
+        self.tasks: list[asyncio.Task[None]] = []
+        self._reporter: Reporter | None = None
+        # Microseconds since 1970: grows with every start, also across reboots.
+        self._identity = NodeIdentity(_node_id(config), time.time_ns() // 1000, config.host_label)
+
+    async def start(self) -> _Node:
+        config, stack, identity = self._config, self._stack, self._identity
+        runtime = self._runtime_directory()
+        arena = Arena(0, config.dram_bytes - config.dram_bytes % config.slab_bytes)
+        stack.callback(arena.close)
+        files = self._open_nvme()
+        store = Store(
+            SlotAllocator(arena.size_bytes, config.slab_bytes, arena.arena_id),
+            SlotAllocator(config.nvme_bytes, config.slab_bytes, 0) if files else None,
+            StoreConfig(
+                grace_s=config.grace_s,
+                max_lease_s=config.lease_s,
+                max_reservation_s=config.reservation_s,
+                quarantine_s=config.quarantine_s,
+                dram_high_watermark=config.high_watermark,
+                dram_low_watermark=config.low_watermark,
+                write_through=config.write_through,
+            ),
+        )
+        mover = Mover(store, [arena], files)
+        stack.callback(mover.close)
+        service = NodeService(identity, store, [arena], mover, lambda: self._descriptor)
+        if files is not None:
+            _recover(service, files)
+            service.on_namespace.append(mover.keep_namespace)
+        shm_path = ""
+        if "shm" in config.transports:
+            shm_path = str(runtime / f"arena-{identity.epoch}.sock")
+            arenas = ArenaServer(shm_path, identity.node_id, identity.epoch, [arena])
+            stack.callback(arenas.close)
+        target = self._start_nixl(arena, service)
+
+        wire = WireServer(
+            "node", identity.node_id, identity.epoch, max_frame_bytes=config.max_frame_bytes
+        )
+        service.expose(wire)
+        port = await wire.listen(config.host, config.wire_port)
+        stack.push_async_callback(wire.close)
+        registry = new_registry()
+        registry.register(NodeCollector(service))
+        app = http_app(service, registry, self._not_ready, config.max_frame_bytes)
+        http = HttpServer(app, config.host, config.http_port)
+        await http.start()
+        stack.push_async_callback(http.close)
+        grpc = grpc_server(service, config.max_frame_bytes)
+        self._grpc_port = await grpc.start(config.host, config.grpc_port)
+        stack.push_async_callback(grpc.close)
+        self._descriptor = m.NodeDescriptor(
+            identity.node_id,
+            identity.epoch,
+            identity.host,
+            f"{config.host}:{port}",
+            f"{config.host}:{http.port}",
+            [m.Arena(arena.arena_id, arena.size_bytes, arena.base)],
+            shm_path,
+            target.agent_name if target else "",
+            target.metadata if target else b"",
+            [
+                name
+                for name in config.transports
+                if (name == "shm" and shm_path) or (name == "nixl" and target)
+            ],
+        )
+        self.tasks.append(asyncio.create_task(mover.run(), name="mover"))
+        if config.conductor is not None:
+            self._reporter = Reporter(service, config.conductor, self._descriptor)
+            self.tasks.append(asyncio.create_task(self._reporter.run(), name="reporter"))
+        return self
+
+    def facts(self) -> dict[str, object]:
+        """What a starter needs to know."""
+        node = self._descriptor
+        return {
+            "kind": "node",
+            "id": node.node_id,
+            "epoch": node.epoch,
+            "host_label": node.host,
+            "wire": node.address,
+            "http": node.http_address,
+            "grpc": f"{self._config.host}:{self._grpc_port}",
+            "transports": node.transports,
+        }
+
+    def _not_ready(self) -> str:
+        if self._reporter is not None and not self._reporter.is_joined:
+            return "not joined to the conductor"
+        return ""
+
+    def _runtime_directory(self) -> Path:
+        if self._config.runtime_dir is not None:
+            self._config.runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return self._config.runtime_dir
+        path = Path(tempfile.mkdtemp(prefix="kvpool-"))  # mode 0700
+        self._stack.callback(shutil.rmtree, path, ignore_errors=True)
+        return path
+
+    def _open_nvme(self) -> NvmeFiles | None:
+        config = self._config
+        if config.nvme_directory is None or not config.nvme_bytes:
+            return None
+        files = NvmeFiles(
+            config.nvme_directory,
+            config.nvme_bytes,
+            fsync=config.fsync,
+            fsync_interval_s=config.fsync_interval_s,
+        )
+        self._stack.callback(files.close)
+        return files
+
+    def _start_nixl(self, arena: Arena, service: NodeService) -> NixlTarget | None:
+        if "nixl" not in self._config.transports:
+            return None
+        name = f"node-{self._identity.node_id}-{self._identity.epoch}"
+        try:
+            target = NixlTarget(
+                name,
+                [arena],
+                service.is_busy,
+                loopback_only=self._config.host.startswith(_LOOPBACK),
+            )
+        except NixlUnavailable as error:
+            if self._config.transports == ("nixl",):
+                raise ConfigError(
+                    f"transport nixl alone is allowed, and it does not work: {error}"
+                ) from error
+            log.warning("going on without NIXL: other hosts cannot read here", error=str(error))
+            return None
+        self._stack.callback(target.close)
+        return target
+
+
+def _node_id(config: NodeConfig) -> str:
+    """The configured id, else one kept with the data, else a fresh UUID."""
+    if config.node_id is not None:
+        return config.node_id
+    keep = config.data_dir or config.nvme_directory
+    if keep is None:
+        return str(uuid.uuid4())
+    keep.mkdir(parents=True, exist_ok=True)
+    path = keep / "node_id"
+    if not path.exists():
+        path.write_text(str(uuid.uuid4()))
+    return path.read_text().strip()
+
+
+def _recover(service: NodeService, files: NvmeFiles) -> None:
+    """Offer what the files hold to the store again; each block is verified when it is read."""
+    now = time.monotonic()
+    count = 0
+    for namespace in files.namespaces():
+        service.store.register_namespace(namespace, now)
+    for entry in files.recover():
+        count += service.store.recover(
+            entry.namespace_id,
+            entry.block_hash,
+            entry.parent,
+            entry.part,
+            entry.place,
+            entry.checksum,
+            now,
+        )
+    for namespace_id, block_hash in service.store.finish_recovery(now):
+        files.record_removed(namespace_id, block_hash)
+    log.info("recovered blocks from NVMe", blocks=count)

@@ -1,0 +1,62 @@
+"""Tells the conductor that this worker is there, and how busy it is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import structlog
+
+from kvpool.errors import KvpoolError
+from kvpool.wire import WireClient
+from kvpool.wire import messages as m
+from workers.service import WorkerService
+
+log = structlog.get_logger(__name__)
+
+CALL_TIMEOUT_S = 2.0
+RETRY_S = 0.5
+
+
+class Membership:
+    """Joins, sends heartbeats, and joins again whenever the conductor does not know this worker."""
+
+    def __init__(
+        self, conductor: str, descriptor: m.WorkerDescriptor, service: WorkerService
+    ) -> None:
+        self.is_joined = False
+        self._descriptor = descriptor
+        self._service = service
+        self._link = WireClient(
+            conductor, descriptor.worker_id, kind="worker", epoch=descriptor.epoch
+        )
+
+    async def run(self) -> None:
+        """Until cancelled; then say goodbye."""
+        me = self._descriptor
+        heartbeat_s = 1.0
+        try:
+            while True:
+                try:
+                    if not self.is_joined:
+                        reply: m.MemberReply = await self._link.call(
+                            m.WorkerJoin(me), CALL_TIMEOUT_S
+                        )
+                        heartbeat_s = reply.heartbeat_s
+                        self.is_joined = True
+                        log.info("joined the conductor", conductor=self._link.address)
+                    beat = m.WorkerHeartbeat(me.worker_id, me.epoch, self._service.load())
+                    reply = await self._link.call(beat, CALL_TIMEOUT_S)
+                    if reply.resync:
+                        self.is_joined = False
+                        continue
+                    await asyncio.sleep(heartbeat_s / 2)
+                except KvpoolError as error:
+                    if self.is_joined:
+                        log.warning("conductor lost", error=str(error))
+                    self.is_joined = False
+                    await asyncio.sleep(RETRY_S)
+        finally:
+            with contextlib.suppress(KvpoolError, asyncio.CancelledError):
+                await self._link.call(m.WorkerLeave(me.worker_id, me.epoch), 0.5)
+            await self._link.close()

@@ -1,0 +1,161 @@
+"""The process of a worker: loads the model, joins the conductor, serves until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+
+import structlog
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from kvpool.client.async_pool import AsyncPool
+from kvpool.config import ClientConfig, WorkerConfig
+from kvpool.errors import ConfigError
+from kvpool.http import HttpServer, base_app
+from kvpool.metrics import LATENCY_BUCKETS, new_registry
+from kvpool.process import Ready, wait_for_stop
+from kvpool.wire import WireServer
+from kvpool.wire import messages as m
+from workers.engine import Engine
+from workers.local_prefix import LocalPrefixCache
+from workers.membership import Membership
+from workers.model_files import default_cache_dir, prepare_model
+from workers.service import WorkerService
+
+log = structlog.get_logger(__name__)
+
+MAX_BODY_BYTES = 1 << 20
+
+
+async def run_worker(
+    config: WorkerConfig, client: ClientConfig, ready: Ready, stop: asyncio.Event
+) -> None:
+    """Run a worker until `stop` is set.
+
+    Raises:
+        ConfigError, ModelNotFound, PortInUse: it cannot start as configured.
+    """
+    if not config.model:
+        raise ConfigError(
+            "worker.model is not set", hint="give a model directory, or smollm2-135m to try it out"
+        )
+    engine = await asyncio.to_thread(_load_engine, config)
+    namespace = engine.namespace(
+        config.tenant, config.salt.get_secret_value(), config.hash_algorithm
+    )
+    worker_id = config.worker_id or str(uuid.uuid4())
+    epoch = time.time_ns() // 1000
+    async with contextlib.AsyncExitStack() as stack:
+        pool = AsyncPool(
+            conductor=config.conductor,
+            host_label=config.host_label,
+            transport=client.transport,
+            verify_checksums=client.verify_checksums,
+            client_id=worker_id,
+        )
+        stack.push_async_callback(pool.close)
+        registry = new_registry()
+        phases = Histogram(
+            "kvpool_phase_seconds",
+            "Seconds of a request by phase",
+            ["phase", "role"],
+            buckets=LATENCY_BUCKETS,
+            registry=registry,
+        )
+        service = WorkerService(
+            engine,
+            namespace,
+            pool,
+            LocalPrefixCache(config.local_cache_tokens, config.block_tokens),
+            max_concurrent=config.max_concurrent,
+            on_phase=lambda name, seconds: phases.labels(name, config.role).observe(seconds),
+        )
+        stack.callback(service.close)
+        registry.register(_WorkerCollector(service))
+        wire = WireServer("worker", worker_id, epoch)
+        service.expose(wire)
+        port = await wire.listen(config.host, config.wire_port)
+        stack.push_async_callback(wire.close)
+        http = await _start_http(config, registry, stack, lambda: membership.is_joined)
+        descriptor = m.WorkerDescriptor(
+            worker_id,
+            epoch,
+            config.role,
+            config.host_label,
+            f"{config.host}:{port}",
+            namespace,
+            engine.model_name,
+            min(config.max_model_tokens, engine.max_model_tokens),
+            f"{config.host}:{http.port}",
+        )
+        membership = Membership(config.conductor, descriptor, service)
+        tasks = [asyncio.create_task(membership.run(), name="membership")]
+        facts = {
+            "kind": "worker",
+            "id": worker_id,
+            "role": config.role,
+            "host_label": config.host_label,
+            "wire": descriptor.address,
+            "http": descriptor.http_address,
+            "model": engine.model_name,
+            "namespace": namespace.name,
+        }
+        ready(facts)
+        log.info("worker ready", **facts)
+        await wait_for_stop(stop, tasks)
+        log.info("worker stopping")
+
+
+def _load_engine(config: WorkerConfig) -> Engine:
+    import torch
+
+    from workers.transformers_engine import TransformersEngine
+
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    assert config.model is not None
+    path = prepare_model(config.model, default_cache_dir())
+    return TransformersEngine(
+        path,
+        model_name=config.model_name or "",
+        block_tokens=config.block_tokens,
+        device=config.device,
+    )
+
+
+async def _start_http(
+    config: WorkerConfig,
+    registry: CollectorRegistry,
+    stack: contextlib.AsyncExitStack,
+    is_joined: object,
+) -> HttpServer:
+    def not_ready() -> str:
+        return "" if callable(is_joined) and is_joined() else "not joined to the conductor"
+
+    app = base_app("kvpool worker", registry, not_ready, max_body_bytes=MAX_BODY_BYTES)
+    http = HttpServer(app, config.host, config.http_port)
+    await http.start()
+    stack.push_async_callback(http.close)
+    return http
+
+
+class _WorkerCollector(Collector):
+    """A worker's load and counters, read at scrape time."""
+
+    def __init__(self, service: WorkerService) -> None:
+        self._service = service
+
+    def collect(self):  # type: ignore[no-untyped-def]
+        load = self._service.load()
+        gauge = GaugeMetricFamily("kvpool_worker_load", "Load of this worker", labels=["what"])
+        for name in load.__struct_fields__:
+            gauge.add_metric([name], float(getattr(load, name)))
+        yield gauge
+        events = CounterMetricFamily("kvpool_worker_events", "Counted events", labels=["kind"])
+        for kind, value in sorted(self._service.counters.items()):
+            events.add_metric([kind], float(value))
+        yield events
