@@ -1,0 +1,249 @@
+"""What serving one request in some way would take: the predictions that strategies choose by.
+
+TTFT = queue + fetch of what the pool has and the worker lacks + prefill of the rest, and for a prefill
+elsewhere the exposed transfer of the last layer, the decode worker's read and its tail. Reuse is declined
+as far as fetching costs more than computing (Mooncake's Algorithm 1, by cost instead of by a threshold).
+TPOT is predicted for the moment when the prefill ends. It chooses nothing; it is pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from conductor.membership import State
+from conductor.requests import Candidate
+from conductor.view import ClusterView, NodeView, ScheduleRequest, WorkerView
+
+MEASURED = 3  # measurements from which on a worker's fit is trusted enough to refuse by it
+
+
+class Estimate:
+    """Predictions for one request at one moment."""
+
+    def __init__(self, request: ScheduleRequest, state: ClusterView, now: float) -> None:
+        self.request = request
+        self.state = state
+        self.now = now
+        self._queues: dict[str, float] = {}
+        self._prefills: dict[tuple[str, int], tuple[int, float, float]] = {}
+        self._targets: dict[tuple[str, int], NodeView | None] = {}
+
+    # ------------------------------------------------------------ candidates
+
+    def local(self, worker: WorkerView) -> Candidate:
+        """Read what pays, compute the rest, decode: all on one worker."""
+        request = self.request
+        queue_s = self.queue_s(worker)
+        reuse, fetch_s, prefill_s = self._best_reuse(worker, request.prompt_tokens)
+        ttft_s = queue_s + fetch_s + prefill_s
+        sequences, tpot_s = self.tpot_s(worker, ttft_s)
+        if sequences > 1:
+            # Decoding there stands still while this prompt is computed: spread over an answer's tokens.
+            tpot_s += prefill_s / max(1, request.output_tokens)
+        candidate = Candidate(
+            mode="local",
+            prefill=None,
+            decode=worker.worker_id,
+            reuse_blocks=reuse,
+            ttft_s=ttft_s,
+            tpot_s=tpot_s,
+            queue_s=queue_s,
+            fetch_s=fetch_s,
+            prefill_s=prefill_s,
+        )
+        return self._judged(candidate, worker, is_roomy=True)
+
+    def remote(self, prefiller: WorkerView, decoder: WorkerView) -> Candidate | None:
+        """Compute full blocks at `prefiller`, the tail at `decoder`; None when that is no choice."""
+        request = self.request
+        full_tokens = request.full_blocks * request.block_tokens
+        if prefiller.worker_id == decoder.worker_id or full_tokens == 0:
+            return None
+        queue_s = self.queue_s(prefiller)
+        reuse, fetch_s, prefill_s = self._best_reuse(prefiller, full_tokens)
+        new_blocks = request.full_blocks - reuse
+        if new_blocks == 0:
+            return None  # nothing left to compute there
+        target = self.target_node(decoder.host, new_blocks)
+        target_host = target.host if target else decoder.host
+        new_bytes = new_blocks * request.block_bytes
+        cost = self.state.cost
+        send_s = cost.transfer_s(
+            new_bytes / request.layers, same_host=prefiller.host == target_host
+        )
+        arrives_s = queue_s + fetch_s + prefill_s + send_s
+        load_s = max(0.0, self.queue_s(decoder) - arrives_s)
+        load_s += self.fetch_s(decoder, request.engine_blocks.get(decoder.worker_id, 0), reuse)
+        load_s += cost.transfer_s(new_bytes, same_host=decoder.host == target_host)
+        # The last token's logits are needed even when the prompt ends with a block.
+        tail_tokens = max(1, request.prompt_tokens - full_tokens)
+        tail_s = cost.prefill_s(decoder.worker_id, tail_tokens, request.prompt_tokens - tail_tokens)
+        ttft_s = arrives_s + load_s + tail_s
+        candidate = Candidate(
+            mode="disaggregated",
+            prefill=prefiller.worker_id,
+            decode=decoder.worker_id,
+            reuse_blocks=reuse,
+            ttft_s=ttft_s,
+            tpot_s=self.tpot_s(decoder, ttft_s)[1],
+            queue_s=queue_s,
+            fetch_s=fetch_s,
+            prefill_s=prefill_s,
+            send_s=send_s,
+            load_s=load_s,
+            tail_s=tail_s,
+        )
+        is_roomy = target is not None and target.room_bytes >= new_bytes
+        return self._judged(candidate, decoder, is_roomy)
+
+    def _judged(self, candidate: Candidate, decoder: WorkerView, is_roomy: bool) -> Candidate:
+        """The candidate with the reason, if any, why it may not be chosen.
+
+        Objectives are not held against an idle worker that was hardly measured: the profile it is judged
+        by may be far off, and only work can correct it.
+        """
+        request, cost = self.request, self.state.cost
+        prefills_on = candidate.prefill or candidate.decode
+        waits = candidate.queue_s > 0 or self.queue_s(decoder) > 0
+        knows_prefill = waits or cost.prefill_samples(prefills_on) >= MEASURED
+        is_idle = decoder.load.decode_sequences == 0 and not self._decode_load(decoder, 0.0)[0]
+        knows_tpot = not is_idle or cost.tpot_samples(decoder.worker_id) >= MEASURED
+        rejected = ""
+        if not is_roomy:
+            rejected = "no_room"
+        elif not self._has_kv_room(decoder, candidate.ttft_s):
+            rejected = "no_kv_room"
+        elif knows_prefill and 0 < request.ttft_s < candidate.ttft_s:
+            rejected = "ttft_slo"
+        elif knows_tpot and 0 < request.tpot_s < candidate.tpot_s:
+            rejected = "tpot_slo"
+        return replace(candidate, rejected=rejected) if rejected else candidate
+
+    # ------------------------------------------------------------ order
+
+    def rank(self, candidate: Candidate) -> tuple[float, int, int, str, str]:
+        """Predicted time to the whole answer; among equals who has rested longest, then ids.
+
+        Times within a tenth of a millisecond are equal: predictions are not better than that.
+        """
+        total_s = candidate.ttft_s + self.request.output_tokens * candidate.tpot_s
+        last = self.state.in_flight.last_assigned
+        prefill = candidate.prefill or candidate.decode
+        return (
+            round(total_s, 4),
+            last(candidate.decode),
+            last(prefill),
+            candidate.decode,
+            prefill,
+        )
+
+    def decode_rank(self, worker: WorkerView) -> tuple[float, int, str]:
+        tpot_s = self.tpot_s(worker, 0.0)[1]
+        rested = self.state.in_flight.last_assigned(worker.worker_id)
+        return (round(tpot_s, 6), rested, worker.worker_id)
+
+    # ------------------------------------------------------------ parts
+
+    def target_node(self, host: str, blocks: int) -> NodeView | None:
+        """Where to reserve `blocks`: the roomiest live node on `host`; else, or if it lacks room, of all.
+
+        The node given may lack room, when all do.
+        """
+        key = (host, blocks)
+        if key not in self._targets:
+            live = [node for node in self.state.nodes.values() if node.state is State.LIVE]
+            needed = blocks * self.request.block_bytes
+            self._targets[key] = min(
+                live,
+                key=lambda n: (n.room_bytes < needed, n.host != host, -n.room_bytes, n.node_id),
+                default=None,
+            )
+        return self._targets[key]
+
+    def queue_s(self, worker: WorkerView) -> float:
+        """Prefill work ahead of this request: the worker's report, worked off since, and what we sent.
+
+        Of what we sent before its report, part may still be on the way there: hence the maximum.
+        """
+        known = self._queues.get(worker.worker_id)
+        if known is not None:
+            return known
+        load, in_flight = worker.load, self.state.in_flight
+        reported_s = self.state.cost.queue_s(
+            worker.worker_id, load.queued_prefill_tokens, load.prefill_tokens_per_s
+        )
+        reported_s = max(0.0, reported_s - max(0.0, self.now - worker.reported_at))
+        unreported_s = in_flight.backlog_s(worker.worker_id, self.now, worker.reported_at)
+        sent_s = in_flight.backlog_s(worker.worker_id, self.now)
+        queue_s = max(reported_s + unreported_s, sent_s)
+        self._queues[worker.worker_id] = queue_s
+        return queue_s
+
+    def fetch_s(self, worker: WorkerView, start: int, end: int) -> float:
+        """Reading blocks [start, end) of the chain from the pool to `worker`."""
+        total_s = 0.0
+        for segment in self.request.segments_at(worker.host):
+            count = min(end, segment.start + segment.count) - max(start, segment.start)
+            node = self.state.nodes.get(segment.node_id)
+            if count > 0 and node is not None:
+                total_s += self.state.cost.transfer_s(
+                    count * self.request.block_bytes,
+                    same_host=node.host == worker.host,
+                    tier=segment.tier,
+                )
+        return total_s
+
+    def tpot_s(self, worker: WorkerView, after_s: float) -> tuple[int, float]:
+        """Sequences and TPOT at `worker` once this request decodes there too, `after_s` from now."""
+        sequences, context = self._decode_load(worker, after_s)
+        context += self.request.prompt_tokens + self.request.output_tokens / 2
+        tpot_s = self.state.cost.tpot_s(worker.worker_id, context, sequences + 1)
+        return sequences + 1, tpot_s
+
+    def _decode_load(self, worker: WorkerView, after_s: float) -> tuple[int, float]:
+        """Others' sequences that the worker reported, and ours as predicted for then."""
+        in_flight, load = self.state.in_flight, worker.load
+        ours, our_context = in_flight.decoding(worker.worker_id, self.now, self.now)
+        then, then_context = in_flight.decoding(worker.worker_id, self.now + after_s, self.now)
+        others = max(0, load.decode_sequences - ours)
+        others_context = max(0.0, load.decode_context_tokens - our_context) if others else 0.0
+        return others + then, others_context + then_context
+
+    def _has_kv_room(self, worker: WorkerView, after_s: float) -> bool:
+        if worker.kv_capacity_tokens == 0:
+            return True
+        context = self._decode_load(worker, after_s)[1]
+        needed = self.request.prompt_tokens + self.request.output_tokens
+        return context + needed <= worker.kv_capacity_tokens
+
+    def _best_reuse(self, worker: WorkerView, tokens: int) -> tuple[int, float, float]:
+        """How many leading blocks to reuse for the first `tokens`; with seconds of fetch and prefill.
+
+        Prefill's saving grows with each further block and a segment's cost is linear, so the sum is
+        concave within a segment and least at one of its ends: only those are tried.
+        """
+        key = (worker.worker_id, tokens)
+        known = self._prefills.get(key)
+        if known is not None:
+            return known
+        request, cost = self.request, self.state.cost
+        most = tokens // request.block_tokens
+        if tokens == request.prompt_tokens:
+            most = (tokens - 1) // request.block_tokens  # one token at least must be computed
+        own = min(most, request.engine_blocks.get(worker.worker_id, 0))
+        cuts = {own}
+        for segment in request.segments_at(worker.host):
+            node = self.state.nodes.get(segment.node_id)
+            if node is None or node.state is State.SUSPECT:
+                break  # fell silent or left since the lookup: what follows has no prefix
+            cuts.add(min(most, max(own, segment.start + segment.count)))
+        best: tuple[int, float, float] | None = None
+        for cut in sorted(cuts):
+            reused = cut * request.block_tokens
+            fetch_s = self.fetch_s(worker, own, cut)
+            prefill_s = cost.prefill_s(worker.worker_id, tokens - reused, reused)
+            if best is None or fetch_s + prefill_s < best[1] + best[2]:
+                best = (cut, fetch_s, prefill_s)
+        result = best if best is not None else (0, 0.0, 0.0)
+        self._prefills[key] = result
+        return result

@@ -1,0 +1,170 @@
+"""The block index: which node holds which block in which tier, as the nodes have told it.
+
+This module is the contract (`Index`), the values it speaks in, and the one algorithm that all backends
+share (`cover_run`). It is not a backend; see `conductor.memory_index`. The index is soft state: it may be
+stale, and a stale answer costs one failed pin, never a wrong byte. It knows nothing of liveness or of
+sequence numbers (`conductor.membership`); it does fence epochs, so that a late message of an earlier life
+of a node cannot bring back what that life held.
+
+Pure: no I/O, no clock, no randomness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from kvpool.wire.messages import TIERS, BlockEvent, Segment
+
+TIER_RANK = {tier: rank for rank, tier in enumerate(TIERS)}
+
+
+class Holder(NamedTuple):
+    """One copy of a block."""
+
+    node_id: str
+    tier: str
+
+
+Holders = tuple[Holder, ...]  # of one block; fastest tier first, then by node id
+
+
+class Index(Protocol):
+    """Soft state about blocks, keyed by (namespace_id, hash).
+
+    Work per call is bounded by the size of the call, never by the size of the index: whatever could be
+    long (a node that died, a namespace that was cleared, the end of a snapshot) hides its blocks at once
+    and leaves their memory to `reclaim`, in slices.
+    """
+
+    def apply(self, node_id: str, epoch: int, events: Sequence[BlockEvent]) -> None:
+        """Record what a node says happened, in order; all of it or, on an error, nothing.
+
+        "stored" adds (and ends any suspicion of that copy), "removed" takes away, "cleared" takes away
+        all of the namespace on that node. For the last two an empty tier means every tier. An epoch newer
+        than the known one voids all that the node said before.
+
+        Raises:
+            StaleEpoch: the epoch is over.
+            InvalidArgument: an unknown kind or tier, or hashes of a wrong length.
+        """
+
+    def leading_run(self, namespace_id: bytes, hashes: Sequence[bytes]) -> int:
+        """How many leading blocks are held by anybody, suspect copies left out."""
+
+    def holders(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[Holders]:
+        """Who holds each block of the leading run; as long as `leading_run` says."""
+
+    def segments(
+        self,
+        namespace_id: bytes,
+        hashes: Sequence[bytes],
+        hosts: Mapping[str, str],
+        prefer_host: str = "",
+    ) -> list[Segment]:
+        """Cover the leading run with segments; see `cover_run`.
+
+        Args:
+            hosts: node id -> host of the nodes that may be read; others are as if they held nothing, so
+                the cover may be shorter than `leading_run`.
+        """
+
+    def begin_snapshot(self, node_id: str, epoch: int) -> None:
+        """A full report of the node follows. What was known stays visible until `end_snapshot`.
+
+        A snapshot begun before and not ended is thrown away.
+
+        Raises:
+            StaleEpoch: the epoch is over.
+        """
+
+    def end_snapshot(self, node_id: str) -> bool:
+        """What was not named since `begin_snapshot` is gone. False when none was begun."""
+
+    def remove_node(self, node_id: str, max_blocks: int) -> bool:
+        """Hide all that the node holds, at once, and free up to `max_blocks` entries.
+
+        Call it once, then `reclaim` until done: the node may have come back in between.
+
+        Returns:
+            True when nothing is left to reclaim.
+        """
+
+    def reclaim(self, max_blocks: int) -> bool:
+        """Free up to `max_blocks` entries of hidden blocks; True when nothing is left to reclaim."""
+
+    def forget_block(self, namespace_id: bytes, block_hash: bytes) -> None:
+        """Drop a block on every node (it was found corrupt)."""
+
+    def suspect(self, node_id: str, namespace_id: bytes, block_hash: bytes, until: float) -> None:
+        """Do not answer this copy before `until` (monotonic seconds): a pin of it has just failed.
+
+        A new "stored" event for the copy ends the suspicion earlier.
+        """
+
+    def expire_suspicions(self, now: float) -> int:
+        """End the suspicions whose time has passed; returns how many."""
+
+    def blocks(self) -> int:
+        """Entries kept, the hidden ones that wait for `reclaim` included."""
+
+
+def cover_run(
+    holders: Sequence[Holders], hosts: Mapping[str, str], prefer_host: str = ""
+) -> list[Segment]:
+    """Cover the leading blocks that readable nodes hold with as few segments as locality allows.
+
+    Every block that stands on `prefer_host` is read there: one more pin costs less than moving a block
+    between hosts. Within a stretch of equal locality the longest run wins at each step, which gives the
+    fewest segments. Among equally long runs: the faster tier, then the smaller node id.
+
+    Args:
+        holders: of the leading blocks, in order. Equal neighbours that are one object are cheapest.
+        hosts: node id -> host, of the nodes that may be read.
+
+    Returns:
+        Segments that follow on each other from block 0. `tier` is the slowest tier within the segment.
+    """
+    choices: list[dict[str, int]] = []
+    previous: Holders | None = None
+    choice: dict[str, int] = {}
+    for copies in holders:
+        if copies is not previous:
+            choice = _nearest(copies, hosts, prefer_host)
+            previous = copies
+        if not choice:
+            break
+        choices.append(choice)
+
+    segments: list[Segment] = []
+    start = 0
+    while start < len(choices):
+        candidates = dict(choices[start])  # node id -> (slowest tier so far)
+        end = start + 1
+        previous_choice = choices[start]
+        while end < len(choices):
+            choice = choices[end]
+            if choice is not previous_choice:
+                both = {n: max(r, choice[n]) for n, r in candidates.items() if n in choice}
+                if not both:
+                    break
+                candidates = both
+                previous_choice = choice
+            end += 1
+        rank, node_id = min((rank, node_id) for node_id, rank in candidates.items())
+        segments.append(Segment(node_id, start, end - start, TIERS[rank]))
+        start = end
+    return segments
+
+
+def _nearest(copies: Holders, hosts: Mapping[str, str], prefer_host: str) -> dict[str, int]:
+    """Readable nodes of the best locality, with the rank of the fastest tier each holds the block in."""
+    near: dict[str, int] = {}
+    far: dict[str, int] = {}
+    for node_id, tier in copies:
+        host = hosts.get(node_id)
+        if host is None:
+            continue
+        side = near if prefer_host and host == prefer_host else far
+        side[node_id] = min(TIER_RANK[tier], side.get(node_id, len(TIERS)))
+    return near or far

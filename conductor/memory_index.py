@@ -1,0 +1,404 @@
+"""The block index in this process's memory: the embedded default behind `conductor.index.Index`.
+
+A namespace maps each hash to one int whose bits are holdings: (node, tier) pairs of that namespace. A
+lookup is thus one dict probe and one AND a block. Each holding keeps the set of its hashes (the reverse
+index). To retire a holding is to clear its bit in the namespace's `live` mask, O(1); its entries are
+reclaimed in slices, and only then is the bit given to somebody else. A snapshot fills fresh holdings
+beside the old ones and retires those at its end, so its end costs O(1) too.
+
+Not thread-safe, and not durable by design.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from conductor.index import TIER_RANK, Holder, Holders, cover_run
+from kvpool.errors import InvalidArgument, StaleEpoch
+from kvpool.hashing import HASH_BYTES, unpack_hashes
+from kvpool.wire.messages import BlockEvent, Segment
+
+MAX_FENCES = 65_536  # epochs remembered of nodes that are gone
+MAX_MASKS = 4_096  # shared int objects and decoded masks, each a few hundred bytes at most
+
+
+class _Holding:
+    """The blocks of one namespace that one node holds in one tier; `mask` is its bit."""
+
+    __slots__ = ("hashes", "mask", "namespace_id", "node_id", "tier")
+
+    def __init__(self, namespace_id: bytes, node_id: str, tier: str, mask: int) -> None:
+        self.namespace_id = namespace_id
+        self.node_id = node_id
+        self.tier = tier
+        self.mask = mask
+        self.hashes: set[bytes] = set()
+
+
+class _Space:
+    """One namespace: masks by hash, and what the bits mean."""
+
+    __slots__ = ("blocks", "decoded", "free_bits", "holdings", "live", "suspects")
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, int] = {}
+        self.live = 0
+        self.holdings: list[_Holding | None] = []
+        self.free_bits: list[int] = []  # a heap: low bits first, so that masks stay short
+        self.suspects: dict[bytes, dict[str, float]] = {}
+        self.decoded: dict[int, Holders] = {}
+
+
+_Table = dict[tuple[bytes, str], _Holding]  # by (namespace_id, tier)
+
+
+class _Node:
+    __slots__ = ("building", "current", "epoch")
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.current: _Table = {}
+        self.building: _Table | None = None  # not None between begin and end of a snapshot
+
+
+class MemoryIndex:
+    """See `conductor.index.Index` for the contract.
+
+    Args:
+        max_blocks: entries kept at most. Beyond it new blocks are not recorded, which makes them misses;
+            `dropped` counts them. ~150 B an entry with one holder (measured).
+        max_suspicions: failed pins remembered at most; beyond it the ones that end first are dropped.
+
+    Raises:
+        InvalidArgument: a limit is not positive.
+    """
+
+    def __init__(self, max_blocks: int = 16_000_000, max_suspicions: int = 65_536) -> None:
+        if max_blocks < 1 or max_suspicions < 1:
+            raise InvalidArgument("max_blocks and max_suspicions must be positive")
+        self.max_blocks = max_blocks
+        self.max_suspicions = max_suspicions
+        self.dropped = 0
+        self._count = 0
+        self._spaces: dict[bytes, _Space] = {}
+        self._nodes: dict[str, _Node] = {}
+        self._fences: dict[str, int] = {}
+        self._retired: deque[_Holding] = deque()
+        self._masks: dict[int, int] = {}
+        self._suspicions: list[tuple[float, bytes, bytes, str]] = []  # a heap
+
+    # ------------------------------------------------------------ what nodes say
+
+    def apply(self, node_id: str, epoch: int, events: Sequence[BlockEvent]) -> None:
+        unpacked = [_checked(event) for event in events]
+        node = self._admit(node_id, epoch)
+        for event, hashes in zip(events, unpacked, strict=True):
+            if event.kind == "stored":
+                self._store(node_id, node, event, hashes)
+            elif event.kind == "removed":
+                self._remove(node_id, node, event, hashes)
+            else:
+                for table in _tables(node):
+                    for key in _keys(table, event):
+                        self._retire(table.pop(key))
+
+    def begin_snapshot(self, node_id: str, epoch: int) -> None:
+        node = self._admit(node_id, epoch)
+        self._retire_table(node.building)
+        node.building = {}
+
+    def end_snapshot(self, node_id: str) -> bool:
+        node = self._nodes.get(node_id)
+        if node is None or node.building is None:
+            return False
+        self._retire_table(node.current)
+        node.current, node.building = node.building, None
+        return True
+
+    def remove_node(self, node_id: str, max_blocks: int) -> bool:
+        node = self._nodes.pop(node_id, None)
+        if node is not None:
+            for table in _tables(node):
+                self._retire_table(table)
+        return self.reclaim(max_blocks)
+
+    def reclaim(self, max_blocks: int) -> bool:
+        budget = max_blocks
+        while self._retired and budget > 0:
+            holding = self._retired[0]
+            blocks = self._spaces[holding.namespace_id].blocks
+            hashes = holding.hashes
+            while hashes and budget > 0:
+                self._clear_bit(blocks, hashes.pop(), holding.mask)
+                budget -= 1
+            if not hashes:
+                self._retired.popleft()
+                self._free_bit(holding)
+        return not self._retired
+
+    def forget_block(self, namespace_id: bytes, block_hash: bytes) -> None:
+        space = self._spaces.get(namespace_id)
+        mask = space.blocks.get(block_hash, 0) if space is not None else 0
+        if space is None or not mask:
+            return
+        for holding in [h for h in space.holdings if h is not None and h.mask & mask]:
+            holding.hashes.discard(block_hash)
+            self._clear_bit(space.blocks, block_hash, holding.mask)
+            self._drop_if_empty(holding)
+        space.suspects.pop(block_hash, None)
+
+    # ------------------------------------------------------------ suspicion
+
+    def suspect(self, node_id: str, namespace_id: bytes, block_hash: bytes, until: float) -> None:
+        space = self._spaces.get(namespace_id)
+        if space is None or block_hash not in space.blocks:
+            return
+        nodes = space.suspects.setdefault(block_hash, {})
+        if nodes.get(node_id, float("-inf")) >= until:
+            return
+        nodes[node_id] = until
+        heapq.heappush(self._suspicions, (until, namespace_id, block_hash, node_id))
+        while len(self._suspicions) > self.max_suspicions:
+            self._end_suspicion(*heapq.heappop(self._suspicions))
+
+    def expire_suspicions(self, now: float) -> int:
+        ended = 0
+        while self._suspicions and self._suspicions[0][0] <= now:
+            ended += self._end_suspicion(*heapq.heappop(self._suspicions))
+        return ended
+
+    # ------------------------------------------------------------ answers
+
+    def leading_run(self, namespace_id: bytes, hashes: Sequence[bytes]) -> int:
+        space = self._spaces.get(namespace_id)
+        if space is None:
+            return 0
+        if space.suspects:
+            return len(self._leading_masks(space, hashes))
+        get, live, found = space.blocks.get, space.live, 0
+        for block_hash in hashes:
+            if not get(block_hash, 0) & live:
+                break
+            found += 1
+        return found
+
+    def holders(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[Holders]:
+        space = self._spaces.get(namespace_id)
+        if space is None:
+            return []
+        decoded = space.decoded
+        found: list[Holders] = []
+        for mask in self._leading_masks(space, hashes):
+            copies = decoded.get(mask)
+            if copies is None:
+                copies = _decode(space, mask)
+            found.append(copies)
+        return found
+
+    def segments(
+        self,
+        namespace_id: bytes,
+        hashes: Sequence[bytes],
+        hosts: Mapping[str, str],
+        prefer_host: str = "",
+    ) -> list[Segment]:
+        return cover_run(self.holders(namespace_id, hashes), hosts, prefer_host)
+
+    def blocks(self) -> int:
+        return self._count
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` unless forward and reverse index agree. For tests; O(blocks)."""
+        entries = 0
+        for namespace_id, space in self._spaces.items():
+            entries += len(space.blocks)
+            named: dict[bytes, int] = {}
+            for bit, holding in enumerate(space.holdings):
+                if holding is None:
+                    _ensure(not space.live & 1 << bit, f"free bit {bit} is live")
+                    continue
+                _ensure(holding.mask == 1 << bit, f"holding at bit {bit} has another mask")
+                _ensure(holding.namespace_id == namespace_id, "holding of another namespace")
+                for block_hash in holding.hashes:
+                    named[block_hash] = named.get(block_hash, 0) | holding.mask
+            _ensure(named == space.blocks, "reverse index differs from the masks")
+        _ensure(entries == self._count, f"{entries} entries, {self._count} counted")
+
+    # ------------------------------------------------------------ inside
+
+    def _admit(self, node_id: str, epoch: int) -> _Node:
+        """The node at this epoch; a newer epoch voids what the older one said."""
+        fence = self._fences.get(node_id, epoch)
+        if epoch < fence:
+            raise StaleEpoch(f"node {node_id} is at epoch {fence}, message is of {epoch}")
+        node = self._nodes.get(node_id)
+        if node is not None and node.epoch != epoch:
+            for table in _tables(node):
+                self._retire_table(table)
+            node = None
+        if node is None:
+            node = self._nodes[node_id] = _Node(epoch)
+            self._fences.pop(node_id, None)  # to the end of the order in which fences are dropped
+            self._fences[node_id] = epoch
+            if len(self._fences) > MAX_FENCES:
+                gone = next((n for n in self._fences if n not in self._nodes), None)
+                if gone is not None:
+                    del self._fences[gone]
+        return node
+
+    def _store(self, node_id: str, node: _Node, event: BlockEvent, hashes: list[bytes]) -> None:
+        if not hashes:
+            return
+        table = node.current if node.building is None else node.building
+        holding = table.get((event.namespace_id, event.tier))
+        if holding is None:
+            holding = self._new_holding(event.namespace_id, node_id, event.tier)
+            table[event.namespace_id, event.tier] = holding
+        space = self._spaces[event.namespace_id]
+        blocks, suspects, mask = space.blocks, space.suspects, holding.mask
+        for block_hash in hashes:
+            if suspects and block_hash in suspects:
+                self._clear_suspicion(space, block_hash, node_id)
+            held = blocks.get(block_hash)
+            if held is None:
+                if self._count >= self.max_blocks:
+                    self.dropped += 1
+                    continue
+                self._count += 1
+                blocks[block_hash] = mask
+            elif held & mask:
+                continue
+            else:
+                blocks[block_hash] = self._shared(held | mask)
+            holding.hashes.add(block_hash)
+        self._drop_if_empty(holding)
+
+    def _remove(self, node_id: str, node: _Node, event: BlockEvent, hashes: list[bytes]) -> None:
+        for table in _tables(node):
+            for key in _keys(table, event):
+                holding = table[key]
+                blocks = self._spaces[event.namespace_id].blocks
+                for block_hash in hashes:
+                    if block_hash in holding.hashes:
+                        holding.hashes.remove(block_hash)
+                        self._clear_bit(blocks, block_hash, holding.mask)
+                self._drop_if_empty(holding)
+
+    def _new_holding(self, namespace_id: bytes, node_id: str, tier: str) -> _Holding:
+        space = self._spaces.setdefault(namespace_id, _Space())
+        if space.free_bits:
+            bit = heapq.heappop(space.free_bits)
+        else:
+            bit = len(space.holdings)
+            space.holdings.append(None)
+        holding = _Holding(namespace_id, node_id, tier, 1 << bit)
+        space.holdings[bit] = holding
+        space.live |= holding.mask
+        return holding
+
+    def _retire_table(self, table: _Table | None) -> None:
+        for holding in (table or {}).values():
+            self._retire(holding)
+
+    def _retire(self, holding: _Holding) -> None:
+        """Hide its blocks at once; `reclaim` does the rest."""
+        self._spaces[holding.namespace_id].live &= ~holding.mask
+        self._retired.append(holding)
+
+    def _drop_if_empty(self, holding: _Holding) -> None:
+        """Give the bit back as soon as the last block is gone, unless `reclaim` is about to."""
+        if holding.hashes or not self._spaces[holding.namespace_id].live & holding.mask:
+            return
+        key = (holding.namespace_id, holding.tier)
+        for table in _tables(self._nodes[holding.node_id]):
+            if table.get(key) is holding:
+                del table[key]
+        self._free_bit(holding)
+
+    def _free_bit(self, holding: _Holding) -> None:
+        space = self._spaces[holding.namespace_id]
+        bit = holding.mask.bit_length() - 1
+        space.live &= ~holding.mask
+        space.holdings[bit] = None
+        space.decoded.clear()  # the bit may mean somebody else from now on
+        heapq.heappush(space.free_bits, bit)
+        if len(space.free_bits) == len(space.holdings):
+            del self._spaces[holding.namespace_id]
+
+    def _clear_bit(self, blocks: dict[bytes, int], block_hash: bytes, mask: int) -> None:
+        left = blocks[block_hash] & ~mask
+        if left:
+            blocks[block_hash] = self._shared(left)
+        else:
+            del blocks[block_hash]
+            self._count -= 1
+
+    def _shared(self, mask: int) -> int:
+        """One int object for equal masks: most blocks share few of them."""
+        if len(self._masks) >= MAX_MASKS:
+            self._masks.clear()
+        return self._masks.setdefault(mask, mask)
+
+    def _leading_masks(self, space: _Space, hashes: Sequence[bytes]) -> list[int]:
+        get, live, suspects = space.blocks.get, space.live, space.suspects
+        masks: list[int] = []
+        for block_hash in hashes:
+            mask = get(block_hash, 0) & live
+            if mask and suspects and block_hash in suspects:
+                doubted = suspects[block_hash]
+                for holding in space.holdings:
+                    if holding is not None and holding.node_id in doubted:
+                        mask &= ~holding.mask
+            if not mask:
+                break
+            masks.append(mask)
+        return masks
+
+    def _end_suspicion(
+        self, until: float, namespace_id: bytes, block_hash: bytes, node_id: str
+    ) -> int:
+        space = self._spaces.get(namespace_id)
+        if space is None or space.suspects.get(block_hash, {}).get(node_id) != until:
+            return 0  # ended by an event, or prolonged
+        self._clear_suspicion(space, block_hash, node_id)
+        return 1
+
+    def _clear_suspicion(self, space: _Space, block_hash: bytes, node_id: str) -> None:
+        nodes = space.suspects[block_hash]
+        nodes.pop(node_id, None)
+        if not nodes:
+            del space.suspects[block_hash]
+
+
+def _checked(event: BlockEvent) -> list[bytes]:
+    if event.kind not in ("stored", "removed", "cleared"):
+        raise InvalidArgument(f"unknown kind of block event {event.kind!r}")
+    if event.tier not in TIER_RANK and (event.tier or event.kind == "stored"):
+        raise InvalidArgument(f"block event with unknown tier {event.tier!r}")
+    if len(event.namespace_id) != HASH_BYTES:
+        raise InvalidArgument(f"a namespace id has {HASH_BYTES} bytes")
+    return unpack_hashes(event.hashes)
+
+
+def _tables(node: _Node) -> tuple[_Table, ...]:
+    return (node.current,) if node.building is None else (node.current, node.building)
+
+
+def _keys(table: _Table, event: BlockEvent) -> list[tuple[bytes, str]]:
+    tiers = (event.tier,) if event.tier else tuple(TIER_RANK)
+    return [(event.namespace_id, t) for t in tiers if (event.namespace_id, t) in table]
+
+
+def _decode(space: _Space, mask: int) -> Holders:
+    copies = {Holder(h.node_id, h.tier) for h in space.holdings if h is not None and h.mask & mask}
+    if len(space.decoded) >= MAX_MASKS:
+        space.decoded.clear()
+    ordered = tuple(sorted(copies, key=lambda copy: (TIER_RANK[copy.tier], copy.node_id)))
+    return space.decoded.setdefault(mask, ordered)
+
+
+def _ensure(claim: bool, message: str) -> None:
+    if not claim:
+        raise AssertionError(message)

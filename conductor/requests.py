@@ -1,0 +1,257 @@
+"""What was decided for a request, what is still in flight, and what came of it.
+
+`Decision` and `Candidate` are the record of one scheduling, complete enough for `kvpool explain`.
+`InFlight` is what this conductor has sent and workers may not have reported yet; the gateway feeds it and
+the scheduler reads it. `RequestLog` keeps the last decisions with their measured outcomes.
+
+It decides nothing (`conductor.scheduler`). Pure: `now` is monotonic seconds.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvpool.errors import InvalidArgument
+
+Mode = Literal["disaggregated", "local", "refused"]
+
+
+@dataclass(slots=True, frozen=True)
+class Candidate:
+    """One way to serve the request, with every part of its predicted TTFT in seconds.
+
+    `prefill` is None for local prefill on the decode worker. `rejected` says why it may not be chosen
+    ("" when it may): "ttft_slo", "tpot_slo", "no_room", "no_kv_room".
+    """
+
+    mode: Mode
+    prefill: str | None
+    decode: str
+    reuse_blocks: int
+    ttft_s: float
+    tpot_s: float  # predicted for when this prefill ends
+    queue_s: float = 0.0  # before the prefill starts
+    fetch_s: float = 0.0  # reading the reused blocks to where the prefill runs
+    prefill_s: float = 0.0  # computing the rest
+    send_s: float = 0.0  # the last layer's transfer, the only exposed one
+    load_s: float = 0.0  # the decode worker reads the blocks, waiting for its own queue included
+    tail_s: float = 0.0  # the decode worker computes what fills no block
+    rejected: str = ""
+
+    @property
+    def work_s(self) -> float:
+        """How long it occupies the worker that prefills."""
+        return self.fetch_s + self.prefill_s + self.send_s
+
+
+@dataclass(slots=True, frozen=True)
+class Decision:
+    """The outcome of scheduling. Refused: `reason` says why, and `retry_after_s` when to come back.
+
+    `reason` of a decision that serves says why this mode was chosen. `target_node` is where to reserve the
+    blocks still to be computed (disaggregated only).
+    """
+
+    request_id: str
+    mode: Mode
+    prefill: str | None
+    decode: str | None
+    reuse_blocks: int
+    target_node: str | None
+    ttft_s: float
+    tpot_s: float
+    reason: str
+    candidates: tuple[Candidate, ...] = ()
+    retry_after_s: float = 0.0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    work_s: float = 0.0
+
+    @property
+    def is_refused(self) -> bool:
+        return self.mode == "refused"
+
+    @property
+    def prefills_on(self) -> str | None:
+        """The worker that computes the prompt: the decode worker itself when local."""
+        return self.prefill if self.prefill is not None else self.decode
+
+
+@dataclass(slots=True)
+class _Assignment:
+    decode: str
+    prefills_on: str
+    assigned_at: float
+    prefill_end: float  # predicted, or measured once `is_prefilled`
+    decode_end: float  # predicted
+    work_s: float
+    context_tokens: float  # mean over its decode
+    is_prefilled: bool = False
+
+
+class InFlight:
+    """Requests this conductor has sent and not seen finished."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, _Assignment] = {}
+        # Dicts for sets: their order is that of assignment, so that sums do not depend on string hashing.
+        self._of_worker: dict[str, dict[str, None]] = {}
+        self._last_order: dict[str, int] = {}
+        self._orders = 0
+
+    def assigned(self, decision: Decision, now: float) -> None:
+        """The decision is being carried out. One that was refused is ignored.
+
+        Assigning a request again (after a failure) replaces its earlier assignment.
+        """
+        decode, prefills_on = decision.decode, decision.prefills_on
+        if decision.is_refused or decode is None or prefills_on is None:
+            return
+        self.finished(decision.request_id)
+        self._orders += 1
+        end = now + decision.ttft_s
+        self._requests[decision.request_id] = _Assignment(
+            decode=decode,
+            prefills_on=prefills_on,
+            assigned_at=now,
+            prefill_end=end,
+            decode_end=end + decision.output_tokens * decision.tpot_s,
+            work_s=decision.work_s,
+            context_tokens=decision.prompt_tokens + decision.output_tokens / 2,
+        )
+        for worker_id in {decode, prefills_on}:
+            self._of_worker.setdefault(worker_id, {})[decision.request_id] = None
+            self._last_order[worker_id] = self._orders
+
+    def prefilled(self, request_id: str, now: float) -> None:
+        """Its prefill has ended: it burdens the queue no more, and decodes from now on."""
+        request = self._requests.get(request_id)
+        if request is not None and not request.is_prefilled:
+            request.decode_end += now - request.prefill_end
+            request.prefill_end = now
+            request.is_prefilled = True
+
+    def finished(self, request_id: str) -> None:
+        """It ended, however it did. Unknown ids are ignored."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return
+        for worker_id in {request.decode, request.prefills_on}:
+            requests = self._of_worker.get(worker_id)
+            if requests is not None:
+                requests.pop(request_id, None)
+                if not requests:
+                    del self._of_worker[worker_id]
+
+    def expire(self, older_than: float) -> list[str]:
+        """Drop requests assigned before `older_than`: nobody ever said that they ended."""
+        old = [r for r, a in self._requests.items() if a.assigned_at < older_than]
+        for request_id in old:
+            self.finished(request_id)
+        return old
+
+    def forget_worker(self, worker_id: str) -> None:
+        """Drop the rotation order of a worker that is gone."""
+        self._last_order.pop(worker_id, None)
+
+    def backlog_s(self, worker_id: str, now: float, since: float = float("-inf")) -> float:
+        """Seconds of prefill that the worker still has to do of what was assigned after `since`.
+
+        A prefill whose predicted end has passed counts nothing: the worker's own report knows better.
+        """
+        total = 0.0
+        for request in self._on(worker_id):
+            if request.prefills_on != worker_id or request.is_prefilled:
+                continue
+            if request.assigned_at > since:
+                total += min(request.work_s, max(0.0, request.prefill_end - now))
+        return total
+
+    def decoding(self, worker_id: str, when: float, now: float) -> tuple[int, float]:
+        """Sequences that will be decoding there at `when` (>= now), and their tokens of KV together.
+
+        One whose predicted end lies before `now` has not finished after all, and still counts.
+        """
+        sequences, context = 0, 0.0
+        for request in self._on(worker_id):
+            if request.decode != worker_id or request.prefill_end > when:
+                continue
+            if request.decode_end > when or request.decode_end <= now:
+                sequences += 1
+                context += request.context_tokens
+        return sequences, context
+
+    def last_assigned(self, worker_id: str) -> int:
+        """A number that grows with each assignment; 0 when there was none. For rotating among equals."""
+        return self._last_order.get(worker_id, 0)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def _on(self, worker_id: str) -> list[_Assignment]:
+        return [self._requests[request] for request in self._of_worker.get(worker_id, ())]
+
+
+@dataclass(slots=True, frozen=True)
+class Outcome:
+    """What was measured of a request, beside what was predicted."""
+
+    status: str  # "ok", "failed", "cancelled", "refused"
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
+    output_tokens: int = 0
+    pool_tokens: int = 0
+    computed_tokens: int = 0
+    fallback_reason: str = ""
+    phases: dict[str, float] = field(default_factory=dict)  # seconds
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """A decision, when it was taken, and its outcome once known."""
+
+    decision: Decision
+    decided_at: float
+    outcome: Outcome | None = None
+
+
+class RequestLog:
+    """The last `capacity` decisions, for `kvpool explain`.
+
+    Raises:
+        InvalidArgument: the capacity is not positive.
+    """
+
+    def __init__(self, capacity: int = 1024) -> None:
+        if capacity < 1:
+            raise InvalidArgument(f"a request log of capacity {capacity}")
+        self._capacity = capacity
+        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+
+    def decided(self, decision: Decision, now: float) -> RequestRecord:
+        """Remember a decision; a second one for the same request replaces the first."""
+        self._records.pop(decision.request_id, None)
+        record = self._records[decision.request_id] = RequestRecord(decision, now)
+        while len(self._records) > self._capacity:
+            self._records.popitem(last=False)
+        return record
+
+    def ended(self, request_id: str, outcome: Outcome) -> RequestRecord | None:
+        """Add what was measured. None when the record was already dropped."""
+        record = self._records.get(request_id)
+        if record is not None:
+            record.outcome = outcome
+        return record
+
+    def get(self, request_id: str) -> RequestRecord | None:
+        return self._records.get(request_id)
+
+    def recent(self, count: int) -> list[RequestRecord]:
+        """The last `count` records, newest first."""
+        records = list(self._records.values())
+        return records[: -count - 1 : -1] if count > 0 else []
+
+    def __len__(self) -> int:
+        return len(self._records)

@@ -1,0 +1,559 @@
+"""The scheduler: what it chooses, what it declines, what it refuses, and that it never surprises."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conductor.cost import CostModel, LinkProfile, Profile
+from conductor.membership import State
+from conductor.requests import Candidate, Decision, InFlight, Outcome, RequestLog
+from conductor.scheduler import (
+    IDLE,
+    ClusterView,
+    NodeView,
+    Policy,
+    ScheduleRequest,
+    WorkerView,
+    refuse,
+    register_strategy,
+    schedule,
+    strategies,
+)
+from kvpool.errors import ConfigError, InvalidArgument
+from kvpool.wire.messages import Segment, WorkerLoad
+
+NS = b"n" * 16
+BLOCK = 64
+BLOCK_BYTES = 1_474_560  # SmolLM2-135M, 64 tokens
+GIB = 1 << 30
+
+# Prefill 1 ms a token; decode 10 ms + 1 ms a sequence; links fast enough to make reuse pay.
+PROFILE = Profile(
+    prefill_base_s=1e-6,
+    prefill_token_s=1e-3,
+    prefill_attention_s=1e-12,
+    tpot_base_s=1e-2,
+    tpot_context_s=1e-12,
+    tpot_sequence_s=1e-3,
+    same_host=LinkProfile(1e-3, 10e9),
+    other_host=LinkProfile(1e-3, 1e9),
+)
+
+
+def request(blocks: int = 16, tail: int = 10, **changes: Any) -> ScheduleRequest:
+    base = ScheduleRequest("r", NS, blocks * BLOCK + tail, BLOCK, BLOCK_BYTES, 30)
+    return replace(base, **changes)
+
+
+def worker(worker_id: str, role: str = "both", host: str = "h1", **changes: Any) -> WorkerView:
+    return replace(WorkerView(worker_id, role, host, NS), **changes)
+
+
+def busy(**figures: float) -> WorkerLoad:
+    fields = {name: getattr(IDLE, name) for name in IDLE.__struct_fields__}
+    return WorkerLoad(**{**fields, **figures})
+
+
+def view(
+    workers: Sequence[WorkerView],
+    nodes: Sequence[NodeView] = (NodeView("n1", "h1", GIB), NodeView("n2", "h2", GIB)),
+    in_flight: InFlight | None = None,
+    **policy: Any,
+) -> ClusterView:
+    return ClusterView(
+        {w.worker_id: w for w in workers},
+        {n.node_id: n for n in nodes},
+        CostModel(PROFILE),
+        InFlight() if in_flight is None else in_flight,
+        replace(Policy(), **policy),
+    )
+
+
+def measured(state: ClusterView) -> ClusterView:
+    """The same view, in which every worker was measured to be just as the profile says."""
+    for worker_id in state.workers:
+        for _ in range(3):
+            new = 1000
+            state.cost.observe_prefill(worker_id, new, 0, state.cost.prefill_s(worker_id, new))
+            tpot_s = state.cost.tpot_s(worker_id, 1000, 1)
+            state.cost.observe_tpot(worker_id, 1000, 1, tpot_s)
+    return state
+
+
+def pool_has(blocks: int, node: str = "n1", tier: str = "dram") -> Mapping[str, Sequence[Segment]]:
+    return {"": [Segment(node, 0, blocks, tier)]}
+
+
+PD = (worker("p1", "prefill"), worker("p2", "prefill"), worker("d1", "decode", "h2"))
+
+
+# ------------------------------------------------------------ where to prefill
+
+
+def test_an_idle_cluster_prefills_on_the_decode_worker() -> None:
+    decision = schedule(request(), view(PD), 0.0)
+    assert (decision.mode, decision.prefill, decision.decode) == ("local", None, "d1")
+    assert decision.ttft_s == pytest.approx(1.034, rel=0.01)
+
+
+def test_prefill_goes_elsewhere_when_the_decode_worker_has_a_queue() -> None:
+    slow = replace(PD[2], load=busy(queued_prefill_tokens=10_000, prefill_tokens_per_s=1000.0))
+    queued = replace(PD[0], load=busy(queued_prefill_tokens=20_000, prefill_tokens_per_s=1000.0))
+    decision = schedule(request(), view([queued, PD[1], slow]), 0.0)
+    assert (decision.mode, decision.prefill, decision.decode) == ("disaggregated", "p2", "d1")
+    assert decision.target_node == "n2"
+
+
+def test_prefill_goes_elsewhere_when_it_would_stall_running_decodes() -> None:
+    decoding = replace(PD[2], load=busy(decode_sequences=8, decode_context_tokens=8000))
+    state = measured(view([PD[0], decoding]))
+    decision = schedule(request(tpot_s=0.02), state, 0.0)
+    assert decision.mode == "disaggregated"
+    local = next(c for c in decision.candidates if c.mode == "local")
+    assert local.rejected == "tpot_slo"
+
+
+def test_a_queue_is_worked_off_as_its_report_ages() -> None:
+    load = busy(queued_prefill_tokens=5000, prefill_tokens_per_s=1000.0)
+    state = view([worker("w", load=load, reported_at=100.0)])
+    assert schedule(request(), state, 100.0).candidates[0].queue_s == pytest.approx(5.0)
+    assert schedule(request(), state, 103.0).candidates[0].queue_s == pytest.approx(2.0)
+    assert schedule(request(), state, 200.0).candidates[0].queue_s == 0.0
+
+
+def test_a_short_rest_is_prefilled_locally_whatever_it_costs() -> None:
+    slow = replace(PD[2], load=busy(queued_prefill_tokens=10_000, prefill_tokens_per_s=1000.0))
+    state = view([PD[0], slow], min_remote_prefill_tokens=256)
+    short = schedule(request(segments=pool_has(14)), state, 0.0)
+    assert (short.mode, short.reason) == ("local", "short")
+    assert schedule(request(), state, 0.0).mode == "disaggregated"
+
+
+def test_a_short_rest_goes_elsewhere_when_locally_it_misses_the_objective() -> None:
+    queued = replace(PD[2], load=busy(queued_prefill_tokens=100, prefill_tokens_per_s=1000.0))
+    state = measured(view([PD[0], queued], min_remote_prefill_tokens=256))
+    assert schedule(request(blocks=2), state, 0.0).reason == "short"
+    decision = schedule(request(blocks=2, ttft_s=0.2), state, 0.0)
+    assert (decision.mode, decision.reason) == ("disaggregated", "cost")
+
+
+# ------------------------------------------------------------ reuse or recompute
+
+
+def test_the_prefix_in_the_pool_is_reused_when_fetching_is_cheaper() -> None:
+    decision = schedule(request(segments=pool_has(10)), view(PD), 0.0)
+    assert decision.reuse_blocks == 10
+    best = decision.candidates[0]
+    assert best.prefill_s == pytest.approx((6 * BLOCK + 10) * 1e-3, rel=0.01)
+    assert best.fetch_s == pytest.approx(1e-3 + 10 * BLOCK_BYTES / 1e9, rel=0.01)
+
+
+def test_reuse_is_declined_when_fetching_costs_more_than_computing() -> None:
+    state = view(PD)
+    slow_link = replace(PROFILE, other_host=LinkProfile(1e-3, 1e6))
+    state = replace(state, cost=CostModel(slow_link))
+    decision = schedule(request(segments=pool_has(10)), state, 0.0)
+    assert decision.reuse_blocks == 0
+    assert decision.candidates[0].fetch_s == 0.0
+
+
+def test_only_the_segment_that_pays_is_reused() -> None:
+    slow_link = replace(PROFILE, other_host=LinkProfile(1e-3, 1e6))
+    state = replace(view(PD), cost=CostModel(slow_link))
+    segments = {"h2": [Segment("n2", 0, 6, "dram"), Segment("n1", 6, 6, "dram")]}
+    assert schedule(request(segments=segments), state, 0.0).reuse_blocks == 6
+
+
+def test_a_worker_that_has_the_prefix_itself_fetches_nothing() -> None:
+    workers = [worker("d1", "decode"), worker("d2", "decode")]
+    decision = schedule(request(engine_blocks={"d2": 12}), view(workers), 0.0)
+    assert (decision.decode, decision.reuse_blocks) == ("d2", 12)
+    assert decision.candidates[0].fetch_s == 0.0
+
+
+def test_a_whole_prompt_in_the_pool_still_computes_its_last_token() -> None:
+    decision = schedule(request(blocks=16, tail=0, segments=pool_has(16)), view(PD), 0.0)
+    assert (decision.mode, decision.reuse_blocks) == ("local", 15)
+
+
+def test_segments_of_a_silent_node_and_what_follows_are_not_reused() -> None:
+    nodes = [NodeView("n1", "h1", GIB, State.SUSPECT), NodeView("n2", "h2", GIB)]
+    segments = {"": [Segment("n1", 0, 5, "dram"), Segment("n2", 5, 5, "dram")]}
+    assert schedule(request(segments=segments), view(PD, nodes), 0.0).reuse_blocks == 0
+
+
+# ------------------------------------------------------------ where to decode, where to reserve
+
+
+def test_the_least_burdened_decode_worker_is_chosen() -> None:
+    loaded = worker("d1", "decode", load=busy(decode_sequences=20, decode_context_tokens=9000))
+    decision = schedule(request(), view([loaded, worker("d2", "decode")]), 0.0)
+    assert decision.decode == "d2"
+
+
+def test_equal_requests_rotate_over_equal_workers() -> None:
+    in_flight = InFlight()
+    state = view([worker(f"d{i}", "decode") for i in range(3)], in_flight=in_flight)
+    chosen = []
+    for number in range(6):
+        decision = schedule(request(request_id=str(number)), state, float(number * 100))
+        in_flight.assigned(decision, float(number * 100))
+        in_flight.finished(str(number))
+        chosen.append(decision.decode)
+    assert chosen == ["d0", "d1", "d2"] * 2
+
+
+def test_what_was_sent_and_not_reported_yet_counts_as_queue() -> None:
+    in_flight = InFlight()
+    state = view([worker("d1", "decode"), worker("d2", "decode")], in_flight=in_flight)
+    first = schedule(request(request_id="1"), state, 0.0)
+    in_flight.assigned(first, 0.0)
+    second = schedule(request(request_id="2"), state, 0.0)
+    assert (first.decode, second.decode) == ("d1", "d2")
+    queued = next(c for c in second.candidates if c.decode == "d1")
+    assert queued.queue_s == pytest.approx(first.ttft_s, rel=0.01)
+
+
+def test_work_that_the_worker_has_reported_is_not_counted_twice() -> None:
+    in_flight = InFlight()
+    state = view([worker("d1", "decode")], in_flight=in_flight)
+    first = schedule(request(request_id="1"), state, 0.0)
+    in_flight.assigned(first, 0.0)
+    load = busy(queued_prefill_tokens=1034, prefill_tokens_per_s=1000.0)
+    reported = view([worker("d1", "decode", load=load, reported_at=0.1)], in_flight=in_flight)
+    second = schedule(request(request_id="2"), reported, 0.1)
+    assert second.candidates[0].queue_s == pytest.approx(1.034, rel=0.01)
+
+
+def test_slots_are_reserved_on_the_decode_host_or_where_there_is_room() -> None:
+    force: dict[str, Any] = {"mode": "disaggregated"}
+    assert schedule(request(**force), view(PD), 0.0).target_node == "n2"
+    full = [NodeView("n1", "h1", GIB), NodeView("n2", "h2", 10), NodeView("n3", "h3", 2 * GIB)]
+    assert schedule(request(**force), view(PD, full), 0.0).target_node == "n3"
+    twins = [NodeView("n2", "h2", GIB), NodeView("n3", "h2", 2 * GIB)]
+    assert schedule(request(**force), view(PD, twins), 0.0).target_node == "n3"
+
+
+def test_no_reservation_no_remote_prefill() -> None:
+    full = [NodeView("n1", "h1", 10)]
+    decision = schedule(request(mode="disaggregated"), view(PD, full), 0.0)
+    assert (decision.mode, decision.reason) == ("refused", "no_room")
+    assert schedule(request(), view(PD, full), 0.0).mode == "local"
+    assert schedule(request(mode="disaggregated"), view(PD, []), 0.0).reason == "no_room"
+
+
+def test_a_decode_worker_without_kv_room_is_not_chosen() -> None:
+    load = busy(decode_sequences=1, decode_context_tokens=3500)
+    full = worker("d1", "decode", kv_capacity_tokens=4000, load=load)
+    assert schedule(request(), view([full]), 0.0).reason == "no_kv_room"
+
+
+# ------------------------------------------------------------ refusing early
+
+
+def test_a_request_that_no_worker_can_serve_in_time_is_refused_with_when_to_retry() -> None:
+    load = busy(queued_prefill_tokens=10_000, prefill_tokens_per_s=1000.0)
+    state = view([worker("w", load=load)])
+    decision = schedule(request(ttft_s=2.0), state, 0.0)
+    assert (decision.mode, decision.reason) == ("refused", "ttft_slo")
+    assert decision.retry_after_s == pytest.approx(9.034, rel=0.01)
+    assert (decision.prefill, decision.decode, decision.target_node) == (None, None, None)
+    assert schedule(request(ttft_s=12.0), state, 0.0).mode == "local"
+
+
+def test_load_predicted_for_the_end_of_the_prefill_decides_not_the_load_now() -> None:
+    """Nothing decodes at d1 yet, but what is being prefilled for it will."""
+    in_flight = InFlight()
+    coming = Decision("x", "local", None, "d1", 0, None, 0.5, 0.01, "", output_tokens=1000)
+    for number in range(5):
+        in_flight.assigned(replace(coming, request_id=str(number)), 0.0)
+    state = measured(view([worker("d1", "decode")], in_flight=in_flight))
+    assert in_flight.decoding("d1", 0.0, 0.0)[0] == 0
+    # Five others and this one: 10 + 6 ms, and its own prefill stalls them 1.03 s over 1000 tokens.
+    decision = schedule(request(tpot_s=0.0165, output_tokens=1000), state, 0.0)
+    assert (decision.mode, decision.reason) == ("refused", "tpot_slo")
+    alone = measured(view([worker("d1", "decode")]))
+    assert schedule(request(tpot_s=0.0165, output_tokens=1000), alone, 0.0).mode == "local"
+
+
+def test_decodes_that_end_before_the_prefill_does_are_not_counted() -> None:
+    in_flight = InFlight()
+    short = Decision("x", "local", None, "d1", 0, None, 0.1, 0.01, "", output_tokens=10)
+    for number in range(5):
+        in_flight.assigned(replace(short, request_id=str(number)), 0.0)
+    state = measured(view([worker("d1", "decode")], in_flight=in_flight))
+    assert in_flight.decoding("d1", 0.15, 0.0)[0] == 5
+    assert schedule(request(tpot_s=0.0125), state, 0.0).tpot_s == pytest.approx(0.011, rel=0.01)
+
+
+def test_an_idle_worker_that_was_never_measured_is_given_a_chance() -> None:
+    state = view([worker("w")])
+    assert schedule(request(ttft_s=0.1, tpot_s=0.001), state, 0.0).mode == "local"
+    queue = busy(queued_prefill_tokens=1000)
+    waiting = view([PD[0], replace(PD[2], load=queue)])
+    assert schedule(request(ttft_s=0.1), waiting, 0.0).reason == "ttft_slo"
+    assert schedule(request(ttft_s=0.1), measured(state), 0.0).reason == "ttft_slo"
+    assert schedule(request(tpot_s=0.001), measured(state), 0.0).reason == "tpot_slo"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"excluded": frozenset(["d1"])}, "no_decode_worker"),
+        ({"pin_decode": "p1"}, "no_decode_worker"),
+        ({"namespace_id": b"x" * 16}, "no_decode_worker"),
+        ({"mode": "disaggregated", "excluded": frozenset(["p1", "p2"])}, "no_prefill_choice"),
+        ({"mode": "disaggregated", "prompt_tokens": BLOCK - 1}, "no_prefill_choice"),
+        ({"mode": "local", "pin_prefill": "p1"}, "no_prefill_choice"),
+    ],
+)
+def test_a_refusal_says_why(changes: dict[str, Any], reason: str) -> None:
+    decision = schedule(request(**changes), view(PD), 0.0)
+    assert (decision.mode, decision.reason) == ("refused", reason)
+
+
+def test_a_prompt_longer_than_every_model_is_refused_for_good() -> None:
+    decision = schedule(request(), view([worker("w", max_model_tokens=1000)]), 0.0)
+    assert (decision.reason, decision.retry_after_s) == ("prompt_too_long", 0.0)
+
+
+def test_pins_are_kept() -> None:
+    state = view([*PD, worker("d2", "decode", "h2")])
+    decision = schedule(request(pin_prefill="p2", pin_decode="d2"), state, 0.0)
+    assert (decision.mode, decision.prefill, decision.decode) == ("disaggregated", "p2", "d2")
+    assert schedule(request(pin_decode="d2", mode="local"), state, 0.0).decode == "d2"
+
+
+def test_senseless_requests_are_an_error() -> None:
+    senseless: tuple[dict[str, Any], ...] = (
+        {"prompt_tokens": 0},
+        {"layers": 0},
+        {"mode": "remote"},
+        {"ttft_s": -1.0},
+    )
+    for changes in senseless:
+        with pytest.raises(InvalidArgument):
+            request(**changes)
+
+
+# ------------------------------------------------------------ what the record holds
+
+
+def test_a_candidates_parts_add_up_to_its_ttft() -> None:
+    decision = schedule(request(segments=pool_has(4)), view(PD), 0.0)
+    assert {c.mode for c in decision.candidates} == {"local", "disaggregated"}
+    for c in decision.candidates:
+        parts = c.queue_s + c.fetch_s + c.prefill_s + c.send_s + c.load_s + c.tail_s
+        assert c.ttft_s == pytest.approx(parts)
+
+
+def test_candidates_are_bounded_and_begin_with_the_chosen_one() -> None:
+    decision = schedule(request(), view(PD, max_candidates=2), 0.0)
+    assert len(decision.candidates) == 2
+    assert decision.candidates[0].decode == decision.decode
+    assert decision.candidates[0].ttft_s == decision.ttft_s
+
+
+def test_the_log_keeps_the_last_decisions_with_their_outcomes() -> None:
+    log = RequestLog(capacity=2)
+    for number in range(3):
+        log.decided(refuse(request(request_id=str(number)), "test", 1.0), float(number))
+    assert log.get("0") is None
+    assert log.ended("0", Outcome("ok")) is None
+    log.ended("2", Outcome("failed", ttft_s=2.0))
+    assert [r.decision.request_id for r in log.recent(5)] == ["2", "1"]
+    assert [r.decision.request_id for r in log.recent(1)] == ["2"]
+    assert log.recent(0) == []
+    record = log.get("2")
+    assert record is not None
+    assert record.outcome is not None
+    assert record.outcome.ttft_s == 2.0
+    with pytest.raises(InvalidArgument):
+        RequestLog(0)
+
+
+# ------------------------------------------------------------ in flight
+
+
+SENT = Decision(
+    *("x", "disaggregated", "p", "d", 0, "n", 2.0, 0.1, ""),
+    prompt_tokens=100,
+    output_tokens=10,
+    work_s=1.5,
+)
+
+
+def test_in_flight_burdens_the_prefill_worker_first_and_the_decode_worker_then() -> None:
+    in_flight = InFlight()
+    in_flight.assigned(SENT, 10.0)
+    assert in_flight.backlog_s("p", 10.0) == 1.5
+    assert in_flight.backlog_s("p", 11.5) == pytest.approx(0.5)
+    assert in_flight.backlog_s("p", 10.0, since=10.0) == 0.0
+    assert in_flight.backlog_s("d", 10.0) == 0.0
+    assert in_flight.decoding("d", 11.0, 10.0) == (0, 0.0)
+    assert in_flight.decoding("d", 12.0, 10.0) == (1, 105.0)
+    assert in_flight.decoding("d", 13.5, 10.0) == (0, 0.0)
+    assert in_flight.decoding("d", 14.0, 14.0) == (1, 105.0)  # overdue: it runs still
+    in_flight.finished("x")
+    assert in_flight.decoding("d", 12.0, 10.0) == (0, 0.0)
+    assert len(in_flight) == 0
+
+
+def test_a_prefill_that_ended_early_frees_its_queue_and_decodes_at_once() -> None:
+    in_flight = InFlight()
+    in_flight.assigned(SENT, 10.0)
+    in_flight.prefilled("x", 10.5)
+    assert in_flight.backlog_s("p", 10.5) == 0.0
+    assert in_flight.decoding("d", 10.5, 10.5)[0] == 1
+    assert in_flight.decoding("d", 11.6, 10.5)[0] == 0
+
+
+def test_assigning_again_replaces_and_unknown_ids_are_ignored() -> None:
+    in_flight = InFlight()
+    in_flight.assigned(SENT, 10.0)
+    in_flight.assigned(replace(SENT, mode="local", prefill=None), 11.0)
+    assert (in_flight.backlog_s("p", 11.0), in_flight.backlog_s("d", 11.0)) == (0.0, 1.5)
+    in_flight.finished("unknown")
+    in_flight.prefilled("unknown", 1.0)
+    in_flight.assigned(refuse(request(request_id="no"), "test", 1.0), 12.0)
+    assert len(in_flight) == 1
+
+
+def test_requests_nobody_ended_are_dropped_in_time() -> None:
+    in_flight = InFlight()
+    in_flight.assigned(SENT, 10.0)
+    assert in_flight.expire(older_than=10.0) == []
+    assert in_flight.expire(older_than=11.0) == ["x"]
+    assert in_flight.decoding("d", 12.0, 11.0)[0] == 0
+
+
+# ------------------------------------------------------------ strategies
+
+
+def test_another_strategy_can_be_registered_and_chosen() -> None:
+    class Refuser:
+        def decide(self, request: ScheduleRequest, state: ClusterView, now: float) -> Decision:
+            return refuse(request, "because", 5.0)
+
+    if "refuser" not in strategies():
+        register_strategy("refuser", Refuser())
+    assert schedule(request(), view(PD, strategy="refuser"), 0.0).reason == "because"
+    with pytest.raises(ConfigError):
+        register_strategy("kv-centric", Refuser())
+    with pytest.raises(ConfigError):
+        schedule(request(), view(PD, strategy="unheard-of"), 0.0)
+
+
+# ------------------------------------------------------------ whatever the cluster looks like
+
+
+loads = st.builds(
+    busy,
+    queued_prefill_tokens=st.integers(0, 20_000),
+    decode_sequences=st.integers(0, 64),
+    decode_context_tokens=st.integers(0, 100_000),
+    prefill_tokens_per_s=st.sampled_from([0.0, 1000.0]),
+)
+workers_lists = st.lists(
+    st.builds(
+        WorkerView,
+        st.sampled_from([f"w{i}" for i in range(6)]),
+        st.sampled_from(["prefill", "decode", "both"]),
+        st.sampled_from(["h1", "h2"]),
+        st.just(NS),
+        st.sampled_from([State.LIVE, State.LIVE, State.SUSPECT, State.DRAINING]),
+        loads,
+        st.sampled_from([0.0, 5.0]),
+        st.sampled_from([0, 500, 100_000]),
+        st.sampled_from([0, 20_000]),
+    ),
+    max_size=6,
+    unique_by=lambda w: w.worker_id,
+)
+nodes_lists = st.lists(
+    st.builds(
+        NodeView,
+        st.sampled_from(["n1", "n2", "n3"]),
+        st.sampled_from(["h1", "h2", "h3"]),
+        st.sampled_from([0, 10 * BLOCK_BYTES, GIB]),
+        st.sampled_from(list(State)),
+    ),
+    max_size=3,
+    unique_by=lambda n: n.node_id,
+)
+requests = st.builds(
+    request,
+    st.integers(0, 40),
+    st.integers(1, BLOCK - 1),
+    segments=st.builds(
+        pool_has,
+        st.integers(1, 40),
+        st.sampled_from(["n1", "n2"]),
+        st.sampled_from(["dram", "nvme"]),
+    ),
+    engine_blocks=st.dictionaries(st.sampled_from(["w0", "w1"]), st.integers(0, 50)),
+    ttft_s=st.sampled_from([0.0, 0.5, 5.0]),
+    tpot_s=st.sampled_from([0.0, 0.02, 1.0]),
+    mode=st.sampled_from(["", "", "local", "disaggregated"]),
+    pin_decode=st.sampled_from([None, None, "w0"]),
+    excluded=st.sampled_from([frozenset(), frozenset(["w1"])]),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    workers_lists,
+    nodes_lists,
+    st.lists(requests, min_size=1, max_size=4),
+    st.sampled_from([0, 300]),
+)
+def test_every_request_is_served_by_eligible_workers_or_refused_with_a_reason(
+    workers: list[WorkerView],
+    nodes: list[NodeView],
+    wanted: list[ScheduleRequest],
+    threshold: int,
+) -> None:
+    in_flight = InFlight()
+    state = view(workers, nodes, in_flight, min_remote_prefill_tokens=threshold)
+    mirrored = view(workers[::-1], nodes[::-1], in_flight, min_remote_prefill_tokens=threshold)
+    for number, one in enumerate(wanted):
+        one = replace(one, request_id=str(number))
+        decision = schedule(one, state, 5.0 + number)
+        assert decision == schedule(one, mirrored, 5.0 + number)  # whatever the order of the maps
+        _check(one, state, decision)
+        in_flight.assigned(decision, 5.0 + number)
+
+
+def _check(one: ScheduleRequest, state: ClusterView, decision: Decision) -> None:
+    assert decision.reason
+    if decision.is_refused:
+        assert (decision.prefill, decision.decode) == (None, None)
+        assert decision.retry_after_s > 0 or decision.reason == "prompt_too_long"
+        assert all(c.rejected for c in decision.candidates)
+        return
+    best: Candidate = decision.candidates[0]
+    assert not best.rejected
+    assert decision.decode is not None
+    assert (decision.prefill is None) == (decision.mode == "local")
+    for worker_id, roles in ((decision.decode, "decode both"), (decision.prefill, "prefill both")):
+        if worker_id is not None:
+            chosen = state.workers[worker_id]
+            assert chosen.state is State.LIVE
+            assert chosen.role in roles
+            assert worker_id not in one.excluded
+    assert one.pin_decode in (None, decision.decode)
+    assert one.mode in ("", decision.mode)
+    assert 0 <= decision.reuse_blocks * BLOCK < one.prompt_tokens
+    if decision.mode == "disaggregated":
+        assert decision.prefill != decision.decode
+        assert decision.target_node is not None
+        target = state.nodes[decision.target_node]
+        assert target.state is State.LIVE
+        new_blocks = one.full_blocks - decision.reuse_blocks
+        assert target.room_bytes >= new_blocks * BLOCK_BYTES > 0
