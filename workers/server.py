@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from kvpool.client.async_pool import AsyncPool
 from kvpool.config import ClientConfig, WorkerConfig
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, KvpoolError
 from kvpool.http import HttpServer, base_app
 from kvpool.metrics import LATENCY_BUCKETS, new_registry
 from kvpool.process import Ready, wait_for_stop
@@ -29,6 +29,7 @@ from workers.service import WorkerService
 log = structlog.get_logger(__name__)
 
 MAX_BODY_BYTES = 1 << 20
+CONNECT_EVERY_S = 2.0
 
 
 async def run_worker(
@@ -93,7 +94,11 @@ async def run_worker(
             f"{config.host}:{http.port}",
         )
         membership = Membership(config.conductor, descriptor, service)
-        tasks = [asyncio.create_task(membership.run(), name="membership")]
+        await service.warm_up()
+        tasks = [
+            asyncio.create_task(membership.run(), name="membership"),
+            asyncio.create_task(_stay_connected(pool), name="connections"),
+        ]
         facts = {
             "kind": "worker",
             "id": worker_id,
@@ -125,6 +130,16 @@ def _load_engine(config: WorkerConfig) -> Engine:
         block_tokens=config.block_tokens,
         device=config.device,
     )
+
+
+async def _stay_connected(pool: AsyncPool) -> None:
+    """Meet nodes when they join, not when a request first needs them."""
+    while True:
+        with contextlib.suppress(
+            KvpoolError
+        ):  # the conductor's absence is the membership's business
+            await pool.connect(timeout_s=10.0)
+        await asyncio.sleep(CONNECT_EVERY_S)
 
 
 async def _start_http(

@@ -32,6 +32,7 @@ from workers.sender import LayerSender, moved
 log = structlog.get_logger(__name__)
 
 STORE_TIMEOUT_S = 10.0
+WARM_UP_TOKENS = 512
 SMOOTHING = 0.3
 
 
@@ -121,6 +122,20 @@ class WorkerService:
             self.rates.tpot_s,
             self.rates.fetch_bytes_per_s,
         )
+
+    async def warm_up(self, tokens: int = WARM_UP_TOKENS) -> None:
+        """Run the engine once on a prompt that nobody asked, so that no request pays for first use."""
+        prompt = np.ones(min(tokens, self._engine.max_model_tokens - 2), dtype=np.int64)
+
+        def work() -> None:
+            sequence = self._engine.start(prompt, 1)
+            try:
+                self._engine.prefill(sequence, lambda _chunk: None)
+                self._engine.decode(sequence, self._engine.next_token(sequence, m.Sampling(1)))
+            finally:
+                self._engine.close(sequence)
+
+        await self._thread.run(work)
 
     def close(self) -> None:
         """Stop the engine's thread."""

@@ -484,6 +484,27 @@ class AsyncPool:
         self._links[node.node_id] = link
         return link
 
+    async def connect(self, *, timeout_s: float | None = None) -> int:
+        """Meet all live nodes now, so that the first read or write pays for nothing but its bytes.
+
+        Returns:
+            How many nodes can be reached. One that cannot is no error here; a transfer will say why.
+        """
+        deadline = time.monotonic() + (timeout_s or self.timeout_s)
+        reached = 0
+        for info in await self.nodes(timeout_s=_left(deadline)):
+            if info.state != "live":
+                continue
+            link = self.link_to(info.descriptor)
+            if not link.wire.is_connected:
+                try:
+                    await link.connect(_left(deadline))
+                except KvpoolError as error:
+                    self.forget_node(info.descriptor.node_id, error)
+                    continue
+            reached += 1
+        return reached
+
     def forget_node(self, node_id: str, error: KvpoolError) -> None:
         """After a failed call: meet the node afresh next time, unless the failure says nothing of it."""
         if isinstance(error, (Unavailable, StaleEpoch)):

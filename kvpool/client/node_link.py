@@ -7,6 +7,7 @@ Everything that must be true of a read or write is here: the lease is checked af
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -83,9 +84,19 @@ class NodeLink:
         self, node: m.NodeDescriptor, transports: Transports, host: str, client_id: str
     ) -> None:
         self.node = node
-        self.transport: Transport = transports.choose(node, host)
         self.wire = WireClient(node.address, client_id)
         self._transports = transports
+        self._host = host
+
+    @functools.cached_property
+    def transport(self) -> Transport:
+        """The transport to this node; chosen on first use, which may load NIXL: call it from a thread."""
+        return self._transports.choose(self.node, self._host)
+
+    async def connect(self, timeout_s: float) -> None:
+        """Do now what the first transfer would do: load the transport, meet the node, open the wire."""
+        await asyncio.to_thread(lambda: self.transport.connect(self.node, timeout_s))
+        await self.wire.call(m.Ping(), timeout_s)
 
     async def call(self, request: Any, namespace: Namespace, timeout_s: float) -> Any:
         """A call that names `namespace`; registers it first where the node does not know it."""
@@ -145,7 +156,7 @@ class NodeLink:
         size = namespace.layout.part_bytes
         lengths = np.full(len(addresses), size, dtype=np.int64)
         pieces = Pieces(addresses, lease.places, lengths, owner)
-        await asyncio.to_thread(self.transport.read, self.node, pieces, timeout_s)
+        await asyncio.to_thread(lambda: self.transport.read(self.node, pieces, timeout_s))
         bad = (
             await asyncio.to_thread(_first_bad, addresses, size, lease.checksums) if verify else -1
         )
@@ -188,7 +199,7 @@ class NodeLink:
             timeout_s = deadline - time.monotonic()
             if timeout_s <= 0:
                 raise DeadlineExceeded("the reservation is over", hint="reserve for longer")
-        await asyncio.to_thread(self.transport.write, self.node, pieces, timeout_s)
+        await asyncio.to_thread(lambda: self.transport.write(self.node, pieces, timeout_s))
 
     async def commit(
         self,

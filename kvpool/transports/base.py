@@ -84,6 +84,10 @@ class Transport(abc.ABC):
     def write(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> None:
         """Copy local memory into the node's arena; otherwise as `read`."""
 
+    @abc.abstractmethod
+    def connect(self, node: NodeDescriptor, timeout_s: float) -> None:
+        """Meet the node now, so that the first transfer is as fast as the later ones. Raises as `read`."""
+
     def forget(self, node_id: str) -> None:  # noqa: B027 - nothing to forget is a fine default
         """Drop what is cached about a node (it restarted or is gone)."""
 

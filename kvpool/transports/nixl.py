@@ -28,6 +28,7 @@ log = structlog.get_logger(__name__)
 
 SPIN_S = 0.0005  # poll without sleeping for this long, then with pauses
 PAUSE_S = 0.0001
+PROBE_BYTES = 64
 
 
 @dataclass(slots=True)
@@ -78,6 +79,13 @@ class NixlTransport(Transport):
     def deregister(self, address: int) -> None:
         """Undo `register`."""
         self._submit(lambda: self._deregister(address))
+
+    def connect(self, node: NodeDescriptor, timeout_s: float) -> None:
+        # UCX connects with the first transfer: read a few bytes that nobody looks at.
+        scratch = np.empty(PROBE_BYTES, dtype=np.uint8)
+        local = np.array([scratch.ctypes.data], dtype=np.int64)
+        place = np.array([[node.arenas[0].arena_id, 0]], dtype=np.int64)
+        self.read(node, Pieces(local, place, np.array([PROBE_BYTES]), scratch), timeout_s)
 
     def read(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> None:
         self._transfer("READ", node, pieces, timeout_s)

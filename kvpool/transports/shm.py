@@ -61,6 +61,9 @@ class ShmTransport(Transport):
             and os.path.exists(node.shm_path)
         )
 
+    def connect(self, node: NodeDescriptor, timeout_s: float) -> None:
+        self._attach(node)
+
     def read(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> None:
         remote = self._addresses(node, pieces)
         for target, source, length in zip(pieces.local, remote, pieces.lengths, strict=True):
