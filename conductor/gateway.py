@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -136,7 +136,9 @@ class Gateway:
                 f"refused early: {decision.reason}", retry_after_s=decision.retry_after_s
             )
 
-    async def run(self, job: Job, result: Result, received_at: float) -> AsyncIterator[list[int]]:
+    async def run(
+        self, job: Job, result: Result, received_at: float
+    ) -> AsyncGenerator[list[int], None]:
         """Token ids as they come. Call `admit` first.
 
         Raises:
@@ -160,7 +162,7 @@ class Gateway:
 
     async def _attempts(
         self, job: Job, result: Result, received_at: float
-    ) -> AsyncIterator[list[int]]:
+    ) -> AsyncGenerator[list[int], None]:
         tried: set[str] = set()
         decision = result.decision
         assert decision is not None
@@ -297,9 +299,9 @@ class Gateway:
             reply.bytes_read,
         )
         node_id = target.member_id
-        covered = {i: node_id for i in granted if reply.committed_blocks} | {
-            i: node_id for i in existing
-        }
+        covered = dict.fromkeys(existing, node_id)
+        if reply.committed_blocks:
+            covered |= dict.fromkeys(granted, node_id)
         near = self.cluster.segments(namespace_id, job.hashes, decode_host)
         prefix = _cut(near, have) if have else []
         segments = _extend(prefix, covered, len(job.hashes))
@@ -345,7 +347,7 @@ class Gateway:
 
     async def _decode(
         self, job: Job, decision: Decision, segments: list[m.Segment], result: Result
-    ) -> AsyncIterator[list[int]]:
+    ) -> AsyncGenerator[list[int], None]:
         assert decision.decode is not None
         worker = self.cluster.workers.get(decision.decode)
         if worker is None:

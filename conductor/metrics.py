@@ -70,7 +70,7 @@ class ConductorCollector(Collector):
         )
         counts: dict[tuple[str, str], int] = {}
         for kind, group in (("node", self._cluster.nodes), ("worker", self._cluster.workers)):
-            for member in group.members():  # type: ignore[attr-defined]
+            for member in group.members():
                 key = (kind, str(member.state))
                 counts[key] = counts.get(key, 0) + 1
         for (kind, state), count in counts.items():

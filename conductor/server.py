@@ -13,8 +13,8 @@ from conductor.cluster import Cluster
 from conductor.gateway import Gateway
 from conductor.grpc_api import grpc_server
 from conductor.http_api import HttpApi
-from conductor.memory_index import MemoryIndex
 from conductor.membership import MembershipConfig
+from conductor.memory_index import MemoryIndex
 from conductor.metrics import ConductorCollector, RequestMetrics
 from conductor.requests import RequestLog
 from conductor.scheduler import Policy

@@ -52,7 +52,7 @@ def token_bytes(tokens: TokenIds) -> memoryview:
             )
         if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) > 0xFFFF_FFFF):
             raise InvalidArgument("token ids must lie in [0, 2**32)")
-        return memoryview(np.ascontiguousarray(tokens, dtype="<u4")).cast("B")
+        return np.ascontiguousarray(tokens, dtype="<u4").data.cast("B")
     if isinstance(tokens, (str, bytes, bytearray)):
         raise InvalidArgument(f"token ids must be integers, got {type(tokens).__name__}")
     try:
@@ -61,7 +61,7 @@ def token_bytes(tokens: TokenIds) -> memoryview:
         raise InvalidArgument(f"token ids must be integers in [0, 2**32): {error}") from error
     if bool in set(map(type, tokens)):
         raise InvalidArgument("token ids must be integers, got a bool")
-    return memoryview(np.asarray(packed, dtype="<u4")).cast("B")
+    return np.asarray(packed, dtype="<u4").data.cast("B")
 
 
 def chain_root(namespace: Namespace, extra_keys: Sequence[str] = ()) -> bytes:

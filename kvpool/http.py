@@ -40,9 +40,7 @@ def base_app(
     @app.get("/readyz")
     async def readyz() -> Response:
         reason = not_ready()
-        return JSONResponse(
-            {"status": "ready" if not reason else reason}, status_code=503 if reason else 200
-        )
+        return JSONResponse({"status": reason or "ready"}, status_code=503 if reason else 200)
 
     @app.get("/metrics")
     async def metrics() -> Response:

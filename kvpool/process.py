@@ -54,7 +54,7 @@ def run_process(main: Main) -> None:
 
 
 async def _watch_parent(parent: int, stop: asyncio.Event) -> None:
-    while os.getppid() == parent:
+    while os.getppid() == parent:  # noqa: ASYNC110 - nothing tells us, we have to look
         await asyncio.sleep(0.5)
     stop.set()
 

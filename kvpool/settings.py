@@ -83,7 +83,7 @@ Address = Annotated[str, BeforeValidator(_address)]
 OptionalAddress = Annotated[str | None, BeforeValidator(_address)]
 OptionalText = Annotated[str | None, BeforeValidator(_none_from_text)]
 OptionalPath = Annotated[Path | None, BeforeValidator(_path)]
-Transport = Literal["shm", "nixl", "inline"]
+Transport = Literal["shm", "nixl"]
 Transports = Annotated[tuple[Transport, ...], BeforeValidator(_list_from_text), Field(min_length=1)]
 
 DEFAULT_CONDUCTOR = "127.0.0.1:7800"
@@ -168,7 +168,7 @@ class NodeConfig(_Server):
     nvme_bytes: Bytes = Field(0, ge=0, le=1024 * TIB)
     data_dir: OptionalPath = Field(None, description="what survives a restart; None: nothing does")
     runtime_dir: OptionalPath = Field(None, description="sockets; None: $XDG_RUNTIME_DIR or /tmp")
-    transports: Transports = ("shm", "nixl", "inline")
+    transports: Transports = ("shm", "nixl")
     lease_s: Seconds = Field(30.0, description="longest lease that is granted")
     reservation_s: Seconds = Field(60.0, description="longest reservation that is granted")
     grace_s: Seconds = Field(2.0, description="wait beyond a lease's deadline (invariant 3)")
@@ -236,7 +236,7 @@ class ClientConfig(Section):
 
     conductor: Address = DEFAULT_CONDUCTOR
     host_label: str = Field(default_factory=socket.gethostname, min_length=1, max_length=128)
-    transport: Literal["auto", "shm", "nixl", "inline"] = "auto"
+    transport: Literal["auto", "shm", "nixl"] = "auto"
     timeout_s: Seconds = 30.0
     verify_checksums: bool = Field(True, description="check every DRAM read, too (invariant 5)")
 

@@ -60,7 +60,7 @@ class NixlTarget:
             for arena in self._arenas:
                 agent.register(arena.base, arena.size_bytes)
             self.metadata = agent.metadata()
-        except Exception as error:  # handed to the thread that made us
+        except Exception as error:  # noqa: BLE001 - handed to the thread that made us
             self._error = error
             return
         finally:

@@ -81,7 +81,8 @@ async def run_worker(
         service.expose(wire)
         port = await wire.listen(config.host, config.wire_port)
         stack.push_async_callback(wire.close)
-        http = await _start_http(config, registry, stack, lambda: membership.is_joined)
+        joined = _Joined()
+        http = await _start_http(config, registry, stack, joined)
         descriptor = m.WorkerDescriptor(
             worker_id,
             epoch,
@@ -94,6 +95,7 @@ async def run_worker(
             f"{config.host}:{http.port}",
         )
         membership = Membership(config.conductor, descriptor, service)
+        joined.membership = membership
         await service.warm_up()
         tasks = [
             asyncio.create_task(membership.run(), name="membership"),
@@ -132,6 +134,16 @@ def _load_engine(config: WorkerConfig) -> Engine:
     )
 
 
+class _Joined:
+    """Readiness; the membership exists only after the HTTP port is known."""
+
+    membership: Membership | None = None
+
+    def not_ready(self) -> str:
+        is_joined = self.membership is not None and self.membership.is_joined
+        return "" if is_joined else "not joined to the conductor"
+
+
 async def _stay_connected(pool: AsyncPool) -> None:
     """Meet nodes when they join, not when a request first needs them."""
     while True:
@@ -146,12 +158,9 @@ async def _start_http(
     config: WorkerConfig,
     registry: CollectorRegistry,
     stack: contextlib.AsyncExitStack,
-    is_joined: object,
+    joined: _Joined,
 ) -> HttpServer:
-    def not_ready() -> str:
-        return "" if callable(is_joined) and is_joined() else "not joined to the conductor"
-
-    app = base_app("kvpool worker", registry, not_ready, max_body_bytes=MAX_BODY_BYTES)
+    app = base_app("kvpool worker", registry, joined.not_ready, max_body_bytes=MAX_BODY_BYTES)
     http = HttpServer(app, config.host, config.http_port)
     await http.start()
     stack.push_async_callback(http.close)

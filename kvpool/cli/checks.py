@@ -114,7 +114,7 @@ def check_nixl(probe: Probe) -> Check:
     plugins = f"plugins: {', '.join(sorted(probe.nixl_plugins)) or 'none'}"
     if probe.failure:
         detail = f"{probe.failure}; {plugins}"
-        advice = "the pool still works with transports shm and inline; see `nixl libraries` below"
+        advice = "the pool still works with transport shm on one host; see `nixl libraries` below"
         return Check("nixl", "fail", detail, advice)
     if NEEDED_PLUGIN not in probe.nixl_plugins:
         return Check("nixl", "fail", plugins, f"install nixl with its {NEEDED_PLUGIN} plugin")

@@ -66,9 +66,8 @@ def stats(ctx: typer.Context, conductor: Conductor = None, as_json: AsJson = Fal
                     node.reservations,
                 )
             )
-    columns = ("node", "host", "state", "tier", "blocks", "used", "size", "pinned")
-    columns += ("leases", "reservations")
-    print_table(columns, rows, right=columns[4:])
+    numbers = ("blocks", "used", "size", "pinned", "leases", "reservations")
+    print_table(("node", "host", "state", "tier", *numbers), rows, right=numbers)
     if reply.workers:
         console().print()
         print_table(

@@ -455,7 +455,13 @@ class AsyncPool:
                     )
                 raise
         moved = {link.transport.name: counts[m.BlockStatus.GRANTED] * size}
-        return PutResult(*counts, moved if reservation.granted else {})
+        return PutResult(
+            stored=counts[m.BlockStatus.GRANTED],
+            existing=counts[m.BlockStatus.EXISTS],
+            in_progress=counts[m.BlockStatus.IN_PROGRESS],
+            rejected=counts[m.BlockStatus.NO_ROOM],
+            bytes_moved=moved if reservation.granted else {},
+        )
 
     # ------------------------------------------------------------ nodes
 
@@ -552,7 +558,8 @@ def _joined(
     verify: bool,
 ) -> GetResult:
     """Results of the segments, cut where the chain first breaks."""
-    found, tiers, moved, reason = 0, [], Moved(), ""
+    found, moved, reason = 0, Moved(), ""
+    tiers: list[str] = []
     for (read, where, bytes_moved, why), segment in zip(results, segments, strict=True):
         if segment.start != found:
             break

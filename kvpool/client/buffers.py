@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,7 +83,5 @@ def block_spans(
 
 def view_at(address: int, size: int) -> npt.NDArray[np.uint8]:
     """Bytes at an address of this process, as an array that does not own them."""
-    import ctypes
-
     raw = (ctypes.c_uint8 * size).from_address(address)
-    return np.frombuffer(raw, dtype=np.uint8)
+    return np.ctypeslib.as_array(raw)

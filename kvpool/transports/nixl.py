@@ -123,7 +123,7 @@ class NixlTransport(Transport):
                 function()
             except KvpoolError as error:
                 future.set_exception(error)
-            except Exception as error:  # NIXL raises many native types; each is a failed transfer
+            except Exception as error:  # noqa: BLE001 - native errors of many types; each is a failed transfer
                 future.set_exception(TransferFailed(f"NIXL: {type(error).__name__}: {error}"))
             else:
                 future.set_result(None)
@@ -253,7 +253,7 @@ class NixlTransport(Transport):
         for stuck in list(self._stuck):
             try:
                 state = self._agent.raw.check_xfer_state(stuck.handle)
-            except Exception:  # an error ends a transfer as well as success does
+            except Exception:  # noqa: BLE001 - an error ends a transfer as well as success does
                 state = "ERR"
             if state != "PROC":
                 self._settle(stuck)

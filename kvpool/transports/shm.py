@@ -28,7 +28,7 @@ ATTACH_TIMEOUT_S = 2.0
 MAX_ARENAS = 64
 
 
-class ArenaHandout(Reply):
+class ArenaHandout(Reply, frozen=True):
     """What the node sends along with the file descriptors, in their order."""
 
     node_id: str

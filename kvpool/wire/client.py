@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any, cast
 
 from kvpool.errors import DeadlineExceeded, KvpoolError, ProtocolError, Unavailable
@@ -96,7 +96,7 @@ class WireClient:
         self._protocol.write(0, Kind.ONE_WAY, request)
         return True
 
-    async def stream(self, request: Message, timeout_s: float) -> AsyncIterator[Any]:
+    async def stream(self, request: Message, timeout_s: float) -> AsyncGenerator[Any, None]:
         """Send `request`; yield its items, then its reply as the last one.
 
         Leaving the iteration early cancels the call at the server. `timeout_s` bounds the time to each
@@ -214,7 +214,7 @@ class _Protocol(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(encode_frame(request_id, Kind.CANCEL, None))
 
-    async def stream(self, request: Message, timeout_s: float) -> AsyncIterator[Any]:
+    async def stream(self, request: Message, timeout_s: float) -> AsyncGenerator[Any, None]:
         request_id = next(self._ids) & 0xFFFF_FFFF
         queue: asyncio.Queue[Any] = asyncio.Queue()
         item_decoder = decoder_for(STREAM_ITEMS[type(request)])

@@ -34,7 +34,7 @@ class Kind(IntEnum):
     CANCEL = 5  # the caller of this request id wants no more
 
 
-class ErrorBody(Reply):
+class ErrorBody(Reply, frozen=True):
     """How an error travels."""
 
     code: str

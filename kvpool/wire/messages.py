@@ -26,7 +26,7 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
 # ---------------------------------------------------------------- every server
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """First frame on a connection. `client_id` is a UUID (never an address); `epoch` its start."""
 
     protocol: int
@@ -36,25 +36,25 @@ class Hello(Message):
     token: str = ""
 
 
-class HelloReply(Reply):
+class HelloReply(Reply, frozen=True):
     protocol: int
     kind: str
     server_id: str
     epoch: int
 
 
-class Ok(Reply):
+class Ok(Reply, frozen=True):
     """Nothing to say but that it is done."""
 
 
-class Ping(Message):
+class Ping(Message, frozen=True):
     pass
 
 
 # ---------------------------------------------------------------- pool node
 
 
-class Arena(Reply):
+class Arena(Reply, frozen=True):
     """One registered memory region of a node; `base` is its address there, for one-sided access."""
 
     arena_id: int
@@ -62,7 +62,7 @@ class Arena(Reply):
     base: int
 
 
-class NodeDescriptor(Reply):
+class NodeDescriptor(Reply, frozen=True):
     """How to reach a node, and how its memory can be reached from elsewhere."""
 
     node_id: str
@@ -77,21 +77,21 @@ class NodeDescriptor(Reply):
     transports: list[str] = []  # offered, best first, e.g. ["shm", "nixl", "inline"]
 
 
-class Describe(Message):
+class Describe(Message, frozen=True):
     pass
 
 
-class RegisterNamespace(Message):
+class RegisterNamespace(Message, frozen=True):
     """Makes a namespace known; must come before any call that names it."""
 
     namespace: Namespace
 
 
-class NamespaceReply(Reply):
+class NamespaceReply(Reply, frozen=True):
     namespace_id: bytes
 
 
-class Reserve(Message):
+class Reserve(Message, frozen=True):
     """Ask for empty slots for the blocks `hashes` (a run of one chain) of one part."""
 
     namespace_id: bytes
@@ -102,7 +102,7 @@ class Reserve(Message):
     writer_id: str = ""  # who will write; default: the connection's client
 
 
-class ReserveReply(Reply):
+class ReserveReply(Reply, frozen=True):
     """`statuses` has one byte a block (see `BlockStatus`); places follow for the granted ones only."""
 
     reservation_id: int  # 0: nothing was granted
@@ -121,7 +121,7 @@ class BlockStatus:
     NO_ROOM = 3
 
 
-class Commit(Message):
+class Commit(Message, frozen=True):
     """Make granted blocks visible. `indices` (packed uint32, into the granted ones) empty: all of them.
 
     `checksums`: packed uint64, one xxh3-64 of the part's bytes for each block committed.
@@ -132,18 +132,18 @@ class Commit(Message):
     indices: bytes = b""
 
 
-class CommitReply(Reply):
+class CommitReply(Reply, frozen=True):
     visible: int  # blocks that became visible: all parts committed
 
 
-class Abort(Message):
+class Abort(Message, frozen=True):
     """Give a reservation back. `writer_stopped`: no write is in flight any more (invariant 2)."""
 
     reservation_id: int
     writer_stopped: bool
 
 
-class Pin(Message):
+class Pin(Message, frozen=True):
     """Lookup and lease in one step: the longest leading run of `hashes` that is here and whole."""
 
     namespace_id: bytes
@@ -153,7 +153,7 @@ class Pin(Message):
     tier_preference: str = ""
 
 
-class PinReply(Reply):
+class PinReply(Reply, frozen=True):
     """Places and checksums are ordered block by block, and within a block by part as asked."""
 
     lease_id: int  # 0: nothing found
@@ -168,46 +168,46 @@ class PinReply(Reply):
 TIERS = ("hbm", "dram", "nvme")
 
 
-class Renew(Message):
+class Renew(Message, frozen=True):
     lease_id: int
     ttl_s: float
 
 
-class RenewReply(Reply):
+class RenewReply(Reply, frozen=True):
     ttl_s: float
 
 
-class Release(Message):
+class Release(Message, frozen=True):
     """End leases; unknown or ended ones are ignored. Usually sent one-way."""
 
     lease_ids: list[int]
 
 
-class RenewReservation(Message):
+class RenewReservation(Message, frozen=True):
     reservation_id: int
     ttl_s: float
 
 
-class ReportCorrupt(Message):
+class ReportCorrupt(Message, frozen=True):
     """A reader found bytes that do not match their checksum: drop the block everywhere."""
 
     namespace_id: bytes
     block_hash: bytes
 
 
-class NodeLookup(Message):
+class NodeLookup(Message, frozen=True):
     """How many leading blocks stand here, and in which tier. Takes no lease, touches no order."""
 
     namespace_id: bytes
     hashes: bytes
 
 
-class NodeLookupReply(Reply):
+class NodeLookupReply(Reply, frozen=True):
     found: int
     tiers: bytes
 
 
-class PutInline(Message):
+class PutInline(Message, frozen=True):
     """Reserve, write and commit one block part whose bytes ride in the frame (for trying out)."""
 
     namespace_id: bytes
@@ -217,23 +217,23 @@ class PutInline(Message):
     data: bytes
 
 
-class PutInlineReply(Reply):
+class PutInlineReply(Reply, frozen=True):
     status: int  # BlockStatus.GRANTED: stored; EXISTS: was here; IN_PROGRESS: someone writes it
 
 
-class GetInline(Message):
+class GetInline(Message, frozen=True):
     namespace_id: bytes
     block_hash: bytes
     part: int = 0
 
 
-class GetInlineReply(Reply):
+class GetInlineReply(Reply, frozen=True):
     data: bytes
     checksum: int
     tier: str
 
 
-class TierUsage(Reply):
+class TierUsage(Reply, frozen=True):
     """Accounting of one tier, in bytes; the states add up to `capacity_bytes` (invariant 7)."""
 
     tier: str
@@ -246,11 +246,11 @@ class TierUsage(Reply):
     blocks: int
 
 
-class NodeStats(Message):
+class NodeStats(Message, frozen=True):
     pass
 
 
-class NodeStatsReply(Reply):
+class NodeStatsReply(Reply, frozen=True):
     node_id: str
     epoch: int
     host: str
@@ -265,7 +265,7 @@ class NodeStatsReply(Reply):
 # ---------------------------------------------------------------- conductor: membership and index
 
 
-class BlockEvent(Reply):
+class BlockEvent(Reply, frozen=True):
     """What happened to blocks of one namespace on a node: a packed run of hashes per event."""
 
     kind: str  # "stored", "removed", "cleared"
@@ -274,14 +274,14 @@ class BlockEvent(Reply):
     tier: str
 
 
-class NodeJoin(Message):
+class NodeJoin(Message, frozen=True):
     """A node announces itself; it sends its full block report next, in slices of `NodeEvents`."""
 
     descriptor: NodeDescriptor
     namespaces: list[Namespace]
 
 
-class NodeEvents(Message):
+class NodeEvents(Message, frozen=True):
     """Batch of events, numbered without a gap from 1 within an epoch. `snapshot`: a slice of the full report."""
 
     node_id: str
@@ -292,26 +292,26 @@ class NodeEvents(Message):
     snapshot_end: bool = False
 
 
-class NodeHeartbeat(Message):
+class NodeHeartbeat(Message, frozen=True):
     node_id: str
     epoch: int
     sequence: int  # of the last event batch sent
     stats: NodeStatsReply
 
 
-class MemberReply(Reply):
+class MemberReply(Reply, frozen=True):
     """`resync`: join again and send the full report (unknown member, gap, or restarted conductor)."""
 
     resync: bool
     heartbeat_s: float
 
 
-class NodeLeave(Message):
+class NodeLeave(Message, frozen=True):
     node_id: str
     epoch: int
 
 
-class WorkerDescriptor(Reply):
+class WorkerDescriptor(Reply, frozen=True):
     worker_id: str
     epoch: int
     role: str  # "prefill", "decode", "both"
@@ -323,7 +323,7 @@ class WorkerDescriptor(Reply):
     http_address: str = ""
 
 
-class WorkerLoad(Reply):
+class WorkerLoad(Reply, frozen=True):
     """What a worker says of itself with each heartbeat."""
 
     running: int  # requests in work
@@ -335,17 +335,17 @@ class WorkerLoad(Reply):
     fetch_bytes_per_s: float = 0.0
 
 
-class WorkerJoin(Message):
+class WorkerJoin(Message, frozen=True):
     descriptor: WorkerDescriptor
 
 
-class WorkerHeartbeat(Message):
+class WorkerHeartbeat(Message, frozen=True):
     worker_id: str
     epoch: int
     load: WorkerLoad
 
 
-class WorkerLeave(Message):
+class WorkerLeave(Message, frozen=True):
     worker_id: str
     epoch: int
 
@@ -353,7 +353,7 @@ class WorkerLeave(Message):
 # ---------------------------------------------------------------- conductor: clients
 
 
-class Segment(Reply):
+class Segment(Reply, frozen=True):
     """A run of a chain that one node holds: blocks [start, start + count)."""
 
     node_id: str
@@ -362,7 +362,7 @@ class Segment(Reply):
     tier: str
 
 
-class Lookup(Message):
+class Lookup(Message, frozen=True):
     """Leading blocks of a chain that the pool has, and where, preferring nodes on `host`."""
 
     namespace_id: bytes
@@ -370,45 +370,45 @@ class Lookup(Message):
     host: str = ""
 
 
-class LookupReply(Reply):
+class LookupReply(Reply, frozen=True):
     found: int
     segments: list[Segment]
 
 
-class Nodes(Message):
+class Nodes(Message, frozen=True):
     pass
 
 
-class NodeInfo(Reply):
+class NodeInfo(Reply, frozen=True):
     descriptor: NodeDescriptor
     state: str  # "live", "suspect", "draining"
     free_bytes: int
     capacity_bytes: int
 
 
-class NodesReply(Reply):
+class NodesReply(Reply, frozen=True):
     nodes: list[NodeInfo]
 
 
-class Namespaces(Message):
+class Namespaces(Message, frozen=True):
     pass
 
 
-class NamespacesReply(Reply):
+class NamespacesReply(Reply, frozen=True):
     namespaces: list[Namespace]
 
 
-class WorkerInfo(Reply):
+class WorkerInfo(Reply, frozen=True):
     descriptor: WorkerDescriptor
     state: str
     load: WorkerLoad
 
 
-class PoolStats(Message):
+class PoolStats(Message, frozen=True):
     pass
 
 
-class PoolStatsReply(Reply):
+class PoolStatsReply(Reply, frozen=True):
     conductor_id: str
     epoch: int
     uptime_s: float
@@ -422,7 +422,7 @@ class PoolStatsReply(Reply):
 # ---------------------------------------------------------------- workers
 
 
-class Sampling(Reply):
+class Sampling(Reply, frozen=True):
     max_tokens: int
     temperature: float = 0.0
     top_p: float = 1.0
@@ -430,7 +430,7 @@ class Sampling(Reply):
     ignore_eos: bool = False
 
 
-class Grant(Reply):
+class Grant(Reply, frozen=True):
     """Slots that the conductor reserved for a prefill: blocks `indices` (packed uint32) of the chain."""
 
     node: NodeDescriptor
@@ -438,7 +438,7 @@ class Grant(Reply):
     indices: bytes
 
 
-class Prefill(Message):
+class Prefill(Message, frozen=True):
     """Compute a prompt's KV; read `segments` from the pool first, write the granted blocks layer by layer."""
 
     request_id: str
@@ -451,7 +451,7 @@ class Prefill(Message):
     deadline_s: float  # from now
 
 
-class PrefillReply(Reply):
+class PrefillReply(Reply, frozen=True):
     reused_tokens: int
     computed_tokens: int
     committed_blocks: int
@@ -460,7 +460,7 @@ class PrefillReply(Reply):
     bytes_written: dict[str, int]
 
 
-class Generate(Message):
+class Generate(Message, frozen=True):
     """Decode: read what the pool has, compute the rest of the prompt, then stream tokens.
 
     `use_pool` false: compute everything here. `local_prefix`: reuse this engine's own prefix cache, cut
@@ -481,13 +481,13 @@ class Generate(Message):
     store: bool = True  # write blocks computed here to the pool
 
 
-class GenerateChunk(Reply):
+class GenerateChunk(Reply, frozen=True):
     """One item of the stream."""
 
     token_ids: list[int]
 
 
-class GenerateReply(Reply):
+class GenerateReply(Reply, frozen=True):
     """Ends the stream."""
 
     finish_reason: str  # "stop", "length"

@@ -241,6 +241,7 @@ class _Connection(asyncio.Protocol):
     async def _finish(self, request_id: int, one_way: bool, result: Any) -> None:
         try:
             if inspect.isasyncgen(result):
+                item: Any
                 async for item in result:
                     if isinstance(item, Final):
                         self._answer(request_id, one_way, Kind.REPLY, item.reply)

@@ -81,14 +81,14 @@ def test_every_setting_has_a_source(tmp_path: Path) -> None:
 
 def test_text_from_the_environment_becomes_lists_booleans_and_nothing(tmp_path: Path) -> None:
     env = {
-        "KVPOOL_NODE__TRANSPORTS": "shm, inline",
+        "KVPOOL_NODE__TRANSPORTS": "nixl, shm",
         "KVPOOL_NODE__WRITE_THROUGH": "false",
         "KVPOOL_NODE__CONDUCTOR": "none",
         "KVPOOL_NODE__NODE_ID": "",
         "KVPOOL_NODE__DATA_DIR": "~/pool",
     }
     node = load(tmp_path, env=env).settings.node
-    assert node.transports == ("shm", "inline")
+    assert node.transports == ("nixl", "shm")
     assert node.write_through is False
     assert node.conductor is None
     assert node.node_id is None

@@ -1,0 +1,47 @@
+"""Drawing one token from logits: greedy, or nucleus sampling with a seed of its own per position.
+
+Pure: the draw depends on logits, sampling and position alone, so that a request that moves to another
+worker in mid-text goes on with the same tokens.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+import xxhash
+
+from kvpool.errors import InvalidArgument
+from kvpool.wire.messages import Sampling
+
+
+def draw(logits: torch.Tensor, sampling: Sampling, *, position: int) -> int:
+    """The token that `sampling` picks.
+
+    Args:
+        logits: one float32 score per token of the vocabulary, on the CPU.
+        position: of the token to be drawn, counted from the start of the prompt.
+
+    Raises:
+        InvalidArgument: temperature is negative or not finite, or top_p is not in (0, 1].
+    """
+    if not 0.0 <= sampling.temperature < float("inf"):
+        raise InvalidArgument(f"temperature is {sampling.temperature}", hint="0 or more")
+    if not 0.0 < sampling.top_p <= 1.0:
+        raise InvalidArgument(f"top_p is {sampling.top_p}", hint="above 0 and at most 1")
+    if sampling.temperature == 0.0:
+        return int(logits.argmax())
+    # subtracting the maximum first keeps a tiny temperature from overflowing
+    scaled = (logits - logits.max()) / sampling.temperature
+    chances, tokens = torch.softmax(scaled, dim=-1).sort(descending=True, stable=True)
+    # the fewest tokens that reach top_p together: one stays while those before it do not reach it
+    before = chances.cumsum(dim=-1) - chances
+    chances = torch.where(before < sampling.top_p, chances, 0.0)
+    generator = torch.Generator().manual_seed(_seed(sampling.seed, position))
+    return int(tokens[torch.multinomial(chances, 1, generator=generator)])
+
+
+def _seed(seed: int, position: int) -> int:
+    # torch's CPU generator looks at the low 32 bits only, so they must depend on all of both
+    mixed = struct.pack("<QQ", seed & 0xFFFF_FFFF_FFFF_FFFF, position)
+    return xxhash.xxh3_64_intdigest(mixed) >> 1
