@@ -474,6 +474,16 @@ def test_masks_stay_short_when_nodes_come_and_go() -> None:
     assert not index._spaces
 
 
+def test_a_bit_given_to_another_node_does_not_answer_with_the_old_name() -> None:
+    index = MemoryIndex()
+    index.apply("node-a", 1, stored(CHAIN))
+    index.apply("node-b", 1, stored(CHAIN[:1]))  # keeps the namespace alive meanwhile
+    assert index.holders(NS, CHAIN[1:2]) == [(Holder("node-a", "dram"),)]
+    assert index.remove_node("node-a", ALL)
+    index.apply("node-c", 1, stored(CHAIN))
+    assert index.holders(NS, CHAIN[1:2]) == [(Holder("node-c", "dram"),)]
+
+
 def test_limits_must_be_positive() -> None:
     with pytest.raises(InvalidArgument):
         MemoryIndex(max_blocks=0)

@@ -209,6 +209,22 @@ def test_equal_requests_rotate_over_equal_workers() -> None:
     assert chosen == ["d0", "d1", "d2"] * 2
 
 
+def test_prefill_and_decode_workers_rotate_each_on_their_own() -> None:
+    in_flight = InFlight()
+    prefillers = [worker(f"p{i}", "prefill") for i in range(2)]
+    decoders = [worker(f"d{i}", "decode") for i in range(3)]
+    state = view([*prefillers, *decoders], in_flight=in_flight)
+    chosen = []
+    for number in range(6):
+        one = request(request_id=str(number), mode="disaggregated")
+        decision = schedule(one, state, float(number * 100))
+        in_flight.assigned(decision, float(number * 100))
+        in_flight.finished(str(number))
+        chosen.append((decision.prefill, decision.decode))
+    assert [d for _, d in chosen] == ["d0", "d1", "d2"] * 2
+    assert [p for p, _ in chosen] == ["p0", "p1"] * 3
+
+
 def test_what_was_sent_and_not_reported_yet_counts_as_queue() -> None:
     in_flight = InFlight()
     state = view([worker("d1", "decode"), worker("d2", "decode")], in_flight=in_flight)
