@@ -12,15 +12,11 @@ from pathlib import Path
 
 import pytest
 import typer
-import yaml
 
 from kvpool.cli import app as cli
 from kvpool.cli.context import invocation, overrides
 from kvpool.cli.output import format_bytes, format_rate, format_seconds
-from kvpool.config import load_settings
 from kvpool.errors import ConfigError, Unavailable
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -262,37 +258,3 @@ def test_seconds_are_short(seconds: float, text: str) -> None:
 def test_rates_are_decimal_gigabytes() -> None:
     assert format_rate(3e9, 2) == "1.50 GB/s"
     assert format_rate(1, 0) == "-"
-
-
-# ---------------------------------------------------------------- deployment files
-
-
-def test_compose_publishes_to_this_machine_only_and_sets_known_settings(tmp_path: Path) -> None:
-    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-    services = compose["services"]
-    assert {"conductor", "node-a", "node-b", "valkey", "prometheus", "grafana"} <= set(services)
-    published = [port for service in services.values() for port in service["ports"]]
-    assert all(port.startswith("127.0.0.1:") for port in published)
-    assert len({port.split(":")[1] for port in published}) == len(published)
-    for service in services.values():
-        for volume in service.get("volumes", ()):
-            source = volume.split(":")[0]
-            assert (
-                (ROOT / source).exists() if source.startswith(".") else source in compose["volumes"]
-            )
-        if service.get("image", "").startswith("kvpool"):
-            assert service["command"][0] in cli.COMMANDS
-            settings = {name: str(value) for name, value in service["environment"].items()}
-            load_settings(None, settings, directory=tmp_path)
-
-
-def test_every_scrape_target_is_a_service_and_every_panel_asks_for_our_metrics() -> None:
-    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
-    scrape = yaml.safe_load((ROOT / "deploy/prometheus.yml").read_text())
-    for job in scrape["scrape_configs"]:
-        for config in job["static_configs"]:
-            assert {target.split(":")[0] for target in config["targets"]} <= set(services)
-    dashboard = json.loads((ROOT / "deploy/grafana/dashboards/kvpool.json").read_text())
-    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    assert queries
-    assert all("kvpool_" in query for query in queries)
