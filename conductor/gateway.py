@@ -36,6 +36,7 @@ from kvpool.wire import messages as m
 log = structlog.get_logger(__name__)
 
 MAX_ATTEMPTS = 3
+MODES = {"auto": "", "remote": "disaggregated", "local": "local"}
 RESERVE_TIMEOUT_S = 1.0
 RESERVATION_MARGIN_S = 15.0
 
@@ -50,6 +51,7 @@ class Job:
     sampling: m.Sampling
     deadline: float  # monotonic seconds
     pool: str = "on"  # "on", "off", "local"
+    prefill: str = "auto"  # "auto", "remote", "local"
     pin_decode: str | None = None
     local_prefix_tokens: int = 0
     hashes: list[bytes] = field(default_factory=list)
@@ -217,7 +219,7 @@ class Gateway:
             output_tokens=job.sampling.max_tokens,
             ttft_s=self._ttft_s,
             tpot_s=self._tpot_s,
-            mode=mode if job.pool == "on" else "local",
+            mode=mode or (MODES[job.prefill] if job.pool == "on" else "local"),
             pin_decode=job.pin_decode,
             excluded=excluded,
         )
@@ -232,6 +234,7 @@ class Gateway:
             return []
         decoder = self.cluster.workers.get(decision.decode)
         host = decoder.descriptor.host if decoder else ""
+        layout = job.namespace.layout
         if decision.mode == "disaggregated":
             try:
                 return await self._prefill(job, decision, host, result)
@@ -239,7 +242,9 @@ class Gateway:
                 self._count_fallback(result, f"prefill:{error.code}")
                 log.warning("remote prefill failed, going local", error=str(error))
         found = self.cluster.segments(job.namespace.namespace_id, job.hashes, host)
-        limit = decision.reuse_blocks if decision.mode == "local" else len(job.hashes)
+        limit = decision.reuse_blocks
+        if decision.mode != "local" or limit == (len(job.prompt) - 1) // layout.block_tokens:
+            limit = len(job.hashes)  # all: of a prompt of whole blocks the last token is recomputed
         segments = _cut(found, limit)
         result.planned_blocks = sum(segment.count for segment in segments)
         return segments

@@ -147,6 +147,7 @@ class HttpApi:
             ),
             received_at + self._config.request_timeout_s,
             options.pool,
+            options.prefill,
             options.decode_worker,
             options.local_prefix_tokens,
         )

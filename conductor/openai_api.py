@@ -15,12 +15,13 @@ class PoolOptions(BaseModel):
 
     `pool`: "on" (default); "off" recomputes everything; "local" uses the decode engine's own prefix
     cache instead (a reference to compare with), at most `local_prefix_tokens` of it when that is not 0.
-    `decode_worker` pins the decode instance.
+    `prefill`: "remote" or "local" takes the choice from the scheduler, as does `decode_worker`.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     pool: Literal["on", "off", "local"] = "on"
+    prefill: Literal["auto", "remote", "local"] = "auto"
     decode_worker: Annotated[str, Field(max_length=128)] | None = None
     local_prefix_tokens: Annotated[int, Field(ge=0)] = 0
     return_token_ids: bool = False

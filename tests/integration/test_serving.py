@@ -1,0 +1,309 @@
+"""The whole path with a tiny real model: disaggregation, reuse, fallbacks, cancellation."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.integration.cluster import LAYOUT, Cluster, wait_until
+from tests.workers.tiny_model import MAX_TOKENS, VOCABULARY, save_tiny_llama
+
+BLOCK = LAYOUT.block_tokens
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+def start(cluster: Cluster, model: Path) -> Cluster:
+    """Two hosts: a node and a decode worker on each, the prefill worker on the first."""
+    cluster.start_conductor(
+        "conductor.min_remote_prefill_tokens=64",
+        "conductor.heartbeat_s=0.2",
+        "conductor.suspect_after_s=1.5",
+        "conductor.dead_after_s=4",
+    )
+    quick = ("node.quarantine_s=2", "node.grace_s=0.5")
+    cluster.launch_node("node-a", *quick, host="host-a")
+    cluster.launch_node("node-b", *quick, host="host-b")
+    cache = "worker.local_cache_tokens=4096"
+    cluster.launch_worker("prefill", "prefill", model, host="host-a")
+    cluster.launch_worker("decode-a", "decode", model, cache, host="host-a")
+    cluster.launch_worker("decode-b", "decode", model, cache, host="host-b")
+    for name in ("node-a", "node-b"):
+        cluster.nodes[name] = cluster.fleet.wait_ready(cluster.member(name), 60)
+    for name in ("prefill", "decode-a", "decode-b"):
+        cluster.ready_worker(name)
+    cluster.wait_joined(nodes=2, workers=3)
+    return cluster
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Cluster]:
+    running = Cluster(tmp_path_factory.mktemp("serving"))
+    with running.fleet:
+        yield start(running, model)
+
+
+@pytest.fixture
+def own_cluster(tmp_path: Path, model: Path) -> Iterator[Cluster]:
+    """For tests that kill."""
+    running = Cluster(tmp_path)
+    with running.fleet:
+        yield start(running, model)
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    ids: list[int] = np.random.default_rng(seed).integers(10, VOCABULARY, tokens).tolist()
+    return ids
+
+
+def body(tokens: list[int], **options: Any) -> dict[str, Any]:
+    count = options.pop("max_tokens", 12)
+    ask = {"prompt": tokens, "max_tokens": count, "temperature": 0, "ignore_eos": True}
+    return {**ask, "kvpool": {"return_token_ids": True, **options}}
+
+
+def complete(cluster: Cluster, tokens: list[int], **options: Any) -> dict[str, Any]:
+    url = f"http://{cluster.conductor['http']}/v1/completions"
+    response = httpx.post(url, json=body(tokens, **options), timeout=60)
+    assert response.status_code == 200, response.text
+    document: dict[str, Any] = response.json()
+    return document
+
+
+def test_prefill_and_decode_on_two_hosts_give_the_engines_own_tokens(cluster: Cluster) -> None:
+    tokens = prompt(1, 10 * BLOCK + 7)
+    target = cluster.workers["decode-b"]["id"]
+    done = complete(cluster, tokens, decode_worker=target, prefill="remote")["kvpool"]
+    assert done["mode"] == "disaggregated"
+    assert done["prefill_worker"] == cluster.workers["prefill"]["id"]
+    assert done["decode_worker"] == target
+    assert (done["pool_tokens"], done["computed_tokens"]) == (10 * BLOCK, 7)
+    # Reserved near the decode worker: the prefill worker writes to the other host, over NIXL.
+    assert done["bytes_written"] == {"nixl": 10 * LAYOUT.block_bytes}
+    assert done["bytes_read"] == {"shm": 10 * LAYOUT.block_bytes}
+    assert (done["verified_blocks"], done["fallback_reason"]) == (10, "")
+    # The same split by the engine alone: it computes the prompt, then reuses its own blocks.
+    complete(cluster, tokens, decode_worker=target, pool="local")
+    split = {"pool": "local", "local_prefix_tokens": 10 * BLOCK}
+    local = complete(cluster, tokens, decode_worker=target, **split)["kvpool"]
+    assert local["local_tokens"] == 10 * BLOCK
+    assert done["token_ids"] == local["token_ids"]
+    assert len(set(done["token_ids"])) > 3
+
+
+def test_a_second_prompt_finds_the_shared_prefix_from_the_other_host(cluster: Cluster) -> None:
+    shared = prompt(2, 8 * BLOCK)
+    first, second = shared + prompt(3, 20), shared + prompt(4, 25)
+    complete(cluster, first, decode_worker=cluster.workers["decode-a"]["id"])
+    target = cluster.workers["decode-b"]["id"]
+    hit = complete(cluster, second, decode_worker=target)
+    assert hit["kvpool"]["pool_tokens"] == 8 * BLOCK
+    assert hit["kvpool"]["mode"] == "local"
+    assert hit["kvpool"]["bytes_read"] == {"nixl": 8 * LAYOUT.block_bytes}
+    assert hit["usage"]["prompt_tokens_details"]["cached_tokens"] == 8 * BLOCK
+    complete(cluster, first, decode_worker=target, pool="local")
+    split = {"pool": "local", "local_prefix_tokens": 8 * BLOCK}
+    local = complete(cluster, second, decode_worker=target, **split)["kvpool"]
+    assert hit["kvpool"]["token_ids"] == local["token_ids"]
+
+
+def test_with_the_pool_off_nothing_is_read_or_written(cluster: Cluster) -> None:
+    tokens = prompt(5, 4 * BLOCK)
+    done = complete(cluster, tokens, pool="off")["kvpool"]
+    assert (done["pool_tokens"], done["computed_tokens"]) == (0, 4 * BLOCK)
+    assert done["bytes_read"] == done["bytes_written"] == {}
+    again = complete(cluster, tokens, pool="off")["kvpool"]
+    assert again["token_ids"] == done["token_ids"]
+
+
+def test_a_short_prompt_is_prefilled_by_the_decode_worker_and_stored(cluster: Cluster) -> None:
+    tokens = prompt(6, BLOCK + 5)
+    first = complete(cluster, tokens)["kvpool"]
+    assert (first["mode"], first["computed_tokens"]) == ("local", BLOCK + 5)
+
+    def hit() -> bool:
+        return bool(complete(cluster, tokens)["kvpool"]["pool_tokens"] == BLOCK)
+
+    wait_until(hit, "the block that the decode worker computed is found")
+
+
+def test_a_prompt_of_whole_blocks_recomputes_only_its_last_token(cluster: Cluster) -> None:
+    tokens = prompt(7, 6 * BLOCK)
+    complete(cluster, tokens)
+    again = complete(cluster, tokens)["kvpool"]
+    assert (again["pool_tokens"], again["computed_tokens"]) == (6 * BLOCK - 1, 1)
+
+
+def test_streaming_sends_events_and_the_report_last(cluster: Cluster) -> None:
+    url = f"http://{cluster.conductor['http']}/v1/completions"
+    ask = {**body(prompt(8, 40), max_tokens=5), "stream": True}
+    events = []
+    with httpx.stream("POST", url, json=ask, timeout=60) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert response.headers["x-kvpool-mode"] == "local"
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                events.append(line[6:])
+    assert events[-1] == "[DONE]"
+    last = json.loads(events[-2])
+    assert len(last["kvpool"]["token_ids"]) == last["usage"]["completion_tokens"] == 5
+    reasons = [c["finish_reason"] for e in events[:-1] for c in json.loads(e)["choices"]]
+    assert reasons[-1] == "length"
+
+
+def test_explain_keeps_decision_candidates_and_outcome(cluster: Cluster) -> None:
+    done = complete(cluster, prompt(9, 5 * BLOCK))["kvpool"]
+    url = f"http://{cluster.conductor['http']}/v1/requests/{done['request_id']}"
+    record = httpx.get(url, timeout=10).json()
+    assert record["decision"]["mode"] == done["mode"]
+    assert len(record["decision"]["candidates"]) >= 2
+    assert record["outcome"]["status"] == "ok"
+    assert record["outcome"]["ttft_s"] > 0
+
+
+def test_a_client_that_leaves_frees_the_worker(cluster: Cluster) -> None:
+    url = f"http://{cluster.conductor['http']}/v1/completions"
+    ask = {**body(prompt(10, 40), max_tokens=400), "stream": True}
+    with httpx.stream("POST", url, json=ask, timeout=60) as response:
+        next(response.iter_lines())
+
+    def idle() -> bool:
+        workers = cluster.stats()["workers"]
+        return all(w["load"]["running"] == 0 for w in workers)
+
+    wait_until(idle, "the decode stops when its reader is gone", timeout_s=5)
+    stats = cluster.stats()["counters"]
+    assert stats["requests:cancelled"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "words"),
+    [
+        ({"prompt": []}, 400, "empty"),
+        ({"prompt": [1.5]}, 400, "prompt"),
+        ({"prompt": [-1] * 40}, 400, "token"),
+        ({"prompt": [VOCABULARY + 1] * 40}, 400, "token"),
+        ({"prompt": [5] * MAX_TOKENS}, 400, "context"),
+        ({"prompt": ["a", "b"]}, 400, "one"),
+        ({"model": "unknown"}, 404, "served: tiny"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"n": 2}, 400, "n"),
+        ({"kvpool": {"unknown": 1}}, 400, "unknown"),
+        ({"prompt": "text"}, 503, "tokenizer"),
+    ],
+)
+def test_bad_requests_are_refused_in_openais_shape(
+    cluster: Cluster, change: dict[str, Any], status: int, words: str
+) -> None:
+    url = f"http://{cluster.conductor['http']}/v1/completions"
+    response = httpx.post(url, json={**body(prompt(1, 40)), **change}, timeout=20)
+    assert (response.status_code, response.status_code == status) == (status, True), response.text
+    assert words in response.json()["error"]["message"]
+
+
+def test_bodies_over_the_limit_and_broken_json_are_refused(cluster: Cluster) -> None:
+    url = f"http://{cluster.conductor['http']}/v1/completions"
+    large = httpx.post(url, content=b"x" * (9 << 20), timeout=20)
+    assert large.status_code == 413
+    assert httpx.post(url, content=b"{not json", timeout=20).status_code == 400
+
+
+# ---------------------------------------------------------------- trouble
+
+
+def test_a_prefill_worker_killed_in_mid_prefill_costs_no_request(own_cluster: Cluster) -> None:
+    cluster = own_cluster
+    cluster.kill("prefill", signal.SIGSTOP)  # it takes the request and never answers
+    url = f"http://{cluster.conductor['http']}/v1/completions"
+    tokens = prompt(20, 10 * BLOCK)
+    with httpx.Client(timeout=60) as client:
+        ask = {**body(tokens, prefill="remote"), "stream": True}
+        with client.stream("POST", url, json=ask) as response:
+            assert response.headers["x-kvpool-mode"] == "disaggregated"
+            wait_until(lambda: cluster.stats()["node_states"], "the conductor answers meanwhile")
+            cluster.kill("prefill")
+            events = [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
+    report = json.loads(events[-2])["kvpool"]
+    assert report["fallback_reason"] == "prefill:unavailable"
+    reference = complete(cluster, tokens, pool="off")["kvpool"]
+    assert report["token_ids"] == reference["token_ids"]
+    for name in ("node-a", "node-b"):
+
+        def settled(name: str = name) -> bool:
+            [dram] = [t for t in cluster.node_stats(name)["tiers"] if t["tier"] == "dram"]
+            return bool(dram["reserved_bytes"] == dram["quarantined_bytes"] == 0)
+
+        wait_until(settled, f"the dead writer's slots on {name} are free after quarantine")
+
+
+def test_a_decode_worker_killed_in_mid_answer_costs_no_token(own_cluster: Cluster) -> None:
+    cluster = own_cluster
+    tokens = prompt(21, 3 * BLOCK)
+    url = f"http://{cluster.conductor['http']}/v1/completions"
+    victim = "decode-a"
+    ask = {
+        **body(tokens, max_tokens=400, decode_worker=cluster.workers[victim]["id"]),
+        "stream": True,
+    }
+    events = []
+    with (
+        httpx.Client(timeout=60) as client,
+        client.stream("POST", url, json=ask) as response,
+    ):
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                events.append(line[6:])
+                if len(events) == 1:
+                    cluster.kill(victim)
+    report = json.loads(events[-2])["kvpool"]
+    assert report["decode_worker"] == cluster.workers["decode-b"]["id"]
+    assert report["fallback_reason"].startswith("decode:unavailable")
+    assert len(report["token_ids"]) == 400
+
+
+def test_a_node_killed_with_the_prefix_on_it_means_recomputation(own_cluster: Cluster) -> None:
+    cluster = own_cluster
+    tokens = prompt(22, 9 * BLOCK + 3)
+    target = cluster.workers["decode-b"]["id"]
+    first = complete(cluster, tokens, decode_worker=target, prefill="remote")["kvpool"]
+    assert first["pool_tokens"] == 9 * BLOCK
+    cluster.kill("node-b")
+    started = time.monotonic()
+    again = complete(cluster, tokens, decode_worker=target)["kvpool"]
+    assert time.monotonic() - started < 10
+    assert again["pool_tokens"] == 0
+    assert again["token_ids"] == complete(cluster, tokens, pool="off")["kvpool"]["token_ids"]
+
+
+def test_workers_without_any_node_serve_locally(tmp_path: Path, model: Path) -> None:
+    cluster = Cluster(tmp_path, env={"KVPOOL_CONDUCTOR__HEARTBEAT_S": "0.2", **os.environ})
+    with cluster.fleet:
+        cluster.start_conductor("conductor.min_remote_prefill_tokens=64")
+        cluster.launch_worker("both", "both", model)
+        cluster.ready_worker("both")
+        cluster.wait_joined(nodes=0, workers=1)
+        done = complete(cluster, prompt(23, 5 * BLOCK))["kvpool"]
+    assert (done["mode"], done["pool_tokens"], done["computed_tokens"]) == ("local", 0, 5 * BLOCK)
+
+
+def test_without_any_worker_a_request_is_refused_with_advice(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    with cluster.fleet:
+        cluster.start_conductor()
+        url = f"http://{cluster.conductor['http']}/v1/completions"
+        response = httpx.post(url, json=body(prompt(1, 40)), timeout=10)
+    assert response.status_code == 503
+    assert "kvpool worker" in response.json()["error"]["message"]
