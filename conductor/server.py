@@ -83,9 +83,9 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
         facts = {
             "kind": "conductor",
             "id": conductor_id,
-            "wire": f"{config.host}:{wire_port}",
-            "http": f"{config.host}:{http.port}",
-            "grpc": f"{config.host}:{grpc_port}",
+            "wire": f"{config.announced_host}:{wire_port}",
+            "http": f"{config.announced_host}:{http.port}",
+            "grpc": f"{config.announced_host}:{grpc_port}",
         }
         tasks = [asyncio.create_task(_sweep(cluster), name="sweep")]
         ready(facts)

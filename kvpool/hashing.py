@@ -43,10 +43,12 @@ def token_bytes(tokens: TokenIds) -> memoryview:
         InvalidArgument: not integers (bool and float included), out of range, too many, or more than
             one dimension.
     """
+    if isinstance(tokens, np.ndarray) and tokens.ndim != 1:
+        raise InvalidArgument(f"token ids must be one-dimensional, got shape {tokens.shape}")
     if len(tokens) > MAX_TOKENS:
         raise InvalidArgument(f"{len(tokens)} tokens in one chain", hint=f"at most {MAX_TOKENS}")
     if isinstance(tokens, np.ndarray):
-        if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        if not np.issubdtype(tokens.dtype, np.integer):
             raise InvalidArgument(
                 f"token ids must be a one-dimensional integer array, got {tokens.dtype} of shape {tokens.shape}"
             )

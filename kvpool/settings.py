@@ -100,8 +100,15 @@ class _Server(Section):
 
     host: str = Field("127.0.0.1", min_length=1, description="address to bind")
     advertise_host: OptionalText = Field(
-        None, description="address that peers use; None: host (set it where host is 0.0.0.0)"
+        None, description="address that peers use; None: host, or the machine's name for 0.0.0.0"
     )
+
+    @property
+    def announced_host(self) -> str:
+        """What peers are told: a wildcard is no address, so the machine's name stands in for it."""
+        if self.advertise_host is not None:
+            return self.advertise_host
+        return socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host
 
     @model_validator(mode="after")
     def _ports_differ(self) -> Self:
@@ -119,7 +126,7 @@ class ConductorConfig(_Server):
     http_port: Port = 7801
     grpc_port: Port = 7802
     model_path: OptionalPath = Field(
-        None, description="directory of the tokenizer; None: from workers"
+        None, description="directory of the tokenizer; None: prompts must be token ids"
     )
     heartbeat_s: Seconds = 1.0
     suspect_after_s: Seconds = Field(3.0, description="silence before a member gets no new work")
@@ -150,7 +157,7 @@ class NodeConfig(_Server):
     """A pool node: the memory and disk it lends, and the bounds of its promises."""
 
     node_id: OptionalText = Field(
-        None, max_length=128, description="None: host_label and wire port"
+        None, max_length=128, description="None: kept with the data, else a fresh UUID"
     )
     host_label: str = Field(
         default_factory=socket.gethostname,
@@ -167,7 +174,7 @@ class NodeConfig(_Server):
     nvme_directory: OptionalPath = None
     nvme_bytes: Bytes = Field(0, ge=0, le=1024 * TIB)
     data_dir: OptionalPath = Field(None, description="what survives a restart; None: nothing does")
-    runtime_dir: OptionalPath = Field(None, description="sockets; None: $XDG_RUNTIME_DIR or /tmp")
+    runtime_dir: OptionalPath = Field(None, description="sockets; None: a temporary one")
     transports: Transports = ("shm", "nixl")
     lease_s: Seconds = Field(30.0, description="longest lease that is granted")
     reservation_s: Seconds = Field(60.0, description="longest reservation that is granted")
@@ -205,7 +212,7 @@ class NodeConfig(_Server):
 class WorkerConfig(_Server):
     """A prefill or decode worker around one engine, and whose blocks it makes."""
 
-    worker_id: OptionalText = Field(None, max_length=128, description="None: role and wire port")
+    worker_id: OptionalText = Field(None, max_length=128, description="None: a fresh UUID")
     role: Literal["prefill", "decode", "both"] = "both"
     engine: Literal["transformers"] = "transformers"
     model: OptionalText = Field(None, description="directory or GGUF file; needed to start")

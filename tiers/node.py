@@ -311,7 +311,9 @@ class NodeService:
 
     def stats(self) -> m.NodeStatsReply:
         """Accounting and counters."""
-        counters = {**self.store.counters, **self.counters, **self.mover.counters}
+        counters = Counter(self.store.counters)
+        counters.update(self.counters)
+        counters.update(self.mover.counters)
         return m.NodeStatsReply(
             self.identity.node_id,
             self.identity.epoch,

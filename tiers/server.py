@@ -114,8 +114,8 @@ class _Node:
             identity.node_id,
             identity.epoch,
             identity.host,
-            f"{config.host}:{port}",
-            f"{config.host}:{http.port}",
+            f"{config.announced_host}:{port}",
+            f"{config.announced_host}:{http.port}",
             [m.Arena(arena.arena_id, arena.size_bytes, arena.base)],
             shm_path,
             target.agent_name if target else "",
@@ -142,7 +142,7 @@ class _Node:
             "host_label": node.host,
             "wire": node.address,
             "http": node.http_address,
-            "grpc": f"{self._config.host}:{self._grpc_port}",
+            "grpc": f"{self._config.announced_host}:{self._grpc_port}",
             "transports": node.transports,
         }
 

@@ -88,11 +88,11 @@ async def run_worker(
             epoch,
             config.role,
             config.host_label,
-            f"{config.host}:{port}",
+            f"{config.announced_host}:{port}",
             namespace,
             engine.model_name,
             min(config.max_model_tokens, engine.max_model_tokens),
-            f"{config.host}:{http.port}",
+            f"{config.announced_host}:{http.port}",
         )
         membership = Membership(config.conductor, descriptor, service)
         joined.membership = membership
