@@ -201,5 +201,6 @@ class MoveBook:
             self._next_id += 1
             moves.append(move)
         if target_tier == NVME:
+            residency.dirty.discard(source)  # comes back when the move fails, after a while
             self._cleaning_bytes += space.slot_bytes[DRAM] * space.tp_size
         return moves

@@ -1,0 +1,133 @@
+"""Each guard of the store's invariants is taken away in turn: the checks must notice.
+
+A check that passes without its guard checks nothing. The same walks pass with all guards in place
+(`test_store_properties`), so what is caught here is the missing guard.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.tiers.pool_model import Violation, random_walk
+from tiers import blocks, eviction
+from tiers.leases import LeaseBook
+from tiers.reservations import ReservationBook
+from tiers.residency import Residency
+from tiers.slots import StoreCorrupt
+
+SEEDS = 30
+STEPS = 400
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def _what_is_caught() -> str:
+    for seed in range(SEEDS):
+        try:
+            random_walk(seed, STEPS).settle()
+        except (Violation, StoreCorrupt) as error:
+            return str(error)
+    return ""
+
+
+def _pins_do_not_hold(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(eviction, "is_held", lambda copy: copy.filling > 0 or copy.reading > 0)
+
+
+def _moves_do_not_hold(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        eviction,
+        "is_held",
+        lambda copy: copy.filling > 0 or (not copy.tier and copy.block.pins > 0),
+    )
+
+
+def _no_quarantine(patch: pytest.MonkeyPatch) -> None:
+    end = ReservationBook._end
+
+    def end_at_once(self: ReservationBook, grant: Any, **given: Any) -> None:
+        end(self, grant, **{**given, "is_late_write_possible": False})
+
+    patch.setattr(ReservationBook, "_end", end_at_once)
+
+
+def _no_grace(patch: pytest.MonkeyPatch) -> None:
+    init = LeaseBook.__init__
+
+    def without_grace(self: LeaseBook, residency: Residency, grace_s: float, first_id: int) -> None:
+        init(self, residency, 0.0, first_id)
+
+    patch.setattr(LeaseBook, "__init__", without_grace)
+
+
+def _leases_of_the_dead_end_at_once(patch: pytest.MonkeyPatch) -> None:
+    def end_all(self: LeaseBook, holder_id: str, now: float) -> None:
+        for lease_id in list(self._by_holder.get(holder_id, ())):
+            self.release(lease_id)
+
+    patch.setattr(LeaseBook, "holder_gone", end_all)
+
+
+def _first_part_is_enough(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(blocks.Copy, "is_whole", property(lambda copy: copy.committed >= 1))
+
+
+def _reserved_twice_is_granted_twice(patch: pytest.MonkeyPatch) -> None:
+    reserve = ReservationBook._reserve_part
+
+    def grant_again(self: ReservationBook, space: Any, name: bytes, *rest: Any) -> Any:
+        block = space.blocks.get(name)
+        copy = block.copies[0] if block is not None else None
+        part = rest[1]
+        if copy is not None and copy.places[part] is not None and copy.checksums[part] is None:
+            return 0, copy.places[part]
+        return reserve(self, space, name, *rest)
+
+    patch.setattr(ReservationBook, "_reserve_part", grant_again)
+
+
+def _prefixes_go_before_suffixes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(eviction, "has_descendant", lambda copy: False)
+
+
+def _quarantine_leaks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Residency, "end_quarantine", lambda *args: None)
+
+
+def _eviction_leaks(patch: pytest.MonkeyPatch) -> None:
+    unlink = Residency._close
+
+    def close_and_forget_a_byte(self: Residency, copy: Any) -> None:
+        unlink(self, copy)
+        self.tiers[copy.tier].committed_bytes += 1
+
+    patch.setattr(Residency, "_close", close_and_forget_a_byte)
+
+
+@pytest.mark.parametrize(
+    ("take_guard_away", "caught"),
+    [
+        pytest.param(_pins_do_not_hold, r"granted to .* while \('lease'", id="1: pins do not hold"),
+        pytest.param(_moves_do_not_hold, r"while \('source'", id="1: moves do not hold"),
+        pytest.param(_no_quarantine, r"while \('late'", id="2: no quarantine"),
+        pytest.param(_no_grace, r"while \('lease'", id="3: no grace"),
+        pytest.param(_leases_of_the_dead_end_at_once, r"while \('lease'", id="3: dead readers"),
+        pytest.param(_first_part_is_enough, r"visible with parts \{", id="4: one part is enough"),
+        pytest.param(_reserved_twice_is_granted_twice, "granted twice", id="4: granted twice"),
+        pytest.param(_prefixes_go_before_suffixes, " left .*before", id="6: prefixes go first"),
+        pytest.param(_quarantine_leaks, "bytes by state", id="7: quarantine leaks"),
+        pytest.param(_eviction_leaks, "bytes by state", id="7: eviction leaks"),
+    ],
+)
+def test_the_checks_notice_a_missing_guard(
+    take_guard_away: Patch, caught: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_guard_away(monkeypatch)
+    assert re.search(caught, _what_is_caught())
+
+
+def test_the_same_walks_pass_with_all_guards_in_place() -> None:
+    assert _what_is_caught() == ""

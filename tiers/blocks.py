@@ -1,0 +1,173 @@
+"""Records of the store: blocks, their copies in tiers, and what its calls return. Data only, no decisions.
+
+A `Block` is one prefix hash of one namespace; it has at most one `Copy` per tier, and a copy has one slot
+per tensor-parallel part. Slots are reserved first (`filling`) and then committed; a copy is whole, and so
+visible, when all its parts are committed (invariant 4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvpool.layout import Namespace
+from tiers.slots import Place
+
+DRAM = 0
+NVME = 1
+TIER_NAMES = ("dram", "nvme")
+
+
+class Copy:
+    """One block in one tier. A part without a place stands not here; without a checksum it is reserved."""
+
+    __slots__ = ("block", "checksums", "committed", "filling", "places", "reading", "tier")
+
+    def __init__(self, block: Block, tier: int) -> None:
+        tp_size = block.space.tp_size
+        self.block = block
+        self.tier = tier
+        self.places: list[Place | None] = [None] * tp_size
+        self.checksums: list[int | None] = [None] * tp_size
+        self.committed = 0  # parts
+        self.filling = 0  # parts reserved by a writer or by a move into this copy
+        self.reading = 0  # moves that read from this copy
+
+    @property
+    def is_whole(self) -> bool:
+        """Every part is committed (invariant 4)."""
+        return self.committed == len(self.places)
+
+
+class Block:
+    """One prefix hash of one namespace, and where it stands."""
+
+    __slots__ = (
+        "checksums",
+        "copies",
+        "is_detached",
+        "last_use",
+        "name",
+        "parent",
+        "pins",
+        "places",
+        "space",
+    )
+
+    def __init__(self, space: Space, name: bytes, parent: bytes, last_use: int) -> None:
+        self.space = space
+        self.name = name  # the prefix hash
+        self.parent = parent  # prefix hash of the block before, b"" at the start
+        self.last_use = last_use  # tick of the last pin or commit; unique, larger is more recent
+        self.pins = 0  # leases on the dram copy
+        self.copies: list[Copy | None] = [None, None]  # by tier
+        # Of a whole dram copy, part by part: what a pin hands out without further work.
+        self.places: tuple[Place, ...] = ()
+        self.checksums: tuple[int, ...] = ()
+        self.is_detached = False  # dropped, but some slot is still read or written
+
+
+class Space:
+    """What the store knows of one namespace."""
+
+    __slots__ = (
+        "blocks",
+        "children",
+        "namespace",
+        "namespace_id",
+        "part_bytes",
+        "slot_bytes",
+        "tp_size",
+        "visible",
+    )
+
+    def __init__(self, namespace: Namespace, slot_bytes: tuple[int, ...]) -> None:
+        self.namespace = namespace
+        self.namespace_id = namespace.namespace_id
+        self.tp_size = namespace.layout.tp_size
+        self.part_bytes = namespace.layout.part_bytes
+        self.slot_bytes = slot_bytes  # by tier
+        self.blocks: dict[bytes, Block] = {}
+        self.visible: tuple[dict[bytes, Block], ...] = ({}, {})  # by tier
+        # By tier: parent hash -> how many of its children have a copy there (invariant 6). Counted even
+        # while the parent is elsewhere, so that it is right from the moment that the parent arrives.
+        self.children: tuple[dict[bytes, int], ...] = ({}, {})
+
+
+class StoreEvent(NamedTuple):
+    """A whole copy appeared in a tier ("stored") or left it ("removed")."""
+
+    kind: str
+    namespace_id: bytes
+    block_hash: bytes
+    tier: str
+
+
+class Move(NamedTuple):
+    """One part to be copied between tiers; both slots are held until `Store.finish_move`."""
+
+    move_id: int
+    namespace_id: bytes
+    block_hash: bytes
+    part: int
+    source_tier: str
+    source: Place
+    target_tier: str
+    target: Place
+    length: int  # bytes of the part, not of the slot
+    checksum: int
+    parent: bytes
+
+
+@dataclass(slots=True, frozen=True)
+class Reservation:
+    """Answer to `reserve`: a `BlockStatus` per block, and places for the granted ones in order."""
+
+    reservation_id: int  # 0: nothing was granted
+    statuses: list[int]
+    places: list[Place]
+    slot_bytes: int
+    ttl_s: float
+    deadline: float  # monotonic seconds
+
+
+@dataclass(slots=True, frozen=True)
+class PinResult:
+    """Answer to `pin`: places and checksums block by block, within a block by part as asked.
+
+    `miss_reason` says why block number `found` could not be leased: "never_stored", "evicted",
+    "in_progress", "checksum", "no_room", or "promoting": blocks of the run stand only in nvme; carry out
+    `promote` (empty when somebody else's moves are under way), then pin again.
+    """
+
+    lease_id: int  # 0: nothing is leased
+    found: int
+    places: list[Place]
+    checksums: list[int]
+    tiers: list[str]
+    ttl_s: float
+    miss_reason: str
+    promote: list[Move]
+
+
+class Ghosts:
+    """Why blocks are gone, for the most recent ones only: bounded, oldest forgotten first."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._reasons: dict[tuple[bytes, bytes], str] = {}
+
+    def remember(self, block: Block, reason: str) -> None:
+        """Note that `block` left the store."""
+        key = (block.space.namespace_id, block.name)
+        self._reasons.pop(key, None)
+        self._reasons[key] = reason
+        if len(self._reasons) > self._limit:
+            del self._reasons[next(iter(self._reasons))]
+
+    def reason(self, namespace_id: bytes, name: bytes) -> str:
+        """The reason remembered, or "" when there is none."""
+        return self._reasons.get((namespace_id, name), "")
+
+    def __len__(self) -> int:
+        return len(self._reasons)

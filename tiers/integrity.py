@@ -1,0 +1,179 @@
+"""Recomputes from scratch what the store keeps up step by step, and compares.
+
+For tests and for a node that wants to be sure; O(everything). Which block was evicted before which cannot be
+seen in a state: invariant 6 is checked as far as it can be (counts of children, candidates for eviction).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from tiers import eviction
+from tiers.blocks import DRAM, NVME, Block, Copy
+from tiers.slots import StoreCorrupt
+
+if TYPE_CHECKING:
+    from tiers.leases import LeaseBook
+    from tiers.moves import MoveBook
+    from tiers.reservations import ReservationBook
+    from tiers.residency import Residency, Tier
+
+Slot = tuple[int, int]  # offset, bytes
+
+
+def check(
+    residency: Residency, leases: LeaseBook, reservations: ReservationBook, moves: MoveBook
+) -> None:
+    """Compare every count, list and state with what the records say.
+
+    Raises:
+        StoreCorrupt: the first contradiction found.
+    """
+    blocks = _all_blocks(residency)
+    copies = [copy for block in blocks for copy in block.copies if copy is not None]
+    _check_holders(blocks, copies, leases, reservations, moves)
+    for block in blocks:
+        _check_block(block)
+    quarantined = [(entry.place.offset, entry.slot_bytes) for entry in reservations.quarantined()]
+    for tier in residency.tiers:
+        tier.slots.check_integrity()
+        _check_tier(tier, copies, quarantined if tier.index == DRAM else [])
+        _check_candidates(residency, tier, copies)
+    _check_children(residency)
+    clean = sum(
+        block.space.slot_bytes[DRAM] * block.space.tp_size
+        for block in blocks
+        if not block.is_detached
+        and all(copy is not None and copy.is_whole for copy in block.copies)
+    )
+    _require(clean == residency.clean_bytes, f"clean bytes {residency.clean_bytes} != {clean}")
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise StoreCorrupt(message)
+
+
+def _all_blocks(residency: Residency) -> list[Block]:
+    blocks = list(residency.detached)
+    for space in residency.spaces.values():
+        for name, block in space.blocks.items():
+            _require(block.name == name and block.space is space, f"{name.hex()} is misfiled")
+            _require(not block.is_detached, f"dropped block {name.hex()} can be found")
+            _require(any(block.copies), f"block {name.hex()} stands nowhere")
+            blocks.append(block)
+    return blocks
+
+
+def _check_holders(
+    blocks: list[Block],
+    copies: list[Copy],
+    leases: LeaseBook,
+    reservations: ReservationBook,
+    moves: MoveBook,
+) -> None:
+    """Invariant 1: every hold is somebody's, and whoever holds, holds."""
+    known = set(blocks)
+    pins = Counter(block for lease in leases.values() for block in lease.blocks)
+    _require(set(pins) <= known, "a lease is on a block that is gone")
+    for block in blocks:
+        _require(block.pins == pins[block], f"{block.name.hex()}: {block.pins} pins")
+        dram = block.copies[DRAM]
+        _require(
+            not block.pins or (dram is not None and dram.is_whole), "a pinned block is not in dram"
+        )
+    filling: Counter[Copy] = Counter()
+    reading: Counter[Copy] = Counter()
+    for grant in reservations.values():
+        for copy in grant.copies:
+            if copy is not None:
+                is_reserved = (
+                    copy.places[grant.part] is not None and copy.checksums[grant.part] is None
+                )
+                _require(is_reserved, f"reservation {grant.reservation_id} holds a slot no more")
+                filling[copy] += 1
+    for move, source, target in moves.values():
+        _require(source.places[move.part] == move.source, f"source of move {move.move_id} moved")
+        _require(target.places[move.part] == move.target, f"target of move {move.move_id} moved")
+        filling[target] += 1
+        reading[source] += 1
+    _require({*filling, *reading} <= set(copies), "a reservation or move is on a copy that is gone")
+    for copy in copies:
+        _require(copy.filling == filling[copy], f"{copy.block.name.hex()}: filling {copy.filling}")
+        _require(copy.reading == reading[copy], f"{copy.block.name.hex()}: reading {copy.reading}")
+
+
+def _check_block(block: Block) -> None:
+    """Invariant 4: visible exactly when every part is committed."""
+    name = block.name.hex()
+    for copy in block.copies:
+        if copy is None:
+            continue
+        committed = sum(checksum is not None for checksum in copy.checksums)
+        placed = sum(place is not None for place in copy.places)
+        _require(copy.committed == committed, f"{name}: {copy.committed} != {committed} committed")
+        _require(placed == committed + copy.filling, f"{name}: a slot that nobody fills")
+        _require(placed > 0, f"{name}: an empty copy")
+    for tier_index, visible in enumerate(block.space.visible):
+        copy = block.copies[tier_index]
+        is_whole = copy is not None and copy.is_whole and not block.is_detached
+        is_visible = visible.get(block.name) is block
+        _require(is_visible == is_whole, f"{name}: visible {is_visible}, whole {is_whole}")
+    dram = block.copies[DRAM]
+    if dram is not None and dram.is_whole:
+        _require(list(block.places) == dram.places, f"{name}: hands out old places")
+        _require(list(block.checksums) == dram.checksums, f"{name}: hands out old checksums")
+
+
+def _check_tier(tier: Tier, copies: list[Copy], quarantined: list[Slot]) -> None:
+    """Invariant 7: the states make the arena, and no two slots overlap."""
+    slots: list[Slot] = list(quarantined)
+    reserved = committed = pinned = 0
+    owned = 0
+    for copy in copies:
+        if copy.tier != tier.index:
+            continue
+        slot_bytes = copy.block.space.slot_bytes[tier.index]
+        for place, checksum in zip(copy.places, copy.checksums, strict=True):
+            if place is None:
+                continue
+            owned += 1
+            _require(tier.owners.get(place.offset) is copy, f"{place} belongs to another copy")
+            slots.append((place.offset, slot_bytes))
+            if checksum is None:
+                reserved += slot_bytes
+            else:
+                committed += slot_bytes
+                pinned += slot_bytes if tier.index == DRAM and copy.block.pins else 0
+    _require(owned == len(tier.owners), f"{tier.name}: {len(tier.owners)} owners of {owned} slots")
+    slots.sort()
+    for (offset, size), (following, _) in pairwise(slots):
+        _require(offset + size <= following, f"{tier.name}: slots overlap at {following}")
+    states = (tier.reserved_bytes, tier.committed_bytes, tier.pinned_bytes, tier.quarantined_bytes)
+    recount = (reserved, committed, pinned, sum(size for _, size in quarantined))
+    _require(states == recount, f"{tier.name}: bytes by state {states} != {recount}")
+    _require(tier.free_bytes == tier.slots.free_bytes, f"{tier.name}: a slot leaked")
+
+
+def _check_candidates(residency: Residency, tier: Tier, copies: list[Copy]) -> None:
+    """Nothing that could be evicted or demoted is forgotten."""
+    for copy in copies:
+        if copy.tier != tier.index:
+            continue
+        if eviction.is_evictable(copy):
+            policy = tier.policies[copy.block.space.slot_bytes[tier.index]]
+            _require(copy in policy, f"{copy.block.name.hex()} can never be evicted")
+
+
+def _check_children(residency: Residency) -> None:
+    """Invariant 6: every copy counts with its parent."""
+    for space in residency.spaces.values():
+        for tier_index in (DRAM, NVME):
+            children = Counter(
+                block.parent
+                for block in space.blocks.values()
+                if block.parent and block.copies[tier_index] is not None
+            )
+            _require(children == space.children[tier_index], "children are miscounted")

@@ -1,0 +1,45 @@
+"""Limits and times of a node's store. Values only; `kvpool.settings` is what users write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpool.errors import ConfigError
+
+
+@dataclass(slots=True, frozen=True)
+class StoreConfig:
+    """Limits and times of a store.
+
+    Raises:
+        ConfigError: a value is out of range, or the watermarks are the wrong way round.
+    """
+
+    grace_s: float = 2.0  # pins outlive the announced deadline by this (invariant 3)
+    max_lease_s: float = 60.0
+    max_reservation_s: float = 120.0
+    quarantine_s: float = 30.0  # longest that a transfer may last (invariant 2)
+    max_blocks_per_call: int = 65_536
+    max_namespaces: int = 4096
+    dram_high_watermark: float = 0.9  # share in use above which demotion begins
+    dram_low_watermark: float = 0.7  # share that demotion makes dispensable down to
+    write_through: bool = False  # every committed block goes to nvme too
+    move_retry_s: float = 5.0  # wait after a failed demotion
+    ghost_hashes: int = 65_536  # gone hashes whose reason is remembered
+    max_pending_events: int = 1_000_000  # kept for a slow or absent reader of events
+    first_id: int = 1  # of leases and reservations; seed it by epoch, so that old numbers are void
+
+    def __post_init__(self) -> None:
+        for name in ("grace_s", "quarantine_s", "move_retry_s"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must not be negative")
+        for name in ("max_lease_s", "max_reservation_s", "max_blocks_per_call", "max_namespaces"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be positive")
+        if not 0 <= self.dram_low_watermark <= self.dram_high_watermark <= 1:
+            raise ConfigError(
+                f"dram watermarks {self.dram_low_watermark} and {self.dram_high_watermark}",
+                hint="0 <= low <= high <= 1",
+            )
+        if min(self.first_id, self.ghost_hashes, self.max_pending_events) < 1:
+            raise ConfigError("first_id, ghost_hashes and max_pending_events must be at least 1")

@@ -1,0 +1,326 @@
+"""Reservations: who may write to which empty slots, until when, and what happens to late writes.
+
+A slot of an expired or aborted reservation goes to quarantine: there is no way to cancel a one-sided write,
+so the slot is free only when its writer says that it stopped, is known dead, or `quarantine_s` have
+passed (invariant 2). Pure: `now` is an argument, in monotonic seconds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import heappop, heappush
+
+from kvpool.errors import InvalidArgument, ReservationGone
+from kvpool.wire.messages import BlockStatus
+from tiers.blocks import DRAM, NVME, Block, Copy, Space
+from tiers.residency import Residency
+from tiers.slots import Place, StoreCorrupt
+
+
+class Grant:
+    """A live reservation: the copies and parts that its writer may fill. A committed one is None."""
+
+    __slots__ = ("copies", "deadline", "part", "remaining", "reservation_id", "writer_id")
+
+    def __init__(
+        self, reservation_id: int, writer_id: str, copies: list[Copy], part: int, deadline: float
+    ) -> None:
+        self.reservation_id = reservation_id
+        self.writer_id = writer_id
+        self.copies: list[Copy | None] = [*copies]
+        self.part = part
+        self.remaining = len(copies)
+        self.deadline = deadline
+
+
+class Quarantined:
+    """One slot that a writer may still write to."""
+
+    __slots__ = ("is_over", "place", "slot_bytes", "until")
+
+    def __init__(self, place: Place, slot_bytes: int, until: float) -> None:
+        self.place = place
+        self.slot_bytes = slot_bytes
+        self.until = until
+        self.is_over = False
+
+
+class ReservationBook:
+    """All live reservations, and the slots in quarantine.
+
+    Args:
+        residency: where the slots are.
+        quarantine_s: the longest that a write may be under way.
+        first_id: number of the first reservation.
+    """
+
+    def __init__(self, residency: Residency, quarantine_s: float, first_id: int) -> None:
+        self._residency = residency
+        self._quarantine_s = quarantine_s
+        self._next_id = first_id
+        self._grants: dict[int, Grant] = {}
+        self._by_writer: dict[str, set[int]] = {}
+        self._due: list[tuple[float, int]] = []
+        self._quarantine: deque[Quarantined] = deque()  # by `until`: time only moves forward
+        # To find the slots of a writer or a reservation; entries go when their slots are free.
+        self._of_writer: dict[str, dict[Quarantined, None]] = {}  # dicts: a fixed order
+        self._of_reservation: dict[int, tuple[str, list[Quarantined]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._grants)
+
+    def values(self) -> list[Grant]:
+        """All live reservations."""
+        return list(self._grants.values())
+
+    def quarantined(self) -> list[Quarantined]:
+        """All slots in quarantine."""
+        return [entry for entry in self._quarantine if not entry.is_over]
+
+    def reserve_run(
+        self,
+        space: Space,
+        hashes: Sequence[bytes],
+        parent: bytes,
+        part: int,
+        writer_id: str,
+        deadline: float,
+    ) -> tuple[int, list[int], list[Place]]:
+        """Hold slots for what is not here of a run of one chain.
+
+        Returns the reservation's number (0 when nothing was granted), a `BlockStatus` per block and the
+        places of the granted ones. Neither the run nor what it builds on is evicted to make its room.
+        """
+        known = [b for b in map(space.blocks.get, hashes) if b is not None]
+        self._residency.touch([block for block in known if _has_part(block, part)])
+        protected = {*known, *_ancestors(space, parent)}
+        copies: list[Copy] = []
+        places: list[Place] = []
+        statuses: list[int] = []
+        for name in hashes:
+            status, place = self._reserve_part(space, name, parent, part, protected)
+            if status == BlockStatus.NO_ROOM:
+                statuses += [status] * (len(hashes) - len(statuses))
+                self._residency.counters["no_room"] += 1
+                break
+            statuses.append(status)
+            if place is not None:
+                places.append(place)
+                copies.append(_dram_copy(space.blocks[name]))
+            parent = name
+        reservation_id = 0
+        if copies:
+            reservation_id = self._grant(copies, part, writer_id, deadline)
+        return reservation_id, statuses, places
+
+    def renew(self, reservation_id: int, ttl_s: float, now: float) -> float:
+        """Move the deadline to `now + ttl_s`, never to an earlier time; returns seconds from now.
+
+        Raises:
+            ReservationGone: it is over.
+        """
+        grant = self._live(reservation_id, now)
+        grant.deadline = max(grant.deadline, now + ttl_s)
+        return grant.deadline - now
+
+    def commit(
+        self,
+        reservation_id: int,
+        checksums: Sequence[int],
+        indices: Sequence[int] | None,
+        now: float,
+    ) -> list[Block]:
+        """Commit granted parts; returns the blocks that became visible, in order. All or nothing.
+
+        Raises:
+            ReservationGone: it is over, or an index was committed before.
+            InvalidArgument: an index does not exist or comes twice, or the checksums are not one for each.
+        """
+        grant = self._live(reservation_id, now)
+        if indices is None:
+            indices = range(len(grant.copies))
+        if len(checksums) != len(indices):
+            raise InvalidArgument(f"{len(checksums)} checksums for {len(indices)} blocks")
+        if len(set(indices)) != len(indices):
+            raise InvalidArgument("an index to commit comes twice")
+        copies: list[Copy] = []
+        for index in indices:
+            if not 0 <= index < len(grant.copies):
+                raise InvalidArgument(f"index {index} of {len(grant.copies)} granted blocks")
+            copy = grant.copies[index]
+            if copy is None:
+                raise ReservationGone(
+                    f"index {index} of reservation {reservation_id} was committed"
+                )
+            copies.append(copy)
+        self._residency.touch([copy.block for copy in copies])
+        visible: list[Block] = []
+        for index, copy, checksum in zip(indices, copies, checksums, strict=True):
+            grant.copies[index] = None
+            grant.remaining -= 1
+            if self._residency.fill(copy, grant.part, checksum):
+                visible.append(copy.block)
+        if not grant.remaining:
+            self._remove(grant)
+        return visible
+
+    def abort(self, reservation_id: int, *, writer_stopped: bool, now: float) -> None:
+        """Give back what is not committed: free when the writer stopped, else to quarantine.
+
+        A writer that confirms later (`writer_stopped` for a reservation already in quarantine) frees its
+        slots then. Unknown reservations are ignored.
+        """
+        grant = self._grants.get(reservation_id)
+        if grant is not None:
+            self._end(grant, is_late_write_possible=not writer_stopped, now=now)
+        elif writer_stopped and reservation_id in self._of_reservation:
+            writer_id, entries = self._of_reservation[reservation_id]
+            self._release(entries)
+            self._forget(reservation_id, writer_id, entries)
+
+    def writer_gone(self, writer_id: str, now: float) -> None:
+        """The writer went away; its writes may not have: all its reservations go to quarantine."""
+        for reservation_id in sorted(self._by_writer.get(writer_id, ())):
+            self._end(self._grants[reservation_id], is_late_write_possible=True, now=now)
+
+    def writer_stopped(self, writer_id: str) -> None:
+        """The writer is known to be dead or idle: its slots in quarantine are free."""
+        self._release(self._of_writer.pop(writer_id, ()))
+        for reservation_id in [i for i, (w, _) in self._of_reservation.items() if w == writer_id]:
+            del self._of_reservation[reservation_id]
+
+    def expire(self, now: float) -> int:
+        """End what is past its deadline, free what is past quarantine; returns how many of both."""
+        ended = 0
+        while self._due and self._due[0][0] <= now:
+            _, reservation_id = heappop(self._due)
+            grant = self._grants.get(reservation_id)
+            if grant is None:
+                continue
+            if grant.deadline > now:
+                heappush(self._due, (grant.deadline, reservation_id))
+                continue
+            self._end(grant, is_late_write_possible=True, now=now)
+            self._residency.counters["reservations_expired"] += 1
+            ended += 1
+        return ended + self._expire_quarantine(now)
+
+    # ------------------------------------------------------------ within
+
+    def _grant(self, copies: list[Copy], part: int, writer_id: str, deadline: float) -> int:
+        reservation_id = self._next_id
+        self._next_id += 1
+        self._grants[reservation_id] = Grant(reservation_id, writer_id, copies, part, deadline)
+        self._by_writer.setdefault(writer_id, set()).add(reservation_id)
+        heappush(self._due, (deadline, reservation_id))
+        return reservation_id
+
+    def _reserve_part(
+        self, space: Space, name: bytes, parent: bytes, part: int, protected: set[Block]
+    ) -> tuple[int, Place | None]:
+        if name in space.visible[DRAM] or name in space.visible[NVME]:
+            return BlockStatus.EXISTS, None
+        block = self._residency.block(space, name, parent)
+        copy = block.copies[DRAM]
+        if copy is not None and copy.places[part] is not None:
+            is_committed = copy.checksums[part] is not None
+            return (BlockStatus.EXISTS if is_committed else BlockStatus.IN_PROGRESS), None
+        recovered = block.copies[NVME]
+        place = self._residency.hold(block, DRAM, part, protected)
+        if place is None:
+            return BlockStatus.NO_ROOM, None
+        if recovered is not None:  # in part, before a restart: the new writer's bytes replace it
+            self._residency.discard_partial(recovered)
+        return BlockStatus.GRANTED, place
+
+    def _live(self, reservation_id: int, now: float) -> Grant:
+        grant = self._grants.get(reservation_id)
+        if grant is not None and now >= grant.deadline:
+            self._end(grant, is_late_write_possible=True, now=now)
+            self._residency.counters["reservations_expired"] += 1
+            grant = None
+        if grant is None:
+            raise ReservationGone(
+                f"reservation {reservation_id} was committed, aborted or has expired",
+                hint="reserve again",
+            )
+        return grant
+
+    def _remove(self, grant: Grant) -> None:
+        del self._grants[grant.reservation_id]
+        of_writer = self._by_writer[grant.writer_id]
+        of_writer.discard(grant.reservation_id)
+        if not of_writer:
+            del self._by_writer[grant.writer_id]
+        if len(self._due) > 1024 and len(self._due) > 2 * len(self._grants):
+            self._due = sorted((g.deadline, i) for i, g in self._grants.items())
+
+    def _end(self, grant: Grant, *, is_late_write_possible: bool, now: float) -> None:
+        self._remove(grant)
+        # The last block first: the tail of a chain goes before what it builds on.
+        open_copies = [copy for copy in reversed(grant.copies) if copy is not None]
+        places = [
+            self._residency.vacate(copy, grant.part, is_late_write_possible=is_late_write_possible)
+            for copy in open_copies
+        ]
+        if not is_late_write_possible:
+            return
+        until = now + self._quarantine_s
+        entries = [
+            Quarantined(place, copy.block.space.slot_bytes[DRAM], until)
+            for place, copy in zip(places, open_copies, strict=True)
+        ]
+        self._quarantine.extend(entries)
+        self._of_writer.setdefault(grant.writer_id, {}).update(dict.fromkeys(entries))
+        self._of_reservation[grant.reservation_id] = (grant.writer_id, entries)
+
+    def _expire_quarantine(self, now: float) -> int:
+        over: list[Quarantined] = []
+        while self._quarantine and (
+            self._quarantine[0].is_over or self._quarantine[0].until <= now
+        ):
+            over.append(self._quarantine.popleft())
+        if not over:
+            return 0
+        live = [entry for entry in over if not entry.is_over]
+        self._release(live)
+        for reservation_id, (writer_id, entries) in list(self._of_reservation.items()):
+            if all(entry.is_over for entry in entries):
+                self._forget(reservation_id, writer_id, entries)
+        return len(live)
+
+    def _forget(self, reservation_id: int, writer_id: str, entries: list[Quarantined]) -> None:
+        del self._of_reservation[reservation_id]
+        of_writer = self._of_writer[writer_id]
+        for entry in entries:
+            del of_writer[entry]
+        if not of_writer:
+            del self._of_writer[writer_id]
+
+    def _release(self, entries: Iterable[Quarantined]) -> None:
+        for entry in entries:
+            if not entry.is_over:
+                entry.is_over = True
+                self._residency.end_quarantine(DRAM, entry.place, entry.slot_bytes)
+
+
+def _has_part(block: Block, part: int) -> bool:
+    return any(copy is not None and copy.checksums[part] is not None for copy in block.copies)
+
+
+def _dram_copy(block: Block) -> Copy:
+    copy = block.copies[DRAM]
+    if copy is None:
+        raise StoreCorrupt(f"granted block {block.name.hex()} has no dram copy")
+    return copy
+
+
+def _ancestors(space: Space, parent: bytes) -> Iterator[Block]:
+    """The known chain from `parent` upwards."""
+    while parent:
+        block = space.blocks.get(parent)
+        if block is None:
+            return
+        yield block
+        parent = block.parent

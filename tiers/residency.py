@@ -1,0 +1,437 @@
+"""Which copies stand in which tier: taking slots, filling them, evicting, dropping, and the accounting.
+
+The part of the store that owns every slot's state. Leases, reservations and moves (their own files) say
+who holds what; here is what that means for slots. Pure: no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Sequence
+
+from tiers import eviction
+from tiers.blocks import DRAM, NVME, TIER_NAMES, Block, Copy, Ghosts, Space, StoreEvent
+from tiers.eviction import NOBODY, EvictionPolicy, PrefixLru, RecencyHeap
+from tiers.slots import Place, SlotAllocator, StoreCorrupt
+
+
+class Tier:
+    """One tier's slots, who stands in them, and bytes by state (slot sizes, so rounded up)."""
+
+    def __init__(self, index: int, slots: SlotAllocator) -> None:
+        self.index = index
+        self.name = TIER_NAMES[index]
+        self.slots = slots
+        self.reserved_bytes = 0
+        self.committed_bytes = 0
+        self.pinned_bytes = 0  # of the committed ones
+        self.quarantined_bytes = 0
+        self.owners: dict[int, Copy] = {}  # offset -> copy; a quarantined slot has none
+        self.policies: defaultdict[int, EvictionPolicy] = defaultdict(PrefixLru)  # by slot size
+        self.evicted_since_scan: Counter[int] = Counter()  # by slot size
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes in no state; with the other three they make the capacity (invariant 7)."""
+        return (
+            self.slots.capacity_bytes
+            - self.reserved_bytes
+            - self.committed_bytes
+            - self.quarantined_bytes
+        )
+
+
+class Residency:
+    """Blocks, their copies and slots over all tiers.
+
+    Args:
+        dram: slots of the arena that clients read and write.
+        nvme: slots of the slab file; None where the node has no disk tier.
+        ghost_limit: how many evicted and dropped hashes to remember the reason of, each.
+        max_pending_events: how many events may wait to be taken; the oldest are lost first.
+    """
+
+    def __init__(
+        self,
+        dram: SlotAllocator,
+        nvme: SlotAllocator | None,
+        ghost_limit: int,
+        max_pending_events: int,
+    ) -> None:
+        self.tiers = [Tier(DRAM, dram)] + ([Tier(NVME, nvme)] if nvme is not None else [])
+        self.spaces: dict[bytes, Space] = {}
+        self.detached: set[Block] = set()
+        self.evicted = Ghosts(ghost_limit)
+        self.dropped = Ghosts(ghost_limit)
+        self._events: deque[StoreEvent] = deque(maxlen=max_pending_events)
+        self.counters: Counter[str] = Counter()
+        self.clean_bytes = 0  # of dram copies whose block stands in nvme too
+        # Whole dram copies without an nvme copy, for demotion. They may be pinned: moves set those aside.
+        self.dirty = RecencyHeap(_is_dirty)
+        self._tick = 0
+
+    # ------------------------------------------------------------ blocks
+
+    def advance(self, count: int) -> int:
+        """Take `count` ticks of recency for a run; its head gets the last of them, which is returned."""
+        self._tick += count
+        return self._tick
+
+    def touch(self, blocks: Sequence[Block]) -> None:
+        """Note a use of a run of one chain: its head counts as the most recent."""
+        tick = self.advance(len(blocks))
+        for block in blocks:
+            block.last_use = tick
+            tick -= 1
+
+    def block(self, space: Space, name: bytes, parent: bytes) -> Block:
+        """The record of a block, made anew when nothing is known of it.
+
+        The parent that came first stays. A parent that would close a circle is not believed: a circle
+        could never be evicted.
+        """
+        block = space.blocks.get(name)
+        if block is None:
+            if parent == name or (_has_children(space, name) and _descends(space, parent, name)):
+                parent = b""
+            self._tick += 1
+            block = space.blocks[name] = Block(space, name, parent, self._tick)
+        return block
+
+    def forget_if_gone(self, block: Block) -> None:
+        """Drop the record of a block that stands nowhere."""
+        if block.copies[DRAM] is None and block.copies[NVME] is None:
+            if block.is_detached:
+                self.detached.discard(block)
+            elif block.space.blocks.get(block.name) is block:
+                del block.space.blocks[block.name]
+
+    def take_events(self) -> list[StoreEvent]:
+        """Events since the last call, in order."""
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    # ------------------------------------------------------------ slots of a copy
+
+    def hold(
+        self,
+        block: Block,
+        tier_index: int,
+        part: int,
+        protected: Collection[Block] = NOBODY,
+        colder_than: int | None = None,
+    ) -> Place | None:
+        """Reserve a slot for one part, evicting when needed; None when no slot can be had.
+
+        Args:
+            protected: never evicted to make this room.
+            colder_than: evict only what was used before this tick.
+        """
+        copy = self._open(block, tier_index)
+        copy.filling += 1  # before room is made: neither this copy nor its parent may be the victim
+        place = self._make_room(
+            self.tiers[tier_index], block.space.slot_bytes[tier_index], protected, colder_than
+        )
+        if place is None:
+            copy.filling -= 1
+            self.settle_state(copy)
+            return None
+        self._enter(copy, part, place)
+        return place
+
+    def claim(self, block: Block, tier_index: int, part: int, place: Place) -> bool:
+        """Reserve the slot at a known place for one part (recovery); False when it cannot be had."""
+        tier = self.tiers[tier_index]
+        if not tier.slots.claim(place, block.space.slot_bytes[tier_index]):
+            return False
+        copy = self._open(block, tier_index)
+        copy.filling += 1
+        self._enter(copy, part, place)
+        return True
+
+    def fill(self, copy: Copy, part: int, checksum: int) -> bool:
+        """Reserved to committed; True when the copy became whole and visible by it."""
+        block, tier = copy.block, self.tiers[copy.tier]
+        slot_bytes = block.space.slot_bytes[copy.tier]
+        tier.reserved_bytes -= slot_bytes
+        tier.committed_bytes += slot_bytes
+        copy.checksums[part] = checksum
+        copy.filling -= 1
+        copy.committed += 1
+        became_visible = not block.is_detached and copy.is_whole
+        if became_visible:
+            self._show(copy)
+        self.settle_state(copy)
+        return became_visible
+
+    def vacate(self, copy: Copy, part: int, *, is_late_write_possible: bool) -> Place:
+        """Give up a reserved slot: to quarantine (the caller keeps the place) or free at once."""
+        place = copy.places[part]
+        if place is None or copy.checksums[part] is not None:
+            raise StoreCorrupt(f"part {part} of {copy.block.name.hex()} is not reserved")
+        tier = self.tiers[copy.tier]
+        slot_bytes = copy.block.space.slot_bytes[copy.tier]
+        tier.reserved_bytes -= slot_bytes
+        del tier.owners[place.offset]
+        copy.places[part] = None
+        copy.filling -= 1
+        if is_late_write_possible:  # invariant 2
+            tier.quarantined_bytes += slot_bytes
+            self.counters["quarantined"] += 1
+        else:
+            tier.slots.free(place)
+        self.settle_state(copy)
+        return place
+
+    def end_quarantine(self, tier_index: int, place: Place, slot_bytes: int) -> None:
+        """Nobody can write to the slot any more: it is free."""
+        tier = self.tiers[tier_index]
+        tier.quarantined_bytes -= slot_bytes
+        tier.slots.free(place)
+
+    def settle_state(self, copy: Copy) -> None:
+        """After a holder let go: free a dropped copy, close an empty one, offer others for eviction."""
+        block = copy.block
+        if block.is_detached:
+            if not eviction.is_held(copy):
+                self._free_committed(copy)
+                self._close(copy)
+        elif not copy.filling and not copy.committed:
+            self._close(copy)
+        elif not eviction.is_held(copy):
+            self._policy(copy).offer(copy)
+
+    def unpin(self, block: Block) -> None:
+        """One lease less on the dram copy."""
+        block.pins -= 1
+        if block.pins:
+            return
+        copy = block.copies[DRAM]
+        if copy is None:
+            raise StoreCorrupt(f"pinned block {block.name.hex()} has no dram copy")
+        space = block.space
+        self.tiers[DRAM].pinned_bytes -= space.slot_bytes[DRAM] * space.tp_size
+        self.settle_state(copy)
+
+    # ------------------------------------------------------------ leaving
+
+    def evict(self, copy: Copy) -> None:
+        """Take a copy out of its tier; the block lives on where it has another."""
+        block, tier = copy.block, self.tiers[copy.tier]
+        self.counters["evicted"] += 1
+        self.counters[f"evicted:{tier.name}"] += 1
+        tier.evicted_since_scan[block.space.slot_bytes[copy.tier]] += 1
+        was_whole = copy.is_whole
+        if was_whole:
+            self._hide(copy)
+        self._free_committed(copy)
+        self._close(copy)
+        if was_whole and not any(block.name in names for names in block.space.visible):
+            self.counters["lost"] += 1
+            self.evicted.remember(block, "evicted")
+
+    def detach(self, block: Block, reason: str) -> None:
+        """Hide a block from everybody at once; slots that are still held go when they are let go."""
+        space = block.space
+        self.dropped.remember(block, reason)
+        self.counters["dropped"] += 1
+        copies = [copy for copy in block.copies if copy is not None]
+        for copy in copies:
+            if copy.is_whole:
+                self._hide(copy)
+            self._policy(copy).discard(copy)
+            self._unlink(copy)
+        block.is_detached = True
+        self.detached.add(block)
+        del space.blocks[block.name]
+        for copy in copies:
+            self.settle_state(copy)
+
+    def discard_partial(self, copy: Copy) -> None:
+        """Free what was committed of a copy that will never be whole."""
+        if not copy.is_whole and not eviction.is_held(copy) and copy.committed:
+            self._free_committed(copy)
+            self._close(copy)
+
+    # ------------------------------------------------------------ within
+
+    def _policy(self, copy: Copy) -> EvictionPolicy:
+        return self.tiers[copy.tier].policies[copy.block.space.slot_bytes[copy.tier]]
+
+    def _open(self, block: Block, tier_index: int) -> Copy:
+        copy = block.copies[tier_index]
+        if copy is None:
+            copy = block.copies[tier_index] = Copy(block, tier_index)
+            if block.parent:
+                children = block.space.children[tier_index]
+                children[block.parent] = children.get(block.parent, 0) + 1
+        return copy
+
+    def _close(self, copy: Copy) -> None:
+        block = copy.block
+        if block.copies[copy.tier] is not copy:
+            return
+        block.copies[copy.tier] = None
+        self._policy(copy).discard(copy)
+        if not block.is_detached:
+            self._unlink(copy)
+        self.forget_if_gone(block)
+
+    def _unlink(self, copy: Copy) -> None:
+        """One child less for the parent, which may be a leaf now."""
+        block = copy.block
+        if not block.parent:
+            return
+        children = block.space.children[copy.tier]
+        if children[block.parent] > 1:
+            children[block.parent] -= 1
+            return
+        del children[block.parent]
+        parent = block.space.blocks.get(block.parent)
+        parent_copy = parent.copies[copy.tier] if parent is not None else None
+        if parent_copy is not None and not eviction.is_held(parent_copy):
+            self._policy(parent_copy).offer(parent_copy)
+
+    def _enter(self, copy: Copy, part: int, place: Place) -> None:
+        tier = self.tiers[copy.tier]
+        tier.reserved_bytes += copy.block.space.slot_bytes[copy.tier]
+        tier.owners[place.offset] = copy
+        copy.places[part] = place
+
+    def _free_committed(self, copy: Copy) -> None:
+        tier = self.tiers[copy.tier]
+        slot_bytes = copy.block.space.slot_bytes[copy.tier]
+        for part, place in enumerate(copy.places):
+            if place is not None and copy.checksums[part] is not None:
+                del tier.owners[place.offset]
+                tier.slots.free(place)
+                tier.committed_bytes -= slot_bytes
+                copy.places[part] = copy.checksums[part] = None
+                copy.committed -= 1
+
+    def _show(self, copy: Copy) -> None:
+        block = copy.block
+        space = block.space
+        space.visible[copy.tier][block.name] = block
+        if copy.tier == DRAM:
+            block.places = tuple(place for place in copy.places if place is not None)
+            block.checksums = tuple(c for c in copy.checksums if c is not None)
+        if block.name in space.visible[DRAM] and block.name in space.visible[NVME]:
+            self.clean_bytes += space.slot_bytes[DRAM] * space.tp_size
+        elif copy.tier == DRAM and len(self.tiers) > 1:
+            self.dirty.offer(copy)
+        self._note("stored", copy)
+
+    def _hide(self, copy: Copy) -> None:
+        block = copy.block
+        space = block.space
+        if block.name in space.visible[DRAM] and block.name in space.visible[NVME]:
+            self.clean_bytes -= space.slot_bytes[DRAM] * space.tp_size
+        del space.visible[copy.tier][block.name]
+        dram = block.copies[DRAM]
+        if copy.tier == DRAM:
+            self.dirty.discard(copy)
+        elif dram is not None and block.name in space.visible[DRAM]:
+            self.dirty.offer(dram)
+        self._note("removed", copy)
+
+    def _note(self, kind: str, copy: Copy) -> None:
+        block = copy.block
+        name = self.tiers[copy.tier].name
+        if len(self._events) == self._events.maxlen:
+            self.counters["events_lost"] += 1
+        self._events.append(StoreEvent(kind, block.space.namespace_id, block.name, name))
+
+    # ------------------------------------------------------------ making room
+
+    def _make_room(
+        self, tier: Tier, slot_bytes: int, protected: Collection[Block], colder_than: int | None
+    ) -> Place | None:
+        place = tier.slots.allocate(slot_bytes)
+        while place is None:
+            victims = self._victims(tier, slot_bytes, protected, colder_than)
+            if not victims:
+                return None
+            for copy in victims:
+                self.evict(copy)
+            place = tier.slots.allocate(slot_bytes)
+        return place
+
+    def _victims(
+        self, tier: Tier, slot_bytes: int, protected: Collection[Block], colder_than: int | None
+    ) -> list[Copy]:
+        """The coldest copy of this slot size, or all of another size's slab that is colder still.
+
+        Slabs are looked at when this size has nothing to give, and once per slab's worth of evictions:
+        often enough that a busy size outgrows an idle one, seldom enough to cost little.
+        """
+        own = tier.policies[slot_bytes].victim(protected)
+        if own is not None and colder_than is not None and own.block.last_use >= colder_than:
+            own = None
+        is_due = tier.evicted_since_scan[slot_bytes] >= tier.slots.slots_per_slab(slot_bytes)
+        if own is None or is_due:
+            tier.evicted_since_scan[slot_bytes] = 0
+            limit = own.block.last_use if own is not None else colder_than
+            slab = self._coldest_slab_of_others(tier, slot_bytes, protected, limit)
+            if slab:
+                self.counters["slabs_reclaimed"] += 1
+                return slab
+        return [own] if own is not None else []
+
+    def _coldest_slab_of_others(
+        self, tier: Tier, slot_bytes: int, protected: Collection[Block], colder_than: int | None
+    ) -> list[Copy]:
+        best: list[Copy] = []
+        for index in tier.slots.slabs_of_others(slot_bytes):
+            copies: dict[Copy, None] = {}
+            for place in tier.slots.places_in(index):
+                copy = tier.owners.get(place.offset)
+                if (
+                    copy is None  # quarantined
+                    or (colder_than is not None and copy.block.last_use >= colder_than)
+                    or copy.block in protected
+                    or not eviction.is_standing(copy)
+                    or eviction.is_held(copy)
+                ):
+                    break
+                copies[copy] = None
+            else:
+                newest = max(copy.block.last_use for copy in copies)
+                order = _leaves_first(list(copies))
+                if len(order) == len(copies):  # else some descendant stands elsewhere
+                    best, colder_than = order, newest
+        return best
+
+
+def _leaves_first(copies: list[Copy]) -> list[Copy]:
+    """Those that can be evicted if all before them are, in that order (invariant 6)."""
+    by_name = {(copy.block.space.namespace_id, copy.block.name): copy for copy in copies}
+    waiting = {c: c.block.space.children[c.tier].get(c.block.name, 0) for c in copies}
+    ready = [copy for copy, children in waiting.items() if not children]
+    order: list[Copy] = []
+    while ready:
+        copy = ready.pop()
+        order.append(copy)
+        parent = by_name.get((copy.block.space.namespace_id, copy.block.parent))
+        if parent is not None:
+            waiting[parent] -= 1
+            if not waiting[parent]:
+                ready.append(parent)
+    return order
+
+
+def _is_dirty(copy: Copy) -> bool:
+    return eviction.is_standing(copy) and copy.is_whole and copy.block.copies[NVME] is None
+
+
+def _has_children(space: Space, name: bytes) -> bool:
+    return any(name in children for children in space.children)
+
+
+def _descends(space: Space, name: bytes, ancestor: bytes) -> bool:
+    """Whether the known parents of `name` lead to `ancestor`."""
+    while name and name != ancestor:
+        block = space.blocks.get(name)
+        name = block.parent if block is not None else b""
+    return name == ancestor and bool(name)

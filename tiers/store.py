@@ -1,0 +1,470 @@
+"""The node's block state machine: what may be read, written, evicted and moved, and when (DESIGN §6).
+
+    free -> reserved -> committed -> (pinned n times) -> evicted -> free
+
+`Store` is the one entrance; slots (`residency`), leases, reservations and moves are behind it. It is pure: no
+I/O, no asyncio, no clock (`now` is monotonic seconds and never goes back), and equal calls give equal
+answers. Not thread-safe: one thread owns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvpool.errors import InvalidArgument, LayoutMismatch, NoRoom, UnknownNamespace
+from kvpool.hashing import HASH_BYTES
+from kvpool.layout import Namespace
+from kvpool.wire.messages import TierUsage
+from tiers import integrity, recovery
+from tiers.blocks import (
+    DRAM,
+    NVME,
+    TIER_NAMES,
+    Block,
+    Move,
+    PinResult,
+    Reservation,
+    Space,
+    StoreEvent,
+)
+from tiers.leases import LeaseBook
+from tiers.limits import StoreConfig
+from tiers.moves import MoveBook
+from tiers.reservations import ReservationBook
+from tiers.residency import Residency
+from tiers.slots import Place, SlotAllocator, StoreCorrupt
+
+__all__ = [
+    "Move",
+    "PinResult",
+    "Reservation",
+    "Store",
+    "StoreConfig",
+    "StoreCorrupt",
+    "StoreEvent",
+]
+
+
+class Store:
+    """All blocks of one node, over its tiers.
+
+    Args:
+        dram: slots of the arena that clients reach.
+        nvme: slots of the slab file, or None.
+        config: limits and times.
+    """
+
+    def __init__(
+        self,
+        dram: SlotAllocator,
+        nvme: SlotAllocator | None = None,
+        config: StoreConfig | None = None,
+    ) -> None:
+        self.config = config = config or StoreConfig()
+        self._residency = Residency(dram, nvme, config.ghost_hashes, config.max_pending_events)
+        self._leases = LeaseBook(self._residency, config.grace_s, config.first_id)
+        self._reservations = ReservationBook(self._residency, config.quarantine_s, config.first_id)
+        self._moves = MoveBook(
+            self._residency,
+            config.dram_high_watermark,
+            config.dram_low_watermark,
+            config.write_through,
+            config.move_retry_s,
+        )
+
+    # ------------------------------------------------------------ namespaces
+
+    def register_namespace(self, namespace: Namespace, now: float) -> bytes:
+        """Make a namespace known; returns its 16-byte id. Known ones change nothing.
+
+        Raises:
+            LayoutMismatch: the same model, revision and tenant are known under another layout.
+            BlockTooLarge: a part of it fits no slab.
+            NoRoom: `max_namespaces` are known.
+        """
+        spaces = self._residency.spaces
+        namespace_id = namespace.namespace_id
+        if namespace_id in spaces:
+            return namespace_id
+        for space in spaces.values():
+            if _owner(space.namespace) == _owner(namespace):
+                differences = space.namespace.layout.differences(namespace.layout)
+                if differences:
+                    raise LayoutMismatch(
+                        f"{namespace.name} is known here with another layout: {', '.join(differences)}",
+                        hint="blocks of two layouts never mix; use equal settings on every engine",
+                    )
+        if len(spaces) >= self.config.max_namespaces:
+            raise NoRoom(f"{len(spaces)} namespaces are known", hint="raise max_namespaces")
+        part_bytes = namespace.layout.part_bytes
+        slot_bytes = tuple(tier.slots.slot_size(part_bytes) for tier in self._residency.tiers)
+        spaces[namespace_id] = Space(namespace, slot_bytes)
+        return namespace_id
+
+    def namespaces(self) -> list[Namespace]:
+        """The namespaces known, in the order of their registration."""
+        return [space.namespace for space in self._residency.spaces.values()]
+
+    def part_bytes(self, namespace_id: bytes) -> int:
+        """Bytes of one block part of a namespace.
+
+        Raises:
+            UnknownNamespace.
+        """
+        return self._space(namespace_id, 0).part_bytes
+
+    # ------------------------------------------------------------ reading
+
+    def lookup(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[str]:
+        """Best tier of each leading block that is visible. Takes no lease, counts as no use.
+
+        Raises:
+            UnknownNamespace, InvalidArgument: too many hashes.
+        """
+        dram, nvme = self._space(namespace_id, len(hashes)).visible
+        found: list[str] = []
+        for name in hashes:
+            if name in dram:
+                found.append("dram")
+            elif name in nvme:
+                found.append("nvme")
+            else:
+                break
+        return found
+
+    def pin(
+        self,
+        namespace_id: bytes,
+        hashes: Sequence[bytes],
+        holder_id: str,
+        ttl_s: float,
+        now: float,
+        parts: Sequence[int] | None = None,
+    ) -> PinResult:
+        """Lease the longest leading run that is here and whole; see `PinResult` for what comes back.
+
+        Where the run stands in nvme only, nothing is leased and the moves to make come in `promote`: carry
+        them out, report each by `finish_move`, and pin again.
+
+        Args:
+            ttl_s: seconds, cut to `max_lease_s`; `ttl_s` of the result is what was given.
+            parts: tensor-parallel parts whose places are wanted; None or empty for all.
+
+        Raises:
+            UnknownNamespace, InvalidArgument: too many hashes, a ttl that is not positive, or parts that
+                do not exist.
+        """
+        space = self._space(namespace_id, len(hashes))
+        ttl_s = _ttl(ttl_s, self.config.max_lease_s)
+        wanted = self._wanted_parts(space, parts)
+        find = space.visible[DRAM].get
+        blocks: list[Block] = []
+        for name in hashes:
+            block = find(name)
+            if block is None:
+                break
+            blocks.append(block)
+        reason = ""
+        if len(blocks) < len(hashes):
+            if hashes[len(blocks)] in space.visible[NVME]:
+                self.expire(now)
+                blocks, promote, reason = self._moves.promote_run(space, hashes)
+                if reason == "promoting":
+                    return PinResult(0, 0, [], [], [], 0.0, reason, promote)
+            reason = reason or self._miss_reason(space, hashes, len(blocks))
+            counters = self._residency.counters
+            counters["misses"] += len(hashes) - len(blocks)
+            if reason:
+                counters[f"miss:{reason}"] += 1
+        if not blocks:
+            return PinResult(0, 0, [], [], [], 0.0, reason, [])
+        self._residency.counters["hits"] += len(blocks)
+        lease_id = self._leases.grant(space, blocks, holder_id, now + ttl_s)
+        if wanted is None:
+            places = [place for block in blocks for place in block.places]
+            checksums = [checksum for block in blocks for checksum in block.checksums]
+        else:
+            places = [block.places[part] for block in blocks for part in wanted]
+            checksums = [block.checksums[part] for block in blocks for part in wanted]
+        tiers = ["dram"] * len(blocks)
+        return PinResult(lease_id, len(blocks), places, checksums, tiers, ttl_s, reason, [])
+
+    def renew(self, lease_id: int, ttl_s: float, now: float) -> float:
+        """Prolong a lease; returns the seconds from now that it has.
+
+        Raises:
+            LeaseExpired: its deadline has passed. InvalidArgument: the ttl is not positive.
+        """
+        return self._leases.renew(lease_id, _ttl(ttl_s, self.config.max_lease_s), now)
+
+    def release(self, lease_id: int, now: float) -> None:
+        """End a lease whose holder reads no more; unknown ones are ignored."""
+        self._leases.release(lease_id)
+
+    # ------------------------------------------------------------ writing
+
+    def reserve(
+        self,
+        namespace_id: bytes,
+        hashes: Sequence[bytes],
+        parent: bytes,
+        part: int,
+        writer_id: str,
+        ttl_s: float,
+        now: float,
+    ) -> Reservation:
+        """Reserve slots for one part of the blocks of a run that are not here, evicting when needed.
+
+        Args:
+            hashes: a run of one chain.
+            parent: hash of the block before the first, b"" at the start of a chain.
+            ttl_s: seconds, cut to `max_reservation_s`.
+
+        Raises:
+            UnknownNamespace, InvalidArgument: too many hashes, not 16 bytes each, no such part, or a ttl
+                that is not positive.
+        """
+        space = self._space(namespace_id, len(hashes))
+        ttl_s = _ttl(ttl_s, self.config.max_reservation_s)
+        if not 0 <= part < space.tp_size:
+            raise InvalidArgument(f"part {part} of {space.tp_size}")
+        if len(parent) not in (0, HASH_BYTES) or any(len(name) != HASH_BYTES for name in hashes):
+            raise InvalidArgument(f"block hashes have {HASH_BYTES} bytes each")
+        self.expire(now)
+        reservation_id, statuses, places = self._reservations.reserve_run(
+            space, hashes, parent, part, writer_id, now + ttl_s
+        )
+        return Reservation(
+            reservation_id, statuses, places, space.slot_bytes[DRAM], ttl_s, now + ttl_s
+        )
+
+    def renew_reservation(self, reservation_id: int, ttl_s: float, now: float) -> float:
+        """Prolong a reservation; returns the seconds from now that it has.
+
+        Raises:
+            ReservationGone: it is over. InvalidArgument: the ttl is not positive.
+        """
+        return self._reservations.renew(
+            reservation_id, _ttl(ttl_s, self.config.max_reservation_s), now
+        )
+
+    def commit(
+        self,
+        reservation_id: int,
+        checksums: Sequence[int],
+        now: float,
+        indices: Sequence[int] | None = None,
+    ) -> list[bytes]:
+        """Commit granted blocks, all or nothing; returns the hashes that became visible by it.
+
+        Args:
+            checksums: xxh3-64 of each part's bytes, in the order of `indices`.
+            indices: into the granted blocks; None for every one of them.
+
+        Raises:
+            ReservationGone: it is over, or an index was committed before.
+            InvalidArgument: an index does not exist or comes twice, or the checksums are not one for each.
+        """
+        blocks = self._reservations.commit(reservation_id, checksums, indices, now)
+        self._residency.counters["committed"] += len(checksums)
+        return [block.name for block in blocks]
+
+    def abort(self, reservation_id: int, writer_stopped: bool, now: float) -> None:
+        """Give a reservation back: its slots are free if the writer stopped, else in quarantine.
+
+        A later call with `writer_stopped` frees those in quarantine. Unknown ones are ignored.
+        """
+        self._reservations.abort(reservation_id, writer_stopped=writer_stopped, now=now)
+
+    def writer_stopped(self, writer_id: str, now: float) -> None:
+        """The writer is dead or confirmed that nothing is in flight: free its slots in quarantine."""
+        self._reservations.writer_stopped(writer_id)
+
+    # ------------------------------------------------------------ ends
+
+    def client_gone(self, client_id: str, now: float) -> None:
+        """A client went away: its leases run into their grace, its reservations into quarantine."""
+        self._leases.holder_gone(client_id, now)
+        self._reservations.writer_gone(client_id, now)
+        self.expire(now)
+
+    def expire(self, now: float) -> int:
+        """End every lease, reservation and quarantined slot that is past its time; returns how many."""
+        return self._leases.expire(now) + self._reservations.expire(now)
+
+    def drop(self, namespace_id: bytes, block_hash: bytes, reason: str, now: float) -> bool:
+        """Remove a block from all tiers; what is pinned or moving is hidden now and freed later.
+
+        A block of which nothing is committed stays: the report is about an older one. Returns whether a
+        block was dropped. With the reason "checksum" later pins say so.
+
+        Raises:
+            UnknownNamespace.
+        """
+        block = self._space(namespace_id, 1).blocks.get(block_hash)
+        if block is None or not any(copy and copy.committed for copy in block.copies):
+            return False
+        self._residency.detach(block, reason)
+        return True
+
+    # ------------------------------------------------------------ moves and recovery
+
+    def plan_demotions(self, max_blocks: int, now: float) -> list[Move]:
+        """Moves that give the coldest dram blocks a copy in nvme; each must be ended by `finish_move`.
+
+        Apply the nvme "removed" events of `take_events` before writing to the targets: their slots may
+        have held those blocks until now.
+        """
+        return self._moves.plan_demotions(max_blocks, now)
+
+    def finish_move(self, move_id: int, ok: bool, now: float) -> None:
+        """The bytes of a move are in place (`ok`), or will never be.
+
+        Raises:
+            InvalidArgument: no such move is under way.
+        """
+        self._moves.finish(move_id, ok, now)
+
+    def cancel_moves(self, moves: Sequence[Move], now: float) -> None:
+        """Give up moves that were not begun; their targets are free at once.
+
+        Raises:
+            InvalidArgument: one of them is not under way.
+        """
+        for move in moves:
+            self._moves.finish(move.move_id, None, now)
+
+    def recover(
+        self,
+        namespace_id: bytes,
+        block_hash: bytes,
+        parent: bytes,
+        part: int,
+        place: Place,
+        checksum: int,
+        now: float,
+    ) -> bool:
+        """Take in one part found in nvme at start; False when it cannot be (taken, misplaced, known).
+
+        Raises:
+            UnknownNamespace.
+        """
+        space = self._space(namespace_id, 1)
+        return recovery.recover_part(
+            self._residency, space, block_hash, parent, part, place, checksum
+        )
+
+    def finish_recovery(self, now: float) -> list[tuple[bytes, bytes]]:
+        """Free the blocks recovered in part only; returns (namespace id, hash) of each."""
+        return recovery.discard_partial(self._residency)
+
+    # ------------------------------------------------------------ reports
+
+    def take_events(self) -> list[StoreEvent]:
+        """What happened to whole copies since the last call, in order.
+
+        At most `max_pending_events` wait; where more were missed, the counter "events_lost" has grown,
+        and only a full report (`snapshot`) is right again.
+        """
+        return self._residency.take_events()
+
+    def snapshot(self) -> Iterator[tuple[bytes, str, bytes]]:
+        """(namespace id, tier, hash) of every whole copy, as of this call."""
+        slices = [
+            (space.namespace_id, TIER_NAMES[tier.index], list(space.visible[tier.index]))
+            for space in self._residency.spaces.values()
+            for tier in self._residency.tiers
+        ]
+        return ((space_id, tier, name) for space_id, tier, names in slices for name in names)
+
+    def usage(self) -> list[TierUsage]:
+        """Bytes by state of each tier; free + reserved + committed + quarantined = capacity.
+
+        Pinned bytes are of the committed ones; targets of moves count as reserved.
+        """
+        spaces = self._residency.spaces.values()
+        return [
+            TierUsage(
+                tier.name,
+                tier.slots.capacity_bytes,
+                tier.free_bytes,
+                tier.reserved_bytes,
+                tier.committed_bytes,
+                tier.pinned_bytes,
+                tier.quarantined_bytes,
+                sum(len(space.visible[tier.index]) for space in spaces),
+            )
+            for tier in self._residency.tiers
+        ]
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """Totals since start: hits, misses, miss:<reason>, evicted, evicted:<tier>, lost, promoted, ..."""
+        return dict(self._residency.counters)
+
+    @property
+    def lease_count(self) -> int:
+        """Leases in force or in grace."""
+        return len(self._leases)
+
+    @property
+    def reservation_count(self) -> int:
+        """Reservations in force."""
+        return len(self._reservations)
+
+    @property
+    def move_count(self) -> int:
+        """Moves under way."""
+        return len(self._moves)
+
+    def check_integrity(self) -> None:
+        """Recompute every invariant that the state can show from scratch; slow.
+
+        Raises:
+            StoreCorrupt: one does not hold.
+        """
+        integrity.check(self._residency, self._leases, self._reservations, self._moves)
+
+    # ------------------------------------------------------------ within
+
+    def _space(self, namespace_id: bytes, count: int) -> Space:
+        space = self._residency.spaces.get(namespace_id)
+        if space is None:
+            raise UnknownNamespace(
+                f"namespace {bytes(namespace_id).hex()} is not registered here",
+                hint="register it first; this node may have restarted",
+            )
+        if count > self.config.max_blocks_per_call:
+            raise InvalidArgument(
+                f"{count} blocks in one call", hint=f"at most {self.config.max_blocks_per_call}"
+            )
+        return space
+
+    def _wanted_parts(self, space: Space, parts: Sequence[int] | None) -> Sequence[int] | None:
+        if not parts:
+            return None
+        if len(set(parts)) != len(parts) or not all(0 <= part < space.tp_size for part in parts):
+            raise InvalidArgument(f"parts {list(parts)} of {space.tp_size}")
+        return parts
+
+    def _miss_reason(self, space: Space, hashes: Sequence[bytes], found: int) -> str:
+        if found == len(hashes):
+            return ""
+        name = hashes[found]
+        if name in space.blocks:
+            return "in_progress"
+        for ghosts in (self._residency.dropped, self._residency.evicted):
+            reason = ghosts.reason(space.namespace_id, name)
+            if reason:
+                return reason
+        return "never_stored"
+
+
+def _owner(namespace: Namespace) -> tuple[str, str, str, str]:
+    return namespace.model, namespace.revision, namespace.tenant, namespace.salt
+
+
+def _ttl(ttl_s: float, limit_s: float) -> float:
+    if not ttl_s > 0:  # NaN included
+        raise InvalidArgument(f"ttl_s={ttl_s} must be positive")
+    return min(ttl_s, limit_s)
