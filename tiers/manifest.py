@@ -297,6 +297,7 @@ class Manifest:
         os.close(self._fd)
         self._fd, self._size, self._records = fd, len(data), len(records)
         sync_directory(self._path.parent)
+        sync_directory(self._path.parent)
 
 
 def sync_directory(path: Path) -> None:

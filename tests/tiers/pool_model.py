@@ -316,6 +316,7 @@ class ModelledStore:
             self.release(lease)
         for reservation in list(self.grants):
             self.abort(reservation, False)
+        self.advance(1000.0, sweeps=True)  # quarantine begins when the end is noticed
         self.advance(1000.0, sweeps=True)
         for usage in self.store.usage():
             held = usage.reserved_bytes + usage.pinned_bytes + usage.quarantined_bytes
