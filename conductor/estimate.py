@@ -238,7 +238,7 @@ class Estimate:
                 break  # fell silent or left since the lookup: what follows has no prefix
             cuts.add(min(most, max(own, segment.start + segment.count)))
         best: tuple[int, float, float] | None = None
-        for cut in sorted(cuts):
+        for cut in [max(cuts)] if self.state.policy.always_reuse else sorted(cuts):
             reused = cut * request.block_tokens
             fetch_s = self.fetch_s(worker, own, cut)
             prefill_s = cost.prefill_s(worker.worker_id, tokens - reused, reused)

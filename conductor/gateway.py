@@ -29,7 +29,6 @@ from kvpool.errors import (
 )
 from kvpool.hashing import hash_chain, pack_hashes, token_bytes
 from kvpool.layout import Namespace
-from kvpool.log import request_context
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
 
@@ -149,9 +148,8 @@ class Gateway:
         status = "cancelled"
         self.active += 1
         try:
-            with request_context(job.request_id):
-                async for token_ids in self._attempts(job, result, received_at):
-                    yield token_ids
+            async for token_ids in self._attempts(job, result, received_at):
+                yield token_ids
             status = "ok"
         except KvpoolError as error:
             status = "failed"
@@ -184,7 +182,12 @@ class Gateway:
                 tried.add(decision.decode)
                 self.cluster.in_flight.finished(job.request_id)
                 self._count_fallback(result, f"decode:{error.code}")
-                log.warning("decode failed", worker=decision.decode, error=str(error))
+                log.warning(
+                    "decode failed",
+                    request_id=job.request_id,
+                    worker=decision.decode,
+                    error=str(error),
+                )
                 if attempt == MAX_ATTEMPTS - 1 or time.monotonic() >= job.deadline:
                     raise
                 # Go on from what the caller has already got, on another worker if there is one.
@@ -240,7 +243,11 @@ class Gateway:
                 return await self._prefill(job, decision, host, result)
             except KvpoolError as error:
                 self._count_fallback(result, f"prefill:{error.code}")
-                log.warning("remote prefill failed, going local", error=str(error))
+                log.warning(
+                    "remote prefill failed, going local",
+                    request_id=job.request_id,
+                    error=str(error),
+                )
         found = self.cluster.segments(job.namespace.namespace_id, job.hashes, host)
         limit = decision.reuse_blocks
         if decision.mode != "local" or limit == (len(job.prompt) - 1) // layout.block_tokens:

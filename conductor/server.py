@@ -55,7 +55,10 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
         epoch,
         MemoryIndex(max_blocks=config.max_index_blocks),
         membership,
-        Policy(min_remote_prefill_tokens=config.min_remote_prefill_tokens),
+        Policy(
+            min_remote_prefill_tokens=config.min_remote_prefill_tokens,
+            always_reuse=config.always_reuse,
+        ),
     )
     request_log = RequestLog()
     gateway = Gateway(

@@ -104,6 +104,7 @@ class Policy:
         decode_shortlist: decode workers paired with every prefill worker (the best by TPOT); the others
             are tried only when none of these meets the objectives.
         max_candidates: kept in the decision, best first.
+        always_reuse: read whatever the pool has, also where computing it again is predicted to be faster.
     """
 
     strategy: str = "kv-centric"
@@ -112,6 +113,7 @@ class Policy:
     max_retry_after_s: float = 30.0
     decode_shortlist: int = 8
     max_candidates: int = 64
+    always_reuse: bool = False
 
 
 @dataclass(slots=True, frozen=True)

@@ -136,6 +136,10 @@ class ConductorConfig(_Server):
     min_remote_prefill_tokens: int = Field(
         192, ge=0, description="shorter prompts (after reuse) are prefilled by the decode worker"
     )
+    always_reuse: bool = Field(
+        False,
+        description="read what the pool has even where recomputation is predicted to be faster",
+    )
     request_timeout_s: Seconds = 120.0
     max_queued_requests: int = Field(256, ge=1, le=1_000_000)
     max_body_bytes: Bytes = Field(8 * MIB, ge=KIB, le=GIB)

@@ -169,7 +169,7 @@ class WorkerService:
                         request.deadline_s,
                     )
                 blocks = await self._read(
-                    request.segments, request.nodes, hashes, deadline, progress
+                    request.segments, request.nodes, hashes, deadline, progress, request.request_id
                 )
                 sequence = await self._start(tokens, 0, progress)
                 await self._compute(sequence, blocks, sender, progress)
@@ -219,7 +219,9 @@ class WorkerService:
                 stored = None
                 if sender is not None:
                     # Goes on when the reader of the stream leaves: the blocks are worth keeping.
-                    stored = asyncio.create_task(self._store(sender, link, progress))
+                    stored = asyncio.create_task(
+                        self._store(sender, link, progress, request.request_id)
+                    )
                     self._storing.add(stored)
                     stored.add_done_callback(self._storing.discard)
                 if request.local_prefix:
@@ -303,7 +305,9 @@ class WorkerService:
             return None, None, None
         if not request.use_pool:
             return None, None, None
-        blocks = await self._read(request.segments, request.nodes, hashes, deadline, progress)
+        blocks = await self._read(
+            request.segments, request.nodes, hashes, deadline, progress, request.request_id
+        )
         sender, link = None, None
         if request.store:
             have = len(blocks) if blocks is not None else 0
@@ -317,6 +321,7 @@ class WorkerService:
         hashes: Sequence[bytes],
         deadline: float,
         progress: _Progress,
+        request_id: str,
     ) -> np.ndarray | None:
         """The leading blocks that the pool holds, verified; None when there are none to be had."""
         count = sum(segment.count for segment in segments)
@@ -334,6 +339,7 @@ class WorkerService:
                     hashes[:count],
                     blocks,
                     segments=segments,
+                    is_disposable=True,
                     timeout_s=max(0.05, (deadline - time.monotonic()) / 2),
                 )
             except KvpoolError as error:
@@ -344,7 +350,13 @@ class WorkerService:
         if result.found < count:
             progress.fallback_reason = f"pool_read:{result.miss_reason}"
             self.counters[f"fallback:{result.miss_reason}"] += 1
-            log.warning("read less than planned", found=result.found, planned=count)
+            log.warning(
+                "read less than planned",
+                request_id=request_id,
+                found=result.found,
+                planned=count,
+                reason=result.miss_reason,
+            )
         if not result.found:
             return None
         self.rates.update(
@@ -446,14 +458,18 @@ class WorkerService:
         left = max(1.0, deadline - time.monotonic())
         return LayerSender(link, reservation, indices, self._engine.layout, left), link
 
-    async def _store(self, sender: LayerSender, link: Any, progress: _Progress) -> None:
+    async def _store(
+        self, sender: LayerSender, link: Any, progress: _Progress, request_id: str
+    ) -> None:
         """Commit what was computed here; a failure costs reuse later, not this request."""
         try:
             await sender.commit()
             progress.bytes_written = moved(sender, link)
         except KvpoolError as error:
             self.counters[f"store_failed:{error.code}"] += 1
-            log.warning("blocks computed here were not stored", error=str(error))
+            log.warning(
+                "blocks computed here were not stored", request_id=request_id, error=str(error)
+            )
 
     async def _keep_locally(self, sequence: SequenceState, hashes: list[bytes]) -> None:
         def work() -> None:

@@ -225,6 +225,7 @@ class AsyncPool:
         *,
         part: int = 0,
         segments: Sequence[m.Segment] | None = None,
+        is_disposable: bool = False,
         timeout_s: float | None = None,
     ) -> GetResult:
         """Read the longest leading run of a chain into the caller's memory.
@@ -235,6 +236,9 @@ class AsyncPool:
                 n x `layout.part_bytes` bytes, or a sequence of n buffers. Memory past the blocks found
                 is undefined afterwards.
             segments: where the blocks stand, if the caller knows; saves the look-up.
+            is_disposable: the caller never uses `out` again if fewer blocks are found than asked. NIXL then
+                reads straight into it; else through memory of our own, since a transfer that was given up
+                may still arrive.
 
         Returns:
             How many blocks were read. Fewer than were found is never an error: a node that died, a lease
@@ -258,7 +262,9 @@ class AsyncPool:
                 link = await self._the_node(deadline)
                 segments = [m.Segment(link.node.node_id, 0, count, "dram")]
         jobs = [
-            self._read_segment(namespace, hashes, addresses, owner, segment, part, deadline)
+            self._read_segment(
+                namespace, hashes, addresses, owner, segment, part, deadline, is_disposable
+            )
             for segment in segments
         ]
         return _joined(await asyncio.gather(*jobs), segments, count, self.verify_checksums)
@@ -272,6 +278,7 @@ class AsyncPool:
         segment: m.Segment,
         part: int,
         deadline: float,
+        is_disposable: bool,
     ) -> tuple[int, tuple[str, ...], Moved, str]:
         moved = Moved()
         rows = slice(segment.start, segment.start + segment.count)
@@ -299,6 +306,7 @@ class AsyncPool:
                 owner,
                 verify=self.verify_checksums,
                 timeout_s=_left(deadline),
+                is_disposable=is_disposable,
             )
         except (TransferFailed, DeadlineExceeded, LeaseExpired, BlockMiss, StaleEpoch) as error:
             self.forget_node(segment.node_id, error)

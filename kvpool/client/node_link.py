@@ -145,20 +145,28 @@ class NodeLink:
         *,
         verify: bool,
         timeout_s: float,
+        is_disposable: bool = False,
     ) -> None:
         """Read the blocks of `lease` (one part each) to `addresses`.
+
+        Args:
+            is_disposable: the caller throws the memory away if this raises. Without that promise, a
+                transport that may write late reads into memory of our own first.
 
         Raises:
             LeaseExpired: the read ended after the lease; the bytes must not be used.
             ChecksumMismatch: bytes are not those committed; reported to the node, must not be used.
             TransferFailed, DeadlineExceeded: see `Transport.read`.
         """
-        size = namespace.layout.part_bytes
-        lengths = np.full(len(addresses), size, dtype=np.int64)
-        pieces = Pieces(addresses, lease.places, lengths, owner)
-        await asyncio.to_thread(lambda: self.transport.read(self.node, pieces, timeout_s))
-        bad = (
-            await asyncio.to_thread(_first_bad, addresses, size, lease.checksums) if verify else -1
+        bad = await asyncio.to_thread(
+            self._read_blocking,
+            namespace.layout.part_bytes,
+            lease,
+            addresses,
+            owner,
+            verify,
+            timeout_s,
+            is_disposable,
         )
         if time.monotonic() > lease.deadline - LEASE_MARGIN_S:
             raise LeaseExpired(
@@ -171,6 +179,29 @@ class NodeLink:
             raise ChecksumMismatch(
                 f"block {hashes[bad].hex()} read from {self.node.node_id} has wrong bytes"
             )
+
+    def _read_blocking(
+        self,
+        size: int,
+        lease: Lease,
+        addresses: Int64Array,
+        owner: Any,
+        verify: bool,
+        timeout_s: float,
+        is_disposable: bool,
+    ) -> int:
+        """Read, verify, and hand over; returns the index of the first bad block, or -1."""
+        lengths = np.full(len(addresses), size, dtype=np.int64)
+        targets, keep = addresses, owner
+        if self.transport.may_write_late and not is_disposable:
+            keep = np.empty((len(addresses), size), dtype=np.uint8)
+            targets = keep.ctypes.data + np.arange(len(addresses), dtype=np.int64) * size
+        self.transport.read(self.node, Pieces(targets, lease.places, lengths, keep), timeout_s)
+        bad = _first_bad(targets, size, lease.checksums) if verify else -1
+        if keep is not owner and bad < 0:
+            for target, source in zip(addresses, targets, strict=True):
+                view_at(int(target), size)[:] = view_at(int(source), size)
+        return bad
 
     async def reserve(
         self,

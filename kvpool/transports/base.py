@@ -65,6 +65,7 @@ class Transport(abc.ABC):
     """Moves bytes between this process and nodes. Safe to call from several threads."""
 
     name: str
+    may_write_late: bool = False  # memory may still be written after `read` raised DeadlineExceeded
 
     @abc.abstractmethod
     def can_reach(self, node: NodeDescriptor, local_host: str) -> bool:

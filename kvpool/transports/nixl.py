@@ -53,6 +53,7 @@ class NixlTransport(Transport):
     """
 
     name = "nixl"
+    may_write_late = True  # there is no cancel
 
     def __init__(self, name: str, *, loopback_only: bool = True) -> None:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = (

@@ -163,6 +163,13 @@ def test_reuse_is_declined_when_fetching_costs_more_than_computing() -> None:
     assert decision.candidates[0].fetch_s == 0.0
 
 
+def test_reuse_can_be_insisted_on_whatever_it_costs() -> None:
+    slow_link = replace(PROFILE, other_host=LinkProfile(1e-3, 1e6))
+    insists = replace(view(PD).policy, always_reuse=True)
+    state = replace(view(PD), cost=CostModel(slow_link), policy=insists)
+    assert schedule(request(segments=pool_has(10)), state, 0.0).reuse_blocks == 10
+
+
 def test_only_the_segment_that_pays_is_reused() -> None:
     slow_link = replace(PROFILE, other_host=LinkProfile(1e-3, 1e6))
     state = replace(view(PD), cost=CostModel(slow_link))

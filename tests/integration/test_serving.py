@@ -29,6 +29,7 @@ def start(cluster: Cluster, model: Path) -> Cluster:
     """Two hosts: a node and a decode worker on each, the prefill worker on the first."""
     cluster.start_conductor(
         "conductor.min_remote_prefill_tokens=64",
+        "conductor.always_reuse=true",  # a tiny model computes faster than anything can be read
         "conductor.heartbeat_s=0.2",
         "conductor.suspect_after_s=1.5",
         "conductor.dead_after_s=4",
