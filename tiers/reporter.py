@@ -40,6 +40,7 @@ class Reporter:
         self._service = service
         self._descriptor = describe
         self._sequence = 0
+        self._lost_before = 0.0
         self._heartbeat_s = 1.0
         self._must_join = asyncio.Event()
         self._events_link = WireClient(
@@ -79,6 +80,7 @@ class Reporter:
         join = m.NodeJoin(self._descriptor, self._service.store.namespaces())
         reply: m.MemberReply = await self._events_link.call(join, CALL_TIMEOUT_S)
         self._heartbeat_s = reply.heartbeat_s
+        self._lost_before = self._lost_events()
         # What happened so far is in the report; events from here on follow it.
         self._service.store.take_events()
         slices = [
@@ -99,6 +101,9 @@ class Reporter:
                 async with asyncio.timeout(FLUSH_S):
                     await self._must_join.wait()
             events = self._service.store.take_events()
+            if self._lost_events() > self._lost_before:
+                self._must_join.set()  # only a full report is right again
+                return
             if not events:
                 continue
             batch: list[m.BlockEvent] = []
@@ -118,6 +123,9 @@ class Reporter:
                 run.append(event.block_hash)
             batch.append(m.BlockEvent(head.kind, head.namespace_id, pack_hashes(run), head.tier))
             await self._send(batch)
+
+    def _lost_events(self) -> float:
+        return self._service.store.counters.get("events_lost", 0.0)
 
     async def _send(
         self, events: list[m.BlockEvent], *, snapshot: bool = False, snapshot_end: bool = False

@@ -80,6 +80,7 @@ class _Node:
                 dram_high_watermark=config.high_watermark,
                 dram_low_watermark=config.low_watermark,
                 write_through=config.write_through,
+                first_id=identity.epoch,  # ids of an earlier life name nothing here
             ),
         )
         mover = Mover(store, [arena], files)
