@@ -25,7 +25,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvpool.cli.output import error_console, print_json
+from kvpool.cli.output import print_json
 from kvpool.errors import KvpoolError
 from kvpool.fleet import Fleet
 
@@ -33,6 +33,7 @@ MODEL = "smollm2-135m"
 MAX_NEW_TOKENS = 48
 READY_TIMEOUT_S = 120.0
 REQUEST_TIMEOUT_S = 120.0
+REPORT_WIDTH = 150
 DOCUMENT_CHARS = 10_200  # about 2,000 tokens of the licence
 QUESTIONS = (
     "Who may use the licensed work, and what does the patent grant cover?",
@@ -81,9 +82,7 @@ def demo(
     Exit status 0 only if the second question found its prefix in the pool and the greedy outputs with
     the pool and with the engine's own reuse are the same token ids.
     """
-    out = (
-        error_console() if as_json else Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    )
+    out = _console(stderr=as_json)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kvpool-demo-") as scratch:
         logs = log_dir or Path(scratch) / "logs"
@@ -103,6 +102,12 @@ def demo(
     if as_json:
         print_json(result)
     _judge(answers, result)
+
+
+def _console(*, stderr: bool) -> Console:
+    """Where progress and tables go: wide enough for the tables where there is no terminal to ask."""
+    is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    return Console(stderr=stderr, highlight=False, width=None if is_terminal else REPORT_WIDTH)
 
 
 @contextlib.contextmanager
