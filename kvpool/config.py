@@ -4,6 +4,8 @@
     flag          --set node.dram_bytes=4GiB
 
 The settings themselves, with units and bounds, are in `kvpool.settings`; its names are re-exported here.
+The readers are those of pydantic-settings, called one by one to learn which of them won.
+
 An unknown key is an error, never ignored. Environment variables without the two underscores are left
 alone, because Kubernetes injects some of its own (KVPOOL_CONDUCTOR_PORT=tcp://...), except where one is
 plainly a setting with an underscore too few.
@@ -19,7 +21,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    YamlConfigSettingsSource,
+)
 
 from kvpool.errors import ConfigError
 from kvpool.settings import (
@@ -107,41 +116,53 @@ def load_settings(
         ConfigError: a file cannot be read, a key is unknown, or a value is not acceptable. The text
             names the key, where it came from, and the nearest known key.
     """
-    values: list[Override] = []
     path = config_path or (Path(env[ENV_CONFIG]) if env.get(ENV_CONFIG) else None)
     if path is None:
         found = (directory or Path.cwd()) / DEFAULT_FILE
         path = found if found.is_file() else None
+    # The later wins. Each with the origin of every key, which the library does not tell.
+    layers: list[tuple[PydanticBaseSettingsSource, dict[str, str]]] = []
     if path is not None:
-        values += _from_file(path)
-    values += _from_environment(env)
-    values += overrides
+        file = _StrictYamlSource(_Schema, path)
+        keys = (f"{section}.{name}" for section, content in file().items() for name in content)
+        layers.append((file, dict.fromkeys(keys, f"file {path}")))
+    names = _variables(env)
+    variables = _nested({name: env[name] for name in names.values()}, ENV_PREFIX, "__")
+    layers.append((variables, {key: f"environment {name}" for key, name in names.items()}))
+    given = {override.key: override for override in overrides}
+    flags = _nested({key: override.value for key, override in given.items()}, "", ".")
+    layers.append((flags, {key: override.source for key, override in given.items()}))
 
     tree: dict[str, dict[str, object]] = {name: {} for name in Settings.model_fields}
     provenance = dict.fromkeys(_KNOWN, DEFAULT_SOURCE)
-    for key, value, source in values:
-        if key not in _KNOWN:
-            raise _unknown(key, source)
-        section, _, name = key.partition(".")
-        tree[section][name] = value
-        provenance[key] = source
+    for source, origins in layers:
+        for key, origin in origins.items():
+            if key not in _KNOWN:
+                raise _unknown(key, origin)
+        provenance |= origins
+        for section, content in source().items():
+            tree[section] |= content
     try:
         return LoadedSettings(Settings.model_validate(tree), provenance)
     except ValidationError as error:
         raise ConfigError(_describe(error, provenance)) from None
 
 
-def _section_keys() -> tuple[str, ...]:
-    keys: list[str] = []
-    for section, field in Settings.model_fields.items():
-        model = field.annotation
-        if isinstance(model, type) and issubclass(model, BaseModel):
-            keys += [f"{section}.{name}" for name in model.model_fields]
-    return tuple(keys)
+_KNOWN = tuple(f"{section}.{name}" for section, content in Settings() for name, _ in content)
 
 
-_KNOWN = _section_keys()
-_ENV_NAMES = {ENV_PREFIX + key.upper().replace(".", "__"): key for key in _KNOWN}
+class _Schema(BaseSettings, Settings):
+    """`Settings` as sources want to see them; never built, since that would read `os.environ`."""
+
+    # Lists are written "a,b", not as JSON, and the settings parse them.
+    model_config = SettingsConfigDict(enable_decoding=False)
+
+
+def _nested(values: Mapping[str, Any], prefix: str, delimiter: str) -> EnvSettingsSource:
+    """The library's reader of the environment, reading `values` in its stead."""
+    source = EnvSettingsSource(_Schema, env_prefix=prefix, env_nested_delimiter=delimiter)
+    source.env_vars = {name.lower(): value for name, value in values.items()}
+    return source
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -149,7 +170,7 @@ class _StrictLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[object] = set()
-        for key_node, _ in node.value:
+        for key_node in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key_node.value in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"key {key_node.value!r} is given twice", key_node.start_mark
@@ -158,48 +179,41 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _from_file(path: Path) -> list[Override]:
-    source = f"file {path}"
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes", hint="wrong file?")
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read {source}: {error.strerror}", hint="see --config and KVPOOL_CONFIG"
-        ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from None
-    if data is None:
-        return []
-    if not isinstance(data, dict):
-        raise ConfigError(f"{source}: sections are expected at the top, not {_kind(data)}")
-    found: list[Override] = []
-    for section, content in data.items():
-        if section not in Settings.model_fields:
-            raise _unknown(str(section), source)
-        if content is None:
-            continue
-        if not isinstance(content, dict):
-            raise ConfigError(f"{source}: {section} is a section, not {_kind(content)}")
-        found += [Override(f"{section}.{name}", value, source) for name, value in content.items()]
-    return found
+class _StrictYamlSource(YamlConfigSettingsSource):
+    """A YAML file that must exist, be of bounded size, and hold nothing but known sections."""
+
+    def _read_files(self, files: Any, deep_merge: bool = False) -> dict[str, Any]:
+        return self._read_file(files)  # the library's own passes over a file that is not there
+
+    def _read_file(self, file_path: Any) -> dict[str, Any]:
+        source = f"file {file_path}"
+        try:
+            if file_path.stat().st_size > MAX_FILE_BYTES:
+                raise ConfigError(f"{source} exceeds {MAX_FILE_BYTES} bytes", hint="wrong file?")
+            data = yaml.load(file_path.read_text(encoding="utf-8"), Loader=_StrictLoader)
+        except OSError as error:
+            hint = "see --config and KVPOOL_CONFIG"
+            raise ConfigError(f"cannot read {source}: {error.strerror}", hint=hint) from None
+        except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: also a bad date
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"{source} is not valid YAML: {reason}") from None
+        if not isinstance(data, dict | None):
+            raise ConfigError(f"{source}: sections are expected at the top, not {_kind(data)}")
+        for section, content in (data or {}).items():
+            if section not in Settings.model_fields:
+                raise _unknown(str(section), source)
+            if not isinstance(content, dict | None):
+                raise ConfigError(f"{source}: {section} is a section, not {_kind(content)}")
+        return {section: content or {} for section, content in (data or {}).items()}
 
 
-def _from_environment(env: Mapping[str, str]) -> list[Override]:
-    one_underscore = {name.replace("__", "_"): name for name in _ENV_NAMES}
-    found: list[Override] = []
-    for name in sorted(env):
-        if not name.startswith(ENV_PREFIX) or name == ENV_CONFIG:
-            continue
-        if name in one_underscore:
-            raise ConfigError(
-                f"environment {name} is not a setting", hint=f"did you mean {one_underscore[name]}?"
-            )
-        if "__" in name:
-            key = name.removeprefix(ENV_PREFIX).replace("__", ".").lower()
-            found.append(Override(key, env[name], f"environment {name}"))
-    return found
+def _variables(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that are settings: dotted key to name."""
+    for name in (ENV_PREFIX + key.upper().replace(".", "__") for key in _KNOWN):
+        if (short := name.replace("__", "_")) in env:
+            raise ConfigError(f"environment {short} is not a setting", hint=f"did you mean {name}?")
+    names = sorted(name for name in env if name.startswith(ENV_PREFIX) and "__" in name)
+    return {name.removeprefix(ENV_PREFIX).replace("__", ".").lower(): name for name in names}
 
 
 def _unknown(key: str, source: str) -> ConfigError:
@@ -233,6 +247,5 @@ def _describe(error: ValidationError, provenance: Mapping[str, str]) -> str:
 
 
 def _kind(value: object) -> str:
-    if isinstance(value, (list, str)):
-        return "a list" if isinstance(value, list) else "a text"
-    return repr(value)
+    names: dict[type, str] = {list: "a list", str: "a text"}
+    return names.get(type(value), reprlib.repr(value))

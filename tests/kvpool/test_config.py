@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.config import LoadedSettings, load_settings, parse_bytes, parse_override, shown
+from kvpool.config import (
+    MAX_FILE_BYTES,
+    LoadedSettings,
+    Override,
+    load_settings,
+    parse_bytes,
+    parse_override,
+    shown,
+)
 from kvpool.errors import ConfigError
 from kvpool.settings import NodeConfig, Settings, split_address
 
@@ -52,6 +61,35 @@ def test_each_source_beats_the_one_before_and_is_named(tmp_path: Path) -> None:
 def test_of_two_flags_for_one_key_the_last_wins(tmp_path: Path) -> None:
     loaded = load(tmp_path, sets=("node.wire_port=1", "node.wire_port=2"))
     assert loaded.settings.node.wire_port == 2
+
+
+def test_values_of_flags_need_not_be_text(tmp_path: Path) -> None:
+    flags = [
+        Override("node.transports", ["nixl"], "--transports"),
+        Override("node.data_dir", tmp_path, "--data-dir"),
+        Override("node.conductor", None, "--alone"),
+    ]
+    loaded = load_settings(None, {}, flags, directory=tmp_path)
+    node = loaded.settings.node
+    assert (node.transports, node.data_dir, node.conductor) == (("nixl",), tmp_path, None)
+    assert loaded.provenance["node.conductor"] == "--alone"
+
+
+def test_only_the_environment_that_is_passed_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVPOOL_LOG__LEVEL", "debug")
+    monkeypatch.setenv("NODE.LEASE_S", "7")  # a flag's spelling
+    monkeypatch.setenv("LOG", '{"level": "debug"}')
+    assert (
+        load(tmp_path).settings == Settings() == load(tmp_path, sets=("node.lease_s=30",)).settings
+    )
+
+
+def test_the_environment_is_named_as_it_is_written(tmp_path: Path) -> None:
+    loaded = load(tmp_path, env={"KVPOOL_log__Level": "debug"})
+    assert loaded.settings.log.level == "debug"
+    assert loaded.provenance["log.level"] == "environment KVPOOL_log__Level"
 
 
 def test_the_file_is_found_by_flag_then_environment_then_directory(tmp_path: Path) -> None:
@@ -100,6 +138,8 @@ def test_variables_that_kubernetes_injects_are_left_alone(tmp_path: Path) -> Non
         "KVPOOL_CONDUCTOR_PORT": "tcp://10.0.0.1:7800",
         "KVPOOL_CONDUCTOR_PORT_7800_TCP_ADDR": "10.0.0.1",
         "KVPOOL_SERVICE_HOST": "10.0.0.1",
+        "KVPOOL_CONDUCTOR": "10.0.0.1",
+        "OTHER_NODE__DRAM_BYTES": "1",
     }
     assert set(load(tmp_path, env=env).provenance.values()) == {"default"}
 
@@ -123,6 +163,15 @@ def test_variables_that_kubernetes_injects_are_left_alone(tmp_path: Path) -> Non
             (),
             ("node.dram", "KVPOOL_NODE__DRAM", "node.dram_bytes?"),
         ),
+        ("", {"KVPOOL_NODES__HOST": "a"}, (), ("nodes.host", "KVPOOL_NODES__HOST", "node.host?")),
+        ("", {"KVPOOL_NODE__HOST__A": "a"}, (), ("node.host.a", "KVPOOL_NODE__HOST__A")),
+        ("", {"KVPOOL__NODE__HOST": "a"}, (), ("KVPOOL__NODE__HOST", "node.host?")),
+        ("NODE: {host: a}", {}, (), ("NODE", "settings.yaml")),
+        ("nodes:", {}, (), ("nodes", "did you mean node?")),
+        ("node: {Host: a}", {}, (), ("node.Host", "node.host?")),
+        ("1: {host: a}", {}, (), ("unknown setting 1 ",)),
+        ("", {}, ("Node.host=a",), ("Node.host", "node.host?")),
+        ("", {}, ("node=1",), ("unknown setting node ",)),
         ("", {"KVPOOL_NODE_DRAM_BYTES": "1"}, (), ("did you mean KVPOOL_NODE__DRAM_BYTES?",)),
         ("", {}, ("node.drambytes=1",), ("--set node.drambytes", "node.dram_bytes?")),
         ("", {}, ("client.salt=x",), ("client.salt", "did you mean")),
@@ -205,6 +254,10 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         ("just text", "not a text"),
         ("node: {lease_s: 1, lease_s: 2}", "given twice"),
         ("node: {", "not valid YAML"),
+        ("node: {lease_s: 2026-13-45}", "not valid YAML"),
+        ("node: {? [a] : 1}", "not valid YAML"),
+        ("[" * 20_000, "not valid YAML"),
+        ("#" * (MAX_FILE_BYTES + 1), f"exceeds {MAX_FILE_BYTES} bytes"),
         ("node: !!python/object/apply:os.system ['true']", "not valid YAML"),
     ],
 )
@@ -222,6 +275,16 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         load_settings(tmp_path / "binary.yaml", {})
     with pytest.raises(ConfigError, match="Is a directory"):
         load_settings(tmp_path, {})
+
+
+def test_the_file_may_be_a_pipe(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.write(write, b"log: {level: debug}")
+    os.close(write)
+    try:
+        assert load_settings(Path(f"/dev/fd/{read}"), {}).settings.log.level == "debug"
+    finally:
+        os.close(read)
 
 
 def test_an_empty_file_or_section_means_defaults(tmp_path: Path) -> None:
