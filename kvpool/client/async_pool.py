@@ -19,7 +19,7 @@ from typing import Any, Self
 import numpy as np
 
 from kvpool.client.buffers import block_spans
-from kvpool.client.node_link import Lease, Moved, NodeLink, block_checksums
+from kvpool.client.node_link import Lease, Moved, NodeLink
 from kvpool.errors import (
     BlockMiss,
     ConfigError,
@@ -451,9 +451,10 @@ class AsyncPool:
             pieces = Pieces(addresses[rows], reservation.places, lengths, owner)
             has_stopped = True
             try:
-                sums = asyncio.to_thread(block_checksums, addresses[rows], size)
-                await link.write(pieces, timeout_s=_left(deadline), deadline=reservation.deadline)
-                await link.commit(reservation.reservation_id, await sums, timeout_s=_left(deadline))
+                sums = await link.write(
+                    pieces, timeout_s=_left(deadline), deadline=reservation.deadline
+                )
+                await link.commit(reservation.reservation_id, sums, timeout_s=_left(deadline))
             except BaseException as error:
                 # A write past its deadline may still arrive: the slots must be quarantined.
                 has_stopped = not isinstance(error, (DeadlineExceeded, asyncio.CancelledError))

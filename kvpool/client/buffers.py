@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvpool.errors import InvalidArgument, WrongByteCount
-from kvpool.transports.base import Int64Array
+from kvpool.transports.copying import Int64Array
 
 
 def span(data: Any, *, writable: bool) -> tuple[int, int, Any]:
@@ -79,9 +77,3 @@ def block_spans(
             f"{count} blocks of {part_bytes} bytes are {count * part_bytes} bytes, got {size}"
         )
     return address + np.arange(count, dtype=np.int64) * part_bytes, owner
-
-
-def view_at(address: int, size: int) -> npt.NDArray[np.uint8]:
-    """Bytes at an address of this process, as an array that does not own them."""
-    raw = (ctypes.c_uint8 * size).from_address(address)
-    return np.ctypeslib.as_array(raw)

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.client.buffers import view_at
 from kvpool.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
@@ -23,10 +22,10 @@ from kvpool.errors import (
     TransferFailed,
     UnknownNamespace,
 )
-from kvpool.hashing import checksum, pack_hashes
+from kvpool.hashing import pack_hashes
 from kvpool.layout import Namespace
 from kvpool.transports import Pieces, Transport, Transports
-from kvpool.transports.base import Int64Array
+from kvpool.transports.copying import Int64Array, Sums, copy
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
 
@@ -196,12 +195,17 @@ class NodeLink:
         if self.transport.may_write_late and not is_disposable:
             keep = np.empty((len(addresses), size), dtype=np.uint8)
             targets = keep.ctypes.data + np.arange(len(addresses), dtype=np.int64) * size
-        self.transport.read(self.node, Pieces(targets, lease.places, lengths, keep), timeout_s)
-        bad = _first_bad(targets, size, lease.checksums) if verify else -1
-        if keep is not owner and bad < 0:
-            for target, source in zip(addresses, targets, strict=True):
-                view_at(int(target), size)[:] = view_at(int(source), size)
-        return bad
+        pieces = Pieces(targets, lease.places, lengths, keep)
+        if verify:
+            sums = self.transport.read_and_sum(self.node, pieces, timeout_s)
+            wrong = np.flatnonzero(sums != lease.checksums)
+            if len(wrong):
+                return int(wrong[0])
+        else:
+            self.transport.read(self.node, pieces, timeout_s)
+        if keep is not owner:
+            copy(addresses, targets, lengths)
+        return -1
 
     async def reserve(
         self,
@@ -222,15 +226,18 @@ class NodeLink:
         reply: m.ReserveReply = await self.call(request, namespace, timeout_s)
         return reservation_of(reply, asked)
 
-    async def write(
-        self, pieces: Pieces, *, timeout_s: float, deadline: float | None = None
-    ) -> None:
-        """Write runs into reserved slots; refuses to begin past the reservation's `deadline`."""
-        if deadline is not None and time.monotonic() + timeout_s > deadline:
-            timeout_s = deadline - time.monotonic()
-            if timeout_s <= 0:
-                raise DeadlineExceeded("the reservation is over", hint="reserve for longer")
-        await asyncio.to_thread(lambda: self.transport.write(self.node, pieces, timeout_s))
+    async def write(self, pieces: Pieces, *, timeout_s: float, deadline: float) -> Sums:
+        """Write runs into reserved slots; returns the xxh3-64 of each.
+
+        Args:
+            deadline: of the reservation (monotonic seconds); nothing is written past it.
+        """
+        timeout_s = min(timeout_s, deadline - time.monotonic())
+        if timeout_s <= 0:
+            raise DeadlineExceeded("the reservation is over", hint="reserve for longer")
+        return await asyncio.to_thread(
+            lambda: self.transport.write_and_sum(self.node, pieces, timeout_s)
+        )
 
     async def commit(
         self,
@@ -264,17 +271,6 @@ def reservation_of(reply: m.ReserveReply, asked: float) -> Reservation:
     if len(places) != len(granted):
         raise TransferFailed("the node granted blocks without saying where")
     return Reservation(reply.reservation_id, granted, reply.statuses, places, asked + reply.ttl_s)
-
-
-def block_checksums(addresses: Int64Array, size: int) -> np.ndarray:
-    """xxh3-64 of `size` bytes at each address."""
-    return np.array([checksum(view_at(int(a), size)) for a in addresses], dtype=np.uint64)
-
-
-def _first_bad(addresses: Int64Array, size: int, expected: np.ndarray) -> int:
-    """Index of the first block whose bytes do not match; -1 if all do."""
-    wrong = np.flatnonzero(block_checksums(addresses, size) != expected)
-    return int(wrong[0]) if len(wrong) else -1
 
 
 def _left(deadline: float) -> float:

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from kvpool.transports.copying import Int64Array, Sums, sum_runs
 from kvpool.wire.messages import NodeDescriptor
-
-Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True, frozen=True)
@@ -84,6 +82,17 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def write(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> None:
         """Copy local memory into the node's arena; otherwise as `read`."""
+
+    def read_and_sum(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> Sums:
+        """`read`, and the xxh3-64 of each piece as it now stands in local memory (uint64 [n])."""
+        self.read(node, pieces, timeout_s)
+        return sum_runs(pieces.local, pieces.lengths)
+
+    def write_and_sum(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> Sums:
+        """`write`, and the xxh3-64 of each piece (uint64 [n])."""
+        sums = sum_runs(pieces.local, pieces.lengths)
+        self.write(node, pieces, timeout_s)
+        return sums
 
     @abc.abstractmethod
     def connect(self, node: NodeDescriptor, timeout_s: float) -> None:

@@ -19,11 +19,9 @@ import numpy as np
 
 from kvpool.errors import StaleEpoch, TransferFailed
 from kvpool.transports.base import Pieces, Transport
+from kvpool.transports.copying import Sums, copy, copy_and_sum
 from kvpool.wire.messages import NodeDescriptor, Reply
 
-_memmove = ctypes.CDLL(None).memmove  # releases the GIL while it copies
-_memmove.restype = None
-_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 ATTACH_TIMEOUT_S = 2.0
 MAX_ARENAS = 64
 
@@ -66,13 +64,19 @@ class ShmTransport(Transport):
 
     def read(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> None:
         remote = self._addresses(node, pieces)
-        for target, source, length in zip(pieces.local, remote, pieces.lengths, strict=True):
-            _memmove(int(target), int(source), int(length))
+        copy(pieces.local, remote, pieces.lengths)
 
     def write(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> None:
         remote = self._addresses(node, pieces)
-        for target, source, length in zip(remote, pieces.local, pieces.lengths, strict=True):
-            _memmove(int(target), int(source), int(length))
+        copy(remote, pieces.local, pieces.lengths)
+
+    def read_and_sum(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> Sums:
+        remote = self._addresses(node, pieces)
+        return copy_and_sum(pieces.local, remote, pieces.lengths, sum_targets=True)
+
+    def write_and_sum(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> Sums:
+        remote = self._addresses(node, pieces)
+        return copy_and_sum(remote, pieces.local, pieces.lengths, sum_targets=False)
 
     def _addresses(self, node: NodeDescriptor, pieces: Pieces) -> np.ndarray:
         attached = self._attach(node)

@@ -1,0 +1,123 @@
+"""Copying and checksumming host memory as fast as the machine allows, outside the GIL.
+
+A checksum costs a second pass over the bytes; done chunk by chunk right after the copy, it reads from the
+cache what the copy has just written. Measured on 2 cores (benchmarks/copying.py): memcpy 22 GB/s, copy
+then hash 13, chunks of 256 KiB 16, the same on two threads 19 to 22.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+Int64Array = npt.NDArray[np.int64]
+Sums = npt.NDArray[np.uint64]
+
+CHUNK_BYTES = 256 << 10  # fits into a core's second-level cache together with its source
+PARALLEL_FROM_BYTES = 4 << 20  # below it, waking a thread costs more than it saves
+MAX_THREADS = 4
+
+_memmove = ctypes.CDLL(None).memmove  # releases the GIL while it copies
+_memmove.restype = None
+_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+_lock = threading.Lock()
+_pool: ThreadPoolExecutor | None = None
+
+
+def copy(targets: Int64Array, sources: Int64Array, lengths: Int64Array) -> None:
+    """Copy `lengths[i]` bytes from address `sources[i]` to `targets[i]`, for all i.
+
+    The caller answers for every address.
+    """
+    rows = list(zip(targets.tolist(), sources.tolist(), lengths.tolist(), strict=True))
+
+    def work(first: int, last: int) -> None:
+        for target, source, length in rows[first:last]:
+            _memmove(target, source, length)
+
+    _spread(work, lengths)
+
+
+def copy_and_sum(
+    targets: Int64Array, sources: Int64Array, lengths: Int64Array, *, sum_targets: bool
+) -> Sums:
+    """`copy`, and the xxh3-64 of each run of bytes, in one pass.
+
+    Args:
+        sum_targets: sum what the reader got; else what the writer has, so that whatever the copy itself
+            might do to the bytes is found by the first reader.
+    """
+    rows = list(zip(targets.tolist(), sources.tolist(), lengths.tolist(), strict=True))
+    sums = np.empty(len(rows), dtype=np.uint64)
+
+    def work(first: int, last: int) -> None:
+        for i in range(first, last):
+            target, source, length = rows[i]
+            hasher = xxhash.xxh3_64()
+            view = _bytes_at(target if sum_targets else source, length)
+            for at in range(0, length, CHUNK_BYTES):
+                step = min(CHUNK_BYTES, length - at)
+                _memmove(target + at, source + at, step)
+                hasher.update(view[at : at + step])
+            sums[i] = hasher.intdigest()
+
+    _spread(work, lengths)
+    return sums
+
+
+def sum_runs(addresses: Int64Array, lengths: Int64Array) -> Sums:
+    """The xxh3-64 of `lengths[i]` bytes at `addresses[i]`, for all i."""
+    rows = list(zip(addresses.tolist(), lengths.tolist(), strict=True))
+    sums = np.empty(len(rows), dtype=np.uint64)
+
+    def work(first: int, last: int) -> None:
+        for i in range(first, last):
+            sums[i] = xxhash.xxh3_64_intdigest(_bytes_at(*rows[i]))
+
+    _spread(work, lengths)
+    return sums
+
+
+def _bytes_at(address: int, length: int) -> memoryview:
+    return memoryview((ctypes.c_char * length).from_address(address)).cast("B")
+
+
+def _spread(work: Callable[[int, int], None], lengths: Int64Array) -> None:
+    """Run `work(first, last)` over all rows: the caller's thread takes its share, helpers the rest."""
+    count = len(lengths)
+    total = int(lengths.sum())
+    shares = min(_threads(), count)
+    if total < PARALLEL_FROM_BYTES or shares < 2:
+        work(0, count)
+        return
+    edges = np.searchsorted(np.cumsum(lengths), np.linspace(0, total, shares + 1)[1:-1]).tolist()
+    cuts = [0, *edges, count]
+    helpers: list[Future[None]] = [
+        _helpers().submit(work, first, last) for first, last in itertools.pairwise(cuts)
+    ]
+    try:
+        work(cuts[0], cuts[1])
+    finally:
+        for helper in helpers:
+            helper.result()
+
+
+def _threads() -> int:
+    return min(MAX_THREADS, len(os.sched_getaffinity(0)))
+
+
+def _helpers() -> ThreadPoolExecutor:
+    global _pool
+    with _lock:
+        if _pool is None:
+            _pool = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="kvpool-copy")
+        return _pool
