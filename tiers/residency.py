@@ -14,6 +14,8 @@ from tiers.blocks import DRAM, NVME, TIER_NAMES, Block, Copy, Ghosts, Space, Sto
 from tiers.eviction import NOBODY, EvictionPolicy, PrefixLru, RecencyHeap
 from tiers.slots import Place, SlotAllocator, StoreCorrupt
 
+LEAVES_AT_A_TIME = 64  # between two looks for a slab that came free
+
 
 class Tier:
     """One tier's slots, who stands in them, and bytes by state (slot sizes, so rounded up)."""
@@ -351,7 +353,7 @@ class Residency:
         place = tier.slots.allocate(slot_bytes)
         while place is None:
             victims = self._victims(tier, slot_bytes, protected, colder_than)
-            if not victims:
+            if not victims and not self._thin_out_others(tier, slot_bytes, protected, colder_than):
                 return None
             for copy in victims:
                 self.evict(copy)
@@ -378,6 +380,41 @@ class Residency:
                 self.counters["slabs_reclaimed"] += 1
                 return slab
         return [own] if own is not None else []
+
+    def _thin_out_others(
+        self, tier: Tier, slot_bytes: int, protected: Collection[Block], colder_than: int | None
+    ) -> bool:
+        """Evict some of the coldest leaves of other slot sizes; False when that can lead nowhere.
+
+        Where chains lie across slabs no slab can be emptied at once, but leaf after leaf they can. Nothing
+        goes while every slab holds a slot that somebody uses, since then no slab would come free.
+        """
+        if not any(
+            all(
+                (copy := tier.owners.get(place.offset)) is not None
+                and copy.block not in protected
+                and eviction.is_standing(copy)
+                and not eviction.is_held(copy)
+                for place in tier.slots.places_in(index)
+            )
+            for index in tier.slots.slabs_of_others(slot_bytes)
+        ):
+            return False
+        evicted = 0
+        while evicted < LEAVES_AT_A_TIME:
+            leaves = [
+                copy
+                for size, policy in tier.policies.items()
+                if size != slot_bytes and (copy := policy.victim(protected)) is not None
+            ]
+            coldest = min(leaves, key=lambda copy: copy.block.last_use, default=None)
+            if coldest is None:
+                break
+            if colder_than is not None and coldest.block.last_use >= colder_than:
+                break
+            self.evict(coldest)
+            evicted += 1
+        return evicted > 0
 
     def _coldest_slab_of_others(
         self, tier: Tier, slot_bytes: int, protected: Collection[Block], colder_than: int | None

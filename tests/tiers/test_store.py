@@ -741,3 +741,25 @@ def test_lookup_and_pin_fit_inside_a_scheduling_step() -> None:
         s.release(lease, 0.0)
         best = [min(best[0], middle - start), min(best[1], end - middle)]
     assert max(best) < 500e-6
+
+
+def test_chains_that_lie_across_slabs_give_way_to_another_slot_size() -> None:
+    """No slab can be emptied at once: each holds a block whose descendant stands in another one."""
+    s = store(dram=4)
+    per_slab = SLAB // PAGE
+    filler, chain = names(2 * per_slab, b"f"), names(4 * per_slab, b"c")
+    for i, name in enumerate(filler):  # chains of one block each, so that any of them may go
+        put(s, [name], now=float(i))
+    put(s, chain[: 2 * per_slab], now=100.0)
+    for i, name in enumerate(filler[::2]):
+        s.drop(A, name, "checksum", 101.0)
+        put(s, [chain[2 * per_slab + i]], parent=chain[2 * per_slab + i - 1], now=102.0)
+    for i, name in enumerate(filler[1::2]):
+        s.drop(A, name, "checksum", 103.0)
+        at = 3 * per_slab + i
+        put(s, [chain[at]], parent=chain[at - 1], now=104.0)
+    put(s, names(1, b"z"), now=105.0, space=OTHER.namespace_id)
+    s.check_integrity()
+    left = len(s.lookup(A, chain))
+    assert left < 4 * per_slab  # tails went first, so that the head is still a run
+    assert s.usage()[0].blocks == left + 1
