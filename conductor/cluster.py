@@ -70,11 +70,14 @@ class Cluster:
             m.NodeEvents: lambda r, _s: self.node_events(r),
             m.NodeHeartbeat: lambda r, _s: self.node_heartbeat(r),
             m.NodeLeave: lambda r, _s: self.node_leave(r),
+            m.NodeDraining: lambda r, _s: self.node_draining(r),
             m.WorkerJoin: lambda r, _s: self.worker_join(r),
             m.WorkerHeartbeat: lambda r, _s: self.worker_heartbeat(r),
             m.WorkerLeave: lambda r, _s: self.worker_leave(r),
             m.RegisterNamespace: lambda r, _s: self.register_namespace(r),
             m.Lookup: lambda r, _s: self.lookup(r),
+            m.ReportMiss: lambda r, _s: self.report_miss(r),
+            m.Standing: lambda r, _s: self.standing(r),
             m.Nodes: lambda _r, _s: self.node_list(),
             m.Namespaces: lambda _r, _s: m.NamespacesReply(list(self.namespaces.values())),
             m.PoolStats: lambda _r, _s: self.stats(),
@@ -142,6 +145,14 @@ class Cluster:
         if self.nodes.leave(request.node_id, request.epoch):
             self.index.remove_node(request.node_id, RECLAIM_BLOCKS)
             log.info("node left", node=request.node_id)
+        return m.Ok()
+
+    def node_draining(self, request: m.NodeDraining) -> m.Ok:
+        """A node is about to stop: no new blocks for it, reads go on until it leaves."""
+        member = self.nodes.get(request.node_id)
+        if member is not None and member.epoch == request.epoch:
+            self.nodes.drain(request.node_id)
+            log.info("node drains", node=request.node_id)
         return m.Ok()
 
     # ------------------------------------------------------------ workers
@@ -225,28 +236,60 @@ class Cluster:
             raise UnknownNamespace(
                 f"namespace {request.namespace_id.hex()} is not known here", hint="register it"
             )
-        segments = self.segments(request.namespace_id, unpack_hashes(request.hashes), request.host)
+        segments = self.segments(
+            request.namespace_id, unpack_hashes(request.hashes), request.host, request.exclude
+        )
         found = sum(segment.count for segment in segments)
         self.counters["lookups"] += 1
         self.counters["lookup_hits" if found else "lookup_misses"] += 1
         return m.LookupReply(found, segments)
 
-    def segments(self, namespace_id: bytes, hashes: Sequence[bytes], host: str) -> list[m.Segment]:
-        """The leading run as segments on readable nodes, preferring those on `host`."""
-        return self.index.segments(namespace_id, hashes, self._readable_hosts(), host)
+    def segments(
+        self,
+        namespace_id: bytes,
+        hashes: Sequence[bytes],
+        host: str,
+        exclude: Sequence[str] = (),
+    ) -> list[m.Segment]:
+        """The leading run as segments on readable nodes but those of `exclude`, preferring `host`."""
+        return self.index.segments(namespace_id, hashes, self._readable_hosts(exclude), host)
 
-    def _readable_hosts(self) -> Mapping[str, str]:
-        return {node.member_id: node.descriptor.host for node in self.nodes.readable()}
+    def _readable_hosts(self, exclude: Sequence[str] = ()) -> Mapping[str, str]:
+        return {
+            node.member_id: node.descriptor.host
+            for node in self.nodes.readable()
+            if node.member_id not in exclude
+        }
+
+    def report_miss(self, request: m.ReportMiss) -> m.Ok:
+        """A client's pin or read failed; believed for a while only, for a claim is no proof."""
+        hashes = unpack_hashes(request.hashes)
+        self.counters["reported_misses"] += len(hashes)
+        self.suspect_blocks(request.node_id, request.namespace_id, hashes)
+        return m.Ok()
+
+    def standing(self, request: m.Standing) -> m.StandingReply:
+        """On how many live nodes each block stands, draining and excluded ones left out."""
+        live = {node.member_id for node in self.nodes.choosable()} - set(request.exclude)
+        copies = bytearray()
+        for block_hash in unpack_hashes(request.hashes):
+            found = self.index.holders(request.namespace_id, [block_hash])
+            holders = {holder.node_id for holder in found[0]} & live if found else ()
+            copies.append(min(255, len(holders)))
+        return m.StandingReply(bytes(copies))
 
     def node_list(self) -> m.NodesReply:
         """Every node that is known, with its state and room."""
         infos = []
+        now = self.clock()
         for node in self.nodes.members():
             free = capacity = 0
+            # Its own uptime outlives a restart of this conductor; before it reported, the join counts.
+            age_s = max(now - node.joined_at, node.report.uptime_s if node.report else 0.0)
             for tier in node.report.tiers if node.report else ():
                 if tier.tier == "dram":
                     free, capacity = tier.free_bytes, tier.capacity_bytes
-            infos.append(m.NodeInfo(node.descriptor, node.state, free, capacity))
+            infos.append(m.NodeInfo(node.descriptor, node.state, free, capacity, age_s))
         return m.NodesReply(infos)
 
     def stats(self) -> m.PoolStatsReply:

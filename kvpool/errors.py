@@ -146,6 +146,12 @@ class Unavailable(KvpoolError):
     http_status = 503
 
 
+class Draining(Unavailable):
+    """The node is about to stop and takes no new blocks; another one does."""
+
+    code = "draining"
+
+
 class TransferFailed(Unavailable):
     """A transport could not move the bytes."""
 

@@ -187,6 +187,13 @@ class NodeConfig(_Server):
     high_watermark: Fraction = Field(0.95, description="share of a tier at which eviction starts")
     low_watermark: Fraction = Field(0.85, description="share of a tier at which eviction stops")
     write_through: bool = Field(True, description="write to NVMe at commit, not at eviction")
+    drain_on_stop: bool = Field(
+        False, description="on SIGTERM, first move blocks that stand nowhere else to other nodes"
+    )
+    drain_s: Seconds = Field(30.0, description="longest that draining on stop may take")
+    max_prefetch_blocks: int = Field(
+        1024, ge=1, le=1_000_000, description="prefetches waiting at once; more are declined"
+    )
     fsync: Literal["always", "interval", "never"] = "interval"
     fsync_interval_s: Seconds = 1.0
     max_frame_bytes: Bytes = Field(64 * MIB, ge=64 * KIB, le=2 * GIB)

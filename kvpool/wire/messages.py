@@ -246,6 +246,69 @@ class TierUsage(Reply, frozen=True):
     blocks: int
 
 
+class Replicate(Message, frozen=True):
+    """Sent to the node that shall hold the copies: pull a run of one chain from the node `source`.
+
+    `deadline_s` is from now; what was copied by then stays.
+    """
+
+    namespace_id: bytes
+    hashes: bytes
+    parent: bytes  # hash of the block before the first; b"" at the start of a chain
+    source: NodeDescriptor
+    deadline_s: float
+
+
+class ReplicateReply(Reply, frozen=True):
+    """What became of the leading `stored + existing + in_progress` blocks; the rest ended by `reason`.
+
+    Blocks are copied in order and the copying ends at the first that cannot be: a suffix without its
+    prefix is dead weight. `reason` is "" when all were dealt with, else the code of an error or a miss.
+    """
+
+    stored: int
+    existing: int
+    in_progress: int
+    reason: str
+    bytes_moved: dict[str, int]
+
+
+class Drain(Message, frozen=True):
+    """Empty the node and let it end: no new blocks, move (or drop) what stands nowhere else, wait for leases.
+
+    It ends after `deadline_s` from now in any case.
+    """
+
+    deadline_s: float
+    drop: bool = False
+
+
+class DrainReply(Reply, frozen=True):
+    """`elsewhere`: blocks that stood on another node anyway. `lost`: blocks that stood here alone, by reason."""
+
+    moved: int
+    elsewhere: int
+    lost: dict[str, int]
+    leases_left: int  # still in force when the node gave up waiting
+    elapsed_s: float
+
+
+class Prefetch(Message, frozen=True):
+    """Bring the leading run of `hashes` into DRAM ahead of a read. Takes no lease, promises nothing."""
+
+    namespace_id: bytes
+    hashes: bytes
+
+
+class PrefetchReply(Reply, frozen=True):
+    """`declined` blocks were not taken for `reason` and may be asked again; `resident` needed nothing."""
+
+    accepted: int
+    resident: int
+    declined: int
+    reason: str
+
+
 class NodeStats(Message, frozen=True):
     pass
 
@@ -311,6 +374,13 @@ class NodeLeave(Message, frozen=True):
     epoch: int
 
 
+class NodeDraining(Message, frozen=True):
+    """The node is about to stop: give it no new blocks. What it holds can be read until it leaves."""
+
+    node_id: str
+    epoch: int
+
+
 class WorkerDescriptor(Reply, frozen=True):
     worker_id: str
     epoch: int
@@ -363,16 +433,45 @@ class Segment(Reply, frozen=True):
 
 
 class Lookup(Message, frozen=True):
-    """Leading blocks of a chain that the pool has, and where, preferring nodes on `host`."""
+    """Leading blocks of a chain that the pool has, and where, preferring nodes on `host`.
+
+    `exclude`: ids of nodes that count as if they held nothing (they failed the caller just now).
+    """
 
     namespace_id: bytes
     hashes: bytes
     host: str = ""
+    exclude: list[str] = []
 
 
 class LookupReply(Reply, frozen=True):
     found: int
     segments: list[Segment]
+
+
+class ReportMiss(Message, frozen=True):
+    """A planned pin or read of these blocks at this node failed: do not plan it again for a while."""
+
+    node_id: str
+    namespace_id: bytes
+    hashes: bytes
+
+
+class Standing(Message, frozen=True):
+    """On how many live nodes each block stands; unlike `Lookup` it does not end at the first gap.
+
+    Nodes that drain do not count, for what stands there is about to go.
+    """
+
+    namespace_id: bytes
+    hashes: bytes
+    exclude: list[str] = []
+
+
+class StandingReply(Reply, frozen=True):
+    """`copies` has one byte a block: how many nodes, 255 at most."""
+
+    copies: bytes
 
 
 class Nodes(Message, frozen=True):
@@ -384,6 +483,7 @@ class NodeInfo(Reply, frozen=True):
     state: str  # "live", "suspect", "draining"
     free_bytes: int
     capacity_bytes: int
+    age_s: float = float("inf")  # since it started or joined, whichever is longer ago
 
 
 class NodesReply(Reply, frozen=True):
@@ -517,15 +617,21 @@ REPLIES: dict[type[Message], type[Reply]] = {
     NodeLookup: NodeLookupReply,
     PutInline: PutInlineReply,
     GetInline: GetInlineReply,
+    Replicate: ReplicateReply,
+    Drain: DrainReply,
+    Prefetch: PrefetchReply,
     NodeStats: NodeStatsReply,
     NodeJoin: MemberReply,
     NodeEvents: MemberReply,
     NodeHeartbeat: MemberReply,
     NodeLeave: Ok,
+    NodeDraining: Ok,
     WorkerJoin: MemberReply,
     WorkerHeartbeat: MemberReply,
     WorkerLeave: Ok,
     Lookup: LookupReply,
+    ReportMiss: Ok,
+    Standing: StandingReply,
     Nodes: NodesReply,
     Namespaces: NamespacesReply,
     PoolStats: PoolStatsReply,
