@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import structlog
@@ -12,7 +13,9 @@ from tiers.arena import Arena
 
 log = structlog.get_logger(__name__)
 
-BUSY_PAUSE_S = 0.0005  # while somebody holds a lease or reservation
+BUSY_PAUSE_S = 0.00005  # while a lease or reservation is young: somebody is moving bytes now
+HELD_PAUSE_S = 0.0005  # while one is held for longer
+BUSY_FOR_S = 0.05
 IDLE_PAUSE_S = 0.01  # 1 % of a core or less, and the first contact of a peer waits no longer
 
 
@@ -40,7 +43,9 @@ class NixlTarget:
         self._arenas = arenas
         self._is_busy = is_busy
         self._loopback_only = loopback_only
-        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._is_stopped = False
+        self._woken_at = 0.0
         self._ready = threading.Event()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="kvpool-nixl-target", daemon=True)
@@ -65,10 +70,22 @@ class NixlTarget:
             return
         finally:
             self._ready.set()
-        while not self._stop.wait(BUSY_PAUSE_S if self._is_busy() else IDLE_PAUSE_S):
+        while not self._is_stopped:
             agent.progress()
+            if time.monotonic() - self._woken_at < BUSY_FOR_S:
+                time.sleep(BUSY_PAUSE_S)
+            elif self._is_busy():
+                time.sleep(HELD_PAUSE_S)
+            elif self._wake.wait(IDLE_PAUSE_S):
+                self._wake.clear()
+
+    def wake(self) -> None:
+        """A lease or reservation was just given: over TCP its transfers need our progress at once."""
+        self._woken_at = time.monotonic()
+        self._wake.set()
 
     def close(self) -> None:
         """Stop making progress; peers see the agent as gone."""
-        self._stop.set()
+        self._is_stopped = True
+        self._wake.set()
         self._thread.join(timeout=5)

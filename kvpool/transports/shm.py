@@ -23,6 +23,10 @@ from kvpool.transports.copying import Sums, copy, copy_and_sum
 from kvpool.wire.messages import NodeDescriptor, Reply
 
 ATTACH_TIMEOUT_S = 2.0
+POPULATE_BYTES = 64 << 20  # at a time, so that unmapping never waits long
+MADV_POPULATE_WRITE = 23
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 MAX_ARENAS = 64
 
 
@@ -100,6 +104,9 @@ class ShmTransport(Transport):
             attached = self._attached.get(node.node_id)
             if attached is None or attached.epoch != node.epoch:
                 attached = self._attached[node.node_id] = _map_arenas(node)
+                threading.Thread(
+                    target=_populate, args=(attached,), name="kvpool-populate", daemon=True
+                ).start()
             return attached
 
     def forget(self, node_id: str) -> None:
@@ -109,6 +116,19 @@ class ShmTransport(Transport):
     def close(self) -> None:
         with self._lock:
             self._attached.clear()
+
+
+def _populate(attached: _Attached) -> None:
+    """Enter the arenas' pages into our page table, beside the traffic.
+
+    The node has touched them all, but each page costs this process a fault of its own at its first use:
+    a put into fresh slots ran at a third of its speed for it.
+    """
+    for base, size in attached.bases.values():
+        for at in range(0, size, POPULATE_BYTES):
+            step = min(POPULATE_BYTES, size - at)
+            if _madvise(base + at, step, MADV_POPULATE_WRITE) != 0:
+                return  # an older kernel: pages come when they are used
 
 
 def _map_arenas(node: NodeDescriptor) -> _Attached:
