@@ -159,9 +159,9 @@ def test_variables_that_kubernetes_injects_are_left_alone(tmp_path: Path) -> Non
         ("nodes: {dram_bytes: 1GiB}", {}, (), ("nodes", "settings.yaml", "did you mean node?")),
         (
             "",
-            {"KVPOOL_NODE__DRAM": "1"},
+            {"KVPOOL_NODE__DRAMBYTES": "1"},
             (),
-            ("node.dram", "KVPOOL_NODE__DRAM", "node.dram_bytes?"),
+            ("node.drambytes", "KVPOOL_NODE__DRAMBYTES", "node.dram_bytes?"),
         ),
         ("", {"KVPOOL_NODES__HOST": "a"}, (), ("nodes.host", "KVPOOL_NODES__HOST", "node.host?")),
         ("", {"KVPOOL_NODE__HOST__A": "a"}, (), ("node.host.a", "KVPOOL_NODE__HOST__A")),
