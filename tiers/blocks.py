@@ -7,15 +7,19 @@ visible, when all its parts are committed (invariant 4).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvpool.layout import Namespace
+from tiers.policies.cost import prefill_cost
 from tiers.slots import Place
 
 DRAM = 0
 NVME = 1
 TIER_NAMES = ("dram", "nvme")
+NEVER = -math.inf  # `Block.keep_until` of a block that nobody protects
+FOREVER = math.inf  # of one that is never evicted
 
 
 class Copy:
@@ -38,6 +42,28 @@ class Copy:
         """Every part is committed (invariant 4)."""
         return self.committed == len(self.places)
 
+    # What an eviction policy may ask (`policies.Candidate`).
+
+    @property
+    def ident(self) -> tuple[bytes, bytes]:
+        """Namespace id and prefix hash."""
+        return self.block.space.namespace_id, self.block.name
+
+    @property
+    def last_use(self) -> int:
+        """Tick of the block's last pin or commit, in whatever tier."""
+        return self.block.last_use
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its slots, all parts."""
+        return self.block.space.slot_bytes[self.tier] * self.block.space.tp_size
+
+    @property
+    def cost(self) -> float:
+        """Prefill time that a hit saves, in units of one token without context."""
+        return prefill_cost(self.block.depth, self.block.space.block_tokens)
+
 
 class Block:
     """One prefix hash of one namespace, and where it stands."""
@@ -45,7 +71,10 @@ class Block:
     __slots__ = (
         "checksums",
         "copies",
+        "depth",
         "is_detached",
+        "is_shielded",
+        "keep_until",
         "last_use",
         "name",
         "parent",
@@ -54,12 +83,17 @@ class Block:
         "space",
     )
 
-    def __init__(self, space: Space, name: bytes, parent: bytes, last_use: int) -> None:
+    def __init__(
+        self, space: Space, name: bytes, parent: bytes, last_use: int, depth: int = 0
+    ) -> None:
         self.space = space
         self.name = name  # the prefix hash
         self.parent = parent  # prefix hash of the block before, b"" at the start
         self.last_use = last_use  # tick of the last pin or commit; unique, larger is more recent
+        self.depth = depth  # known blocks before it when it came; an estimate for policies
         self.pins = 0  # leases on the dram copy
+        self.keep_until = NEVER  # monotonic seconds: soft protection; FOREVER: hard protection
+        self.is_shielded = False  # needed by the call under way: not evicted to make its room
         self.copies: list[Copy | None] = [None, None]  # by tier
         # Of a whole dram copy, part by part: what a pin hands out without further work.
         self.places: tuple[Place, ...] = ()
@@ -71,8 +105,11 @@ class Space:
     """What the store knows of one namespace."""
 
     __slots__ = (
+        "account",
+        "block_tokens",
         "blocks",
         "children",
+        "kept_children",
         "namespace",
         "namespace_id",
         "part_bytes",
@@ -81,17 +118,20 @@ class Space:
         "visible",
     )
 
-    def __init__(self, namespace: Namespace, slot_bytes: tuple[int, ...]) -> None:
+    def __init__(self, namespace: Namespace, slot_bytes: tuple[int, ...], account: int = 0) -> None:
         self.namespace = namespace
         self.namespace_id = namespace.namespace_id
         self.tp_size = namespace.layout.tp_size
         self.part_bytes = namespace.layout.part_bytes
+        self.block_tokens = namespace.layout.block_tokens
         self.slot_bytes = slot_bytes  # by tier
+        self.account = account  # whose quota its slots count against
         self.blocks: dict[bytes, Block] = {}
         self.visible: tuple[dict[bytes, Block], ...] = ({}, {})  # by tier
         # By tier: parent hash -> how many of its children have a copy there (invariant 6). Counted even
         # while the parent is elsewhere, so that it is right from the moment that the parent arrives.
         self.children: tuple[dict[bytes, int], ...] = ({}, {})
+        self.kept_children: dict[bytes, int] = {}  # parent hash -> how many of them are protected
 
 
 class StoreEvent(NamedTuple):

@@ -1,21 +1,19 @@
-"""Which copy goes first: prefix-aware LRU over the copies of one tier and slot size.
+"""Which copies may leave a tier, and the orders in which those of one slot size and account do.
 
-A policy is told when a copy may have become evictable (`offer`) and is asked for the coldest one. Recency
-is `Block.last_use`, set by pins and commits alone. Nothing is told when a copy is used or pinned: entries
-are checked when they reach the top, so that the hot path pays nothing. O(log n) amortised.
+The guards say whether a copy may go at all; the policy (`tiers.policies`) says which goes first. Nothing is told
+when a copy is pinned: candidates are checked when their turn comes, so that the hot path pays nothing.
 
 Decides only; taking a copy out of its tier is the store's.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
-from heapq import heapify, heappop, heappush, heapreplace
+from tiers.blocks import DRAM, FOREVER, NEVER, NVME, Copy
+from tiers.policies import EvictionPolicy, LazyHeap, create
 
-from tiers.blocks import DRAM, Block, Copy
-
-NOBODY: Collection[Block] = frozenset()
+PLAIN = 0  # in the policy's order
+DOUBLE = 1  # an nvme copy of a block that stands in dram too: by recency, see `Shelf`
+SOFT = 2  # protected for a while: only when nothing else can go, by recency
 
 
 def is_held(copy: Copy) -> bool:
@@ -39,112 +37,91 @@ def is_standing(copy: Copy) -> bool:
     return not block.is_detached and block.copies[copy.tier] is copy and copy.committed > 0
 
 
+def is_hard(copy: Copy) -> bool:
+    """The block is protected without an end: it is never evicted."""
+    return copy.block.keep_until == FOREVER
+
+
+def is_soft(copy: Copy) -> bool:
+    """The block is protected for a while: it goes only when nothing else can."""
+    return NEVER < copy.block.keep_until < FOREVER
+
+
+def is_takable(copy: Copy) -> bool:
+    """The copy stands, nobody holds it, and it is not to be kept; descendants are another matter."""
+    return is_standing(copy) and not is_held(copy) and not is_hard(copy)
+
+
 def is_evictable(copy: Copy) -> bool:
-    """The copy stands, nobody holds it, and no descendant needs it."""
-    return is_standing(copy) and not is_held(copy) and not has_descendant(copy)
+    """The copy may be taken, and no descendant needs it."""
+    return is_takable(copy) and not has_descendant(copy)
 
 
-class RecencyHeap:
-    """Copies ordered by `Block.last_use`, each in it at most once, checked lazily.
+class Shelf:
+    """The candidates of one tier, slot size and account, by rank: plain ones first, protected ones last.
+
+    A policy that goes by anything but recency would let the disk be rewritten for ever: a block of dram whose
+    copy left nvme is to be written again, and takes the place of another such. So copies of that kind
+    are ranked behind, and by recency (see `Room`).
 
     Args:
-        is_wanted: asked when a copy reaches the top; one that fails leaves the heap until it is offered
-            again.
+        tier_index: the tier.
+        policy: name of the policy for plain copies.
+        parked: takes the copies whose turn came while they were shielded; offer them again after it.
+
+    Raises:
+        ConfigError: no policy has that name.
     """
 
-    def __init__(self, is_wanted: Callable[[Copy], bool]) -> None:
-        self._is_wanted = is_wanted
-        self._heap: list[tuple[int, int, Copy]] = []
-        self._members: set[Copy] = set()
-        self._pushes = 0  # breaks ties, so that records are never compared
+    def __init__(self, tier_index: int, policy: str, parked: list[Copy]) -> None:
+        self._parked = parked
+        self.policy: EvictionPolicy[Copy] = create(policy, lambda copy: self._may_go(copy, PLAIN))
+        self._is_double_apart = tier_index == NVME and not self.policy.is_by_recency
+        self._by_rank = {DOUBLE: self._recent_last(DOUBLE), SOFT: self._recent_last(SOFT)}
 
-    def __len__(self) -> int:
-        return len(self._members)
-
-    def __contains__(self, copy: Copy) -> bool:
-        return copy in self._members
+    def rank(self, copy: Copy) -> int:
+        """PLAIN, DOUBLE or SOFT, as of now."""
+        if is_soft(copy):
+            return SOFT
+        if self._is_double_apart and copy.block.copies[DRAM] is not None:
+            return DOUBLE
+        return PLAIN
 
     def offer(self, copy: Copy) -> None:
-        """Take the copy in, unless it is here."""
-        if copy not in self._members:
-            self._members.add(copy)
-            self._push(copy)
+        """The copy may have become evictable, or changed its rank."""
+        # The policy is told of all, so that each has its place in the order from the start.
+        self.policy.offer(copy)
+        rank = self.rank(copy)
+        if rank != PLAIN:
+            self._by_rank[rank].offer(copy)
 
-    def discard(self, copy: Copy) -> None:
-        """Forget the copy; its entry goes when it reaches the top, or with the next compaction."""
-        if copy in self._members:
-            self._members.remove(copy)
-            if len(self._heap) > 64 and len(self._heap) > 2 * len(self._members):
-                self._heap = [entry for entry in self._heap if entry[2] in self._members]
-                heapify(self._heap)
-
-    def coldest(self, excluded: Collection[Block] = NOBODY) -> Copy | None:
-        """The least recently used copy that is wanted and not of an excluded block; it stays here."""
-        aside: list[Copy] = []
-        coldest: Copy | None = None
-        while self._heap:
-            key, _, copy = self._heap[0]
-            if copy not in self._members:
-                heappop(self._heap)
-            elif not self._is_wanted(copy):
-                heappop(self._heap)
-                self._members.discard(copy)
-            elif key != copy.block.last_use:
-                self._pushes += 1
-                heapreplace(self._heap, (copy.block.last_use, self._pushes, copy))
-            elif copy.block in excluded:
-                heappop(self._heap)
-                aside.append(copy)
-            else:
-                coldest = copy
-                break
-        for copy in aside:
-            self._push(copy)
-        return coldest
-
-    def _push(self, copy: Copy) -> None:
-        self._pushes += 1
-        heappush(self._heap, (copy.block.last_use, self._pushes, copy))
-
-
-class EvictionPolicy(ABC):
-    """What a tier asks when it needs room for one slot size."""
-
-    @abstractmethod
-    def offer(self, copy: Copy) -> None:
-        """The copy may have become evictable: committed, unpinned, or its last child left."""
-
-    @abstractmethod
-    def discard(self, copy: Copy) -> None:
+    def discard(self, copy: Copy, *, is_evicted: bool = False) -> None:
         """The copy left the tier."""
+        if is_evicted:
+            self.policy.evicted(copy)
+        else:
+            self.policy.discard(copy)
+        for heap in self._by_rank.values():
+            heap.discard(copy)
 
-    @abstractmethod
-    def victim(self, protected: Collection[Block] = NOBODY) -> Copy | None:
-        """The copy to evict next, never one of a protected block; None when nothing can go."""
+    def candidate(self, rank: int) -> Copy | None:
+        """The first evictable copy of that rank."""
+        return self.policy.victim() if rank == PLAIN else self._by_rank[rank].lowest()
 
-    @abstractmethod
-    def __contains__(self, copy: Copy) -> bool:
-        """The policy would find this copy if it is evictable (for integrity checks)."""
-
-
-class PrefixLru(EvictionPolicy):
-    """Least recently used first, leaves of chains before what they build on."""
-
-    def __init__(self) -> None:
-        # Through the module's name at each call, so that a test can take the guard away.
-        self._heap = RecencyHeap(lambda copy: is_evictable(copy))
-
-    def offer(self, copy: Copy) -> None:
-        """Take the copy in as a candidate."""
-        self._heap.offer(copy)
-
-    def discard(self, copy: Copy) -> None:
-        """Forget the copy."""
-        self._heap.discard(copy)
-
-    def victim(self, protected: Collection[Block] = NOBODY) -> Copy | None:
-        """The coldest evictable copy."""
-        return self._heap.coldest(protected)
+    def is_churn_free(self, rank: int) -> bool:
+        """Copies of that rank stand in this tier alone: their room is never asked for by themselves again."""
+        return rank == PLAIN and self._is_double_apart
 
     def __contains__(self, copy: Copy) -> bool:
-        return copy in self._heap
+        """The copy would be found if it is evictable (for integrity checks)."""
+        rank = self.rank(copy)
+        return copy in (self.policy if rank == PLAIN else self._by_rank[rank])
+
+    def _may_go(self, copy: Copy, rank: int) -> bool:
+        if copy.block.is_shielded:
+            self._parked.append(copy)
+            return False
+        return is_evictable(copy) and self.rank(copy) == rank
+
+    def _recent_last(self, rank: int) -> LazyHeap[Copy]:
+        return LazyHeap(lambda copy: copy.block.last_use, lambda copy: self._may_go(copy, rank))

@@ -11,20 +11,26 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from tiers import eviction
-from tiers.blocks import DRAM, NVME, Block, Copy
+from tiers.blocks import DRAM, NEVER, NVME, Block, Copy
 from tiers.slots import StoreCorrupt
 
 if TYPE_CHECKING:
     from tiers.leases import LeaseBook
     from tiers.moves import MoveBook
+    from tiers.protection import ProtectionBook
     from tiers.reservations import ReservationBook
-    from tiers.residency import Residency, Tier
+    from tiers.residency import Residency
+    from tiers.room import Tier
 
 Slot = tuple[int, int]  # offset, bytes
 
 
 def check(
-    residency: Residency, leases: LeaseBook, reservations: ReservationBook, moves: MoveBook
+    residency: Residency,
+    leases: LeaseBook,
+    reservations: ReservationBook,
+    moves: MoveBook,
+    protections: ProtectionBook,
 ) -> None:
     """Compare every count, list and state with what the records say.
 
@@ -41,7 +47,9 @@ def check(
         tier.slots.check_integrity()
         _check_tier(tier, copies, quarantined if tier.index == DRAM else [])
         _check_candidates(residency, tier, copies)
+        _check_ledger(tier, quarantined if tier.index == DRAM else [])
     _check_children(residency)
+    _check_protection(residency, blocks, protections)
     clean = sum(
         block.space.slot_bytes[DRAM] * block.space.tp_size
         for block in blocks
@@ -163,8 +171,35 @@ def _check_candidates(residency: Residency, tier: Tier, copies: list[Copy]) -> N
         if copy.tier != tier.index:
             continue
         if eviction.is_evictable(copy):
-            policy = tier.policies[copy.block.space.slot_bytes[tier.index]]
-            _require(copy in policy, f"{copy.block.name.hex()} can never be evicted")
+            shelf = tier.shelf(copy.block.space)
+            _require(copy in shelf, f"{copy.block.name.hex()} can never be evicted")
+
+
+def _check_ledger(tier: Tier, quarantined: list[Slot]) -> None:
+    """Every slot counts for one account, in quarantine too."""
+    used: Counter[int] = Counter()
+    for copy in tier.owners.values():
+        used[copy.block.space.account] += copy.block.space.slot_bytes[tier.index]
+    for offset, slot_bytes in quarantined:
+        used[tier.quarantined_of[offset]] += slot_bytes
+    _require(len(tier.quarantined_of) == len(quarantined), "somebody pays for no quarantine")
+    for account, charged in enumerate(tier.ledger.used):
+        is_right = charged == used[account]
+        _require(is_right, f"{tier.name}: account {account} pays {charged} for {used[account]}")
+
+
+def _check_protection(
+    residency: Residency, blocks: list[Block], protections: ProtectionBook
+) -> None:
+    """What is promised is counted, and no block is protected longer than what it builds on."""
+    kept = {block for block in blocks if block.keep_until != NEVER}
+    _require(kept == set(protections.values()), "protected blocks are misfiled")
+    for tier in residency.tiers:
+        promised = sum(b.space.slot_bytes[tier.index] * b.space.tp_size for b in kept)
+        _require(tier.kept_bytes == promised, f"{tier.name}: {tier.kept_bytes} != {promised} kept")
+    for space in residency.spaces.values():
+        children = Counter(b.parent for b in kept if b.space is space and b.parent)
+        _require(children == space.kept_children, "protected children are miscounted")
 
 
 def _check_children(residency: Residency) -> None:

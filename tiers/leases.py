@@ -64,6 +64,8 @@ class LeaseBook:
             else:
                 block.pins = 1
                 fresh += 1
+        if residency.wants_uses:
+            residency.note_uses(blocks)
         residency.tiers[DRAM].pinned_bytes += fresh * space.slot_bytes[DRAM] * space.tp_size
         lease_id = self._next_id
         self._next_id += 1

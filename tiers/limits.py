@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvpool.errors import ConfigError
+from tiers.policies import DEFAULT, policy_class
+from tiers.quotas import check_quotas
 
 
 @dataclass(slots=True, frozen=True)
@@ -12,7 +15,8 @@ class StoreConfig:
     """Limits and times of a store.
 
     Raises:
-        ConfigError: a value is out of range, or the watermarks are the wrong way round.
+        ConfigError: a value is out of range, the watermarks are the wrong way round, a policy is unknown, or
+            the quotas can never be kept.
     """
 
     grace_s: float = 2.0  # pins outlive the announced deadline by this (invariant 3)
@@ -27,6 +31,11 @@ class StoreConfig:
     move_retry_s: float = 5.0  # wait after a failed demotion
     ghost_hashes: int = 65_536  # gone hashes whose reason is remembered
     max_pending_events: int = 1_000_000  # kept for a slow or absent reader of events
+    eviction: str = DEFAULT  # policy of dram, by name (`tiers.policies`)
+    nvme_eviction: str = DEFAULT
+    protected_share: float = 0.5  # of each tier that may be promised to protected blocks
+    # By tenant or namespace id (hex): a share (float) of each tier, or bytes (int) of dram (`tiers.quotas`).
+    quotas: Mapping[str, float | int] = field(default_factory=dict)
     first_id: int = 1  # of leases and reservations; seed it by epoch, so that old numbers are void
 
     def __post_init__(self) -> None:
@@ -41,5 +50,10 @@ class StoreConfig:
                 f"dram watermarks {self.dram_low_watermark} and {self.dram_high_watermark}",
                 hint="0 <= low <= high <= 1",
             )
+        policy_class(self.eviction)
+        policy_class(self.nvme_eviction)
+        if not 0 <= self.protected_share <= 1:
+            raise ConfigError(f"protected_share={self.protected_share} must lie in [0, 1]")
+        check_quotas(self.quotas)
         if min(self.first_id, self.ghost_hashes, self.max_pending_events) < 1:
             raise ConfigError("first_id, ghost_hashes and max_pending_events must be at least 1")

@@ -8,7 +8,7 @@ its room is needed. Both slots of a move are held until it is finished. Pure: no
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from kvpool.errors import InvalidArgument
 from tiers.blocks import DRAM, NVME, TIER_NAMES, Block, Copy, Move, Space
@@ -67,22 +67,22 @@ class MoveBook:
                 break
             run.append(block)
         self._residency.touch(run)
-        protected = set(run)
         moves: list[Move] = []
         is_waiting = False
-        for position, block in enumerate(run):
-            if block.name in dram:
-                continue
-            if block.copies[DRAM] is not None:
+        with self._residency.shield(run):
+            for position, block in enumerate(run):
+                if block.name in dram:
+                    continue
+                if block.copies[DRAM] is not None:
+                    is_waiting = True
+                    continue
+                started = self._begin(block, NVME, DRAM, None)
+                if started is None:
+                    if not is_waiting:
+                        return run[:position], [], "no_room"
+                    break
                 is_waiting = True
-                continue
-            started = self._begin(block, NVME, DRAM, protected, None)
-            if started is None:
-                if not is_waiting:
-                    return run[:position], [], "no_room"
-                break
-            is_waiting = True
-            moves += started
+                moves += started
         return ([], moves, "promoting") if is_waiting else (run, [], "")
 
     def plan_demotions(self, max_blocks: int, now: float) -> list[Move]:
@@ -99,14 +99,14 @@ class MoveBook:
         skipped: set[Block] = set()  # pinned: hot, and not worth a write yet
         planned = 0
         while planned < max_blocks and self._is_demotion_due():
-            copy = residency.dirty.coldest(skipped)
+            copy = residency.dirty.lowest(lambda copy: copy.block in skipped)
             if copy is None:
                 break
             block = copy.block
             if block.pins and not self._is_write_through:
                 skipped.add(block)
                 continue
-            planned_moves = self._begin(block, DRAM, NVME, (), block.last_use)
+            planned_moves = self._begin(block, DRAM, NVME, block.last_use)
             if planned_moves is None:
                 break
             planned += 1
@@ -159,7 +159,6 @@ class MoveBook:
         block: Block,
         source_tier: int,
         target_tier: int,
-        protected: Collection[Block],
         colder_than: int | None,
     ) -> list[Move] | None:
         source = block.copies[source_tier]
@@ -170,7 +169,7 @@ class MoveBook:
         residency, space = self._residency, block.space
         source.reading += space.tp_size  # before room is made: the source is never the victim
         for part in range(space.tp_size):
-            if residency.hold(block, target_tier, part, protected, colder_than) is None:
+            if residency.hold(block, target_tier, part, colder_than) is None:
                 target = block.copies[target_tier]
                 if target is not None:
                     for taken in range(part):

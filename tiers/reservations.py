@@ -94,21 +94,21 @@ class ReservationBook:
         """
         known = [b for b in map(space.blocks.get, hashes) if b is not None]
         self._residency.touch([block for block in known if _has_part(block, part)])
-        protected = {*known, *_ancestors(space, parent)}
         copies: list[Copy] = []
         places: list[Place] = []
         statuses: list[int] = []
-        for name in hashes:
-            status, place = self._reserve_part(space, name, parent, part, protected)
-            if status == BlockStatus.NO_ROOM:
-                statuses += [status] * (len(hashes) - len(statuses))
-                self._residency.counters["no_room"] += 1
-                break
-            statuses.append(status)
-            if place is not None:
-                places.append(place)
-                copies.append(_dram_copy(space.blocks[name]))
-            parent = name
+        with self._residency.shield({*known, *_ancestors(space, parent)}):
+            for name in hashes:
+                status, place = self._reserve_part(space, name, parent, part)
+                if status == BlockStatus.NO_ROOM:
+                    statuses += [status] * (len(hashes) - len(statuses))
+                    self._residency.counters["no_room"] += 1
+                    break
+                statuses.append(status)
+                if place is not None:
+                    places.append(place)
+                    copies.append(_dram_copy(space.blocks[name]))
+                parent = name
         reservation_id = 0
         if copies:
             reservation_id = self._grant(copies, part, writer_id, deadline)
@@ -154,7 +154,7 @@ class ReservationBook:
                     f"index {index} of reservation {reservation_id} was committed"
                 )
             copies.append(copy)
-        self._residency.touch([copy.block for copy in copies])
+        self._residency.touch([copy.block for copy in copies], is_use=False)
         visible: list[Block] = []
         for index, copy, checksum in zip(indices, copies, checksums, strict=True):
             grant.copies[index] = None
@@ -217,7 +217,7 @@ class ReservationBook:
         return reservation_id
 
     def _reserve_part(
-        self, space: Space, name: bytes, parent: bytes, part: int, protected: set[Block]
+        self, space: Space, name: bytes, parent: bytes, part: int
     ) -> tuple[int, Place | None]:
         if name in space.visible[DRAM] or name in space.visible[NVME]:
             return BlockStatus.EXISTS, None
@@ -227,7 +227,7 @@ class ReservationBook:
             is_committed = copy.checksums[part] is not None
             return (BlockStatus.EXISTS if is_committed else BlockStatus.IN_PROGRESS), None
         recovered = block.copies[NVME]
-        place = self._residency.hold(block, DRAM, part, protected)
+        place = self._residency.hold(block, DRAM, part)
         if place is None:
             return BlockStatus.NO_ROOM, None
         if recovered is not None:  # in part, before a restart: the new writer's bytes replace it

@@ -6,41 +6,20 @@ who holds what; here is what that means for slots. Pure: no I/O, no clock.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 
-from tiers import eviction
-from tiers.blocks import DRAM, NVME, TIER_NAMES, Block, Copy, Ghosts, Space, StoreEvent
-from tiers.eviction import NOBODY, EvictionPolicy, PrefixLru, RecencyHeap
+from tiers import eviction, room
+from tiers.blocks import DRAM, NEVER, NVME, TIER_NAMES, Block, Copy, Ghosts, Space, StoreEvent
+from tiers.eviction import Shelf
+from tiers.limits import StoreConfig
+from tiers.policies import LazyHeap, policy_class
+from tiers.quotas import Accounts
+from tiers.room import Tier
 from tiers.slots import Place, SlotAllocator, StoreCorrupt
 
 LEAVES_AT_A_TIME = 64  # between two looks for a slab that came free
-
-
-class Tier:
-    """One tier's slots, who stands in them, and bytes by state (slot sizes, so rounded up)."""
-
-    def __init__(self, index: int, slots: SlotAllocator) -> None:
-        self.index = index
-        self.name = TIER_NAMES[index]
-        self.slots = slots
-        self.reserved_bytes = 0
-        self.committed_bytes = 0
-        self.pinned_bytes = 0  # of the committed ones
-        self.quarantined_bytes = 0
-        self.owners: dict[int, Copy] = {}  # offset -> copy; a quarantined slot has none
-        self.policies: defaultdict[int, EvictionPolicy] = defaultdict(PrefixLru)  # by slot size
-        self.evicted_since_scan: Counter[int] = Counter()  # by slot size
-
-    @property
-    def free_bytes(self) -> int:
-        """Bytes in no state; with the other three they make the capacity (invariant 7)."""
-        return (
-            self.slots.capacity_bytes
-            - self.reserved_bytes
-            - self.committed_bytes
-            - self.quarantined_bytes
-        )
 
 
 class Residency:
@@ -49,27 +28,38 @@ class Residency:
     Args:
         dram: slots of the arena that clients read and write.
         nvme: slots of the slab file; None where the node has no disk tier.
-        ghost_limit: how many evicted and dropped hashes to remember the reason of, each.
-        max_pending_events: how many events may wait to be taken; the oldest are lost first.
+        config: limits, policies and quotas.
+
+    Raises:
+        ConfigError: the quotas exceed dram.
     """
 
     def __init__(
-        self,
-        dram: SlotAllocator,
-        nvme: SlotAllocator | None,
-        ghost_limit: int,
-        max_pending_events: int,
+        self, dram: SlotAllocator, nvme: SlotAllocator | None, config: StoreConfig
     ) -> None:
-        self.tiers = [Tier(DRAM, dram)] + ([Tier(NVME, nvme)] if nvme is not None else [])
+        self.accounts = Accounts(config.quotas, dram.capacity_bytes)
+        self._parked: list[Copy] = []
+        arenas = [(DRAM, dram, config.eviction)]
+        if nvme is not None:
+            arenas.append((NVME, nvme, config.nvme_eviction))
+        self.tiers = [
+            Tier(index, TIER_NAMES[index], slots, policy, self.accounts, self._parked)
+            for index, slots, policy in arenas
+        ]
+        # Some policy goes by uses: whoever touches blocks says so (`note_uses`).
+        self.wants_uses = any(policy_class(policy).wants_uses for _, _, policy in arenas)
+        self.on_gone: Callable[[Block], None] = lambda block: (
+            None
+        )  # a protected block left the node
         self.spaces: dict[bytes, Space] = {}
         self.detached: set[Block] = set()
-        self.evicted = Ghosts(ghost_limit)
-        self.dropped = Ghosts(ghost_limit)
-        self._events: deque[StoreEvent] = deque(maxlen=max_pending_events)
+        self.evicted = Ghosts(config.ghost_hashes)
+        self.dropped = Ghosts(config.ghost_hashes)
+        self._events: deque[StoreEvent] = deque(maxlen=config.max_pending_events)
         self.counters: Counter[str] = Counter()
         self.clean_bytes = 0  # of dram copies whose block stands in nvme too
         # Whole dram copies without an nvme copy, for demotion. They may be pinned: moves set those aside.
-        self.dirty = RecencyHeap(_is_dirty)
+        self.dirty = LazyHeap[Copy](lambda copy: copy.block.last_use, _is_dirty)
         self._tick = 0
 
     # ------------------------------------------------------------ blocks
@@ -79,12 +69,36 @@ class Residency:
         self._tick += count
         return self._tick
 
-    def touch(self, blocks: Sequence[Block]) -> None:
-        """Note a use of a run of one chain: its head counts as the most recent."""
+    def touch(self, blocks: Sequence[Block], *, is_use: bool = True) -> None:
+        """Note a use, or the arrival, of a run of one chain: its head counts as the most recent."""
         tick = self.advance(len(blocks))
         for block in blocks:
             block.last_use = tick
             tick -= 1
+        if is_use and self.wants_uses:
+            self.note_uses(blocks)
+
+    def note_uses(self, blocks: Sequence[Block]) -> None:
+        """Tell the policies that count uses."""
+        for block in blocks:
+            for copy in block.copies:
+                if copy is not None:
+                    self.tiers[copy.tier].shelf(block.space).policy.used(copy)
+
+    @contextmanager
+    def shield(self, blocks: Collection[Block]) -> Iterator[None]:
+        """Within it, none of the blocks is evicted."""
+        for block in blocks:
+            block.is_shielded = True
+        try:
+            yield
+        finally:
+            for block in blocks:
+                block.is_shielded = False
+            parked, self._parked[:] = self._parked[:], []
+            for copy in parked:
+                if not copy.block.is_detached and copy.block.copies[copy.tier] is copy:
+                    self.offer(copy)
 
     def block(self, space: Space, name: bytes, parent: bytes) -> Block:
         """The record of a block, made anew when nothing is known of it.
@@ -97,12 +111,16 @@ class Residency:
             if parent == name or (_has_children(space, name) and _descends(space, parent, name)):
                 parent = b""
             self._tick += 1
-            block = space.blocks[name] = Block(space, name, parent, self._tick)
+            before = space.blocks.get(parent)
+            depth = before.depth + 1 if before is not None else 0
+            block = space.blocks[name] = Block(space, name, parent, self._tick, depth)
         return block
 
     def forget_if_gone(self, block: Block) -> None:
         """Drop the record of a block that stands nowhere."""
         if block.copies[DRAM] is None and block.copies[NVME] is None:
+            if block.keep_until != NEVER:
+                self.on_gone(block)
             if block.is_detached:
                 self.detached.discard(block)
             elif block.space.blocks.get(block.name) is block:
@@ -121,20 +139,16 @@ class Residency:
         block: Block,
         tier_index: int,
         part: int,
-        protected: Collection[Block] = NOBODY,
         colder_than: int | None = None,
     ) -> Place | None:
         """Reserve a slot for one part, evicting when needed; None when no slot can be had.
 
         Args:
-            protected: never evicted to make this room.
             colder_than: evict only what was used before this tick.
         """
         copy = self._open(block, tier_index)
         copy.filling += 1  # before room is made: neither this copy nor its parent may be the victim
-        place = self._make_room(
-            self.tiers[tier_index], block.space.slot_bytes[tier_index], protected, colder_than
-        )
+        place = self._make_room(self.tiers[tier_index], block.space, colder_than)
         if place is None:
             copy.filling -= 1
             self.settle_state(copy)
@@ -180,8 +194,10 @@ class Residency:
         copy.filling -= 1
         if is_late_write_possible:  # invariant 2
             tier.quarantined_bytes += slot_bytes
+            tier.quarantined_of[place.offset] = copy.block.space.account
             self.counters["quarantined"] += 1
         else:
+            tier.ledger.charge(copy.block.space.account, -slot_bytes)
             tier.slots.free(place)
         self.settle_state(copy)
         return place
@@ -190,6 +206,7 @@ class Residency:
         """Nobody can write to the slot any more: it is free."""
         tier = self.tiers[tier_index]
         tier.quarantined_bytes -= slot_bytes
+        tier.ledger.charge(tier.quarantined_of.pop(place.offset), -slot_bytes)
         tier.slots.free(place)
 
     def settle_state(self, copy: Copy) -> None:
@@ -202,7 +219,11 @@ class Residency:
         elif not copy.filling and not copy.committed:
             self._close(copy)
         elif not eviction.is_held(copy):
-            self._policy(copy).offer(copy)
+            self.offer(copy)
+
+    def offer(self, copy: Copy) -> None:
+        """The copy may have become evictable, or changed its rank; offering in vain does no harm."""
+        self._shelf(copy).offer(copy)
 
     def unpin(self, block: Block) -> None:
         """One lease less on the dram copy."""
@@ -223,7 +244,10 @@ class Residency:
         block, tier = copy.block, self.tiers[copy.tier]
         self.counters["evicted"] += 1
         self.counters[f"evicted:{tier.name}"] += 1
+        if eviction.is_soft(copy):
+            self.counters["evicted:soft"] += 1
         tier.evicted_since_scan[block.space.slot_bytes[copy.tier]] += 1
+        self._shelf(copy).discard(copy, is_evicted=True)
         was_whole = copy.is_whole
         if was_whole:
             self._hide(copy)
@@ -242,8 +266,10 @@ class Residency:
         for copy in copies:
             if copy.is_whole:
                 self._hide(copy)
-            self._policy(copy).discard(copy)
+            self._shelf(copy).discard(copy)
             self._unlink(copy)
+        if block.keep_until != NEVER:
+            self.on_gone(block)
         block.is_detached = True
         self.detached.add(block)
         del space.blocks[block.name]
@@ -258,8 +284,8 @@ class Residency:
 
     # ------------------------------------------------------------ within
 
-    def _policy(self, copy: Copy) -> EvictionPolicy:
-        return self.tiers[copy.tier].policies[copy.block.space.slot_bytes[copy.tier]]
+    def _shelf(self, copy: Copy) -> Shelf:
+        return self.tiers[copy.tier].shelf(copy.block.space)
 
     def _open(self, block: Block, tier_index: int) -> Copy:
         copy = block.copies[tier_index]
@@ -268,6 +294,7 @@ class Residency:
             if block.parent:
                 children = block.space.children[tier_index]
                 children[block.parent] = children.get(block.parent, 0) + 1
+            self._offer_nvme(block, tier_index)
         return copy
 
     def _close(self, copy: Copy) -> None:
@@ -275,10 +302,17 @@ class Residency:
         if block.copies[copy.tier] is not copy:
             return
         block.copies[copy.tier] = None
-        self._policy(copy).discard(copy)
+        self._shelf(copy).discard(copy)
         if not block.is_detached:
             self._unlink(copy)
+            self._offer_nvme(block, copy.tier)
         self.forget_if_gone(block)
+
+    def _offer_nvme(self, block: Block, changed_tier: int) -> None:
+        """A dram copy came or went, which may change the rank of the one in nvme."""
+        nvme = block.copies[NVME]
+        if changed_tier == DRAM and nvme is not None and nvme.committed:
+            self.offer(nvme)
 
     def _unlink(self, copy: Copy) -> None:
         """One child less for the parent, which may be a leaf now."""
@@ -293,11 +327,13 @@ class Residency:
         parent = block.space.blocks.get(block.parent)
         parent_copy = parent.copies[copy.tier] if parent is not None else None
         if parent_copy is not None and not eviction.is_held(parent_copy):
-            self._policy(parent_copy).offer(parent_copy)
+            self.offer(parent_copy)
 
     def _enter(self, copy: Copy, part: int, place: Place) -> None:
         tier = self.tiers[copy.tier]
-        tier.reserved_bytes += copy.block.space.slot_bytes[copy.tier]
+        slot_bytes = copy.block.space.slot_bytes[copy.tier]
+        tier.reserved_bytes += slot_bytes
+        tier.ledger.charge(copy.block.space.account, slot_bytes)
         tier.owners[place.offset] = copy
         copy.places[part] = place
 
@@ -309,6 +345,7 @@ class Residency:
                 del tier.owners[place.offset]
                 tier.slots.free(place)
                 tier.committed_bytes -= slot_bytes
+                tier.ledger.charge(copy.block.space.account, -slot_bytes)
                 copy.places[part] = copy.checksums[part] = None
                 copy.committed -= 1
 
@@ -347,115 +384,30 @@ class Residency:
 
     # ------------------------------------------------------------ making room
 
-    def _make_room(
-        self, tier: Tier, slot_bytes: int, protected: Collection[Block], colder_than: int | None
-    ) -> Place | None:
+    def _make_room(self, tier: Tier, space: Space, colder_than: int | None) -> Place | None:
+        slot_bytes = space.slot_bytes[tier.index]
         place = tier.slots.allocate(slot_bytes)
         while place is None:
-            victims = self._victims(tier, slot_bytes, protected, colder_than)
-            if not victims and not self._thin_out_others(tier, slot_bytes, protected, colder_than):
+            victims = room.victims(tier, space, colder_than)
+            if victims:
+                is_slab = victims[0].block.space.slot_bytes[tier.index] != slot_bytes
+                self.counters["slabs_reclaimed"] += is_slab
+                for copy in victims:
+                    self.evict(copy)
+            elif not self._thin_out_others(tier, space, colder_than):
                 return None
-            for copy in victims:
-                self.evict(copy)
             place = tier.slots.allocate(slot_bytes)
         return place
 
-    def _victims(
-        self, tier: Tier, slot_bytes: int, protected: Collection[Block], colder_than: int | None
-    ) -> list[Copy]:
-        """The coldest copy of this slot size, or all of another size's slab that is colder still.
-
-        Slabs are looked at when this size has nothing to give, and once per slab's worth of evictions:
-        often enough that a busy size outgrows an idle one, seldom enough to cost little.
-        """
-        own = tier.policies[slot_bytes].victim(protected)
-        if own is not None and colder_than is not None and own.block.last_use >= colder_than:
-            own = None
-        is_due = tier.evicted_since_scan[slot_bytes] >= tier.slots.slots_per_slab(slot_bytes)
-        if own is None or is_due:
-            tier.evicted_since_scan[slot_bytes] = 0
-            limit = own.block.last_use if own is not None else colder_than
-            slab = self._coldest_slab_of_others(tier, slot_bytes, protected, limit)
-            if slab:
-                self.counters["slabs_reclaimed"] += 1
-                return slab
-        return [own] if own is not None else []
-
-    def _thin_out_others(
-        self, tier: Tier, slot_bytes: int, protected: Collection[Block], colder_than: int | None
-    ) -> bool:
-        """Evict some of the coldest leaves of other slot sizes; False when that can lead nowhere.
-
-        Where chains lie across slabs no slab can be emptied at once, but leaf after leaf they can. Nothing
-        goes while every slab holds a slot that somebody uses, since then no slab would come free.
-        """
-        if not any(
-            all(
-                (copy := tier.owners.get(place.offset)) is not None
-                and copy.block not in protected
-                and eviction.is_standing(copy)
-                and not eviction.is_held(copy)
-                for place in tier.slots.places_in(index)
-            )
-            for index in tier.slots.slabs_of_others(slot_bytes)
-        ):
-            return False
+    def _thin_out_others(self, tier: Tier, space: Space, colder_than: int | None) -> bool:
+        """Evict some of the coldest leaves of other slot sizes; False when that can lead nowhere."""
         evicted = 0
-        while evicted < LEAVES_AT_A_TIME:
-            leaves = [
-                copy
-                for size, policy in tier.policies.items()
-                if size != slot_bytes and (copy := policy.victim(protected)) is not None
-            ]
-            coldest = min(leaves, key=lambda copy: copy.block.last_use, default=None)
-            if coldest is None:
-                break
-            if colder_than is not None and coldest.block.last_use >= colder_than:
-                break
-            self.evict(coldest)
+        for copy in room.leaves_of_others(tier, space, colder_than):
+            self.evict(copy)
             evicted += 1
+            if evicted == LEAVES_AT_A_TIME:
+                break
         return evicted > 0
-
-    def _coldest_slab_of_others(
-        self, tier: Tier, slot_bytes: int, protected: Collection[Block], colder_than: int | None
-    ) -> list[Copy]:
-        best: list[Copy] = []
-        for index in tier.slots.slabs_of_others(slot_bytes):
-            copies: dict[Copy, None] = {}
-            for place in tier.slots.places_in(index):
-                copy = tier.owners.get(place.offset)
-                if (
-                    copy is None  # quarantined
-                    or (colder_than is not None and copy.block.last_use >= colder_than)
-                    or copy.block in protected
-                    or not eviction.is_standing(copy)
-                    or eviction.is_held(copy)
-                ):
-                    break
-                copies[copy] = None
-            else:
-                newest = max(copy.block.last_use for copy in copies)
-                order = _leaves_first(list(copies))
-                if len(order) == len(copies):  # else some descendant stands elsewhere
-                    best, colder_than = order, newest
-        return best
-
-
-def _leaves_first(copies: list[Copy]) -> list[Copy]:
-    """Those that can be evicted if all before them are, in that order (invariant 6)."""
-    by_name = {(copy.block.space.namespace_id, copy.block.name): copy for copy in copies}
-    waiting = {c: c.block.space.children[c.tier].get(c.block.name, 0) for c in copies}
-    ready = [copy for copy, children in waiting.items() if not children]
-    order: list[Copy] = []
-    while ready:
-        copy = ready.pop()
-        order.append(copy)
-        parent = by_name.get((copy.block.space.namespace_id, copy.block.parent))
-        if parent is not None:
-            waiting[parent] -= 1
-            if not waiting[parent]:
-                ready.append(parent)
-    return order
 
 
 def _is_dirty(copy: Copy) -> bool:

@@ -30,6 +30,8 @@ from tiers.blocks import (
 from tiers.leases import LeaseBook
 from tiers.limits import StoreConfig
 from tiers.moves import MoveBook
+from tiers.protection import ProtectionBook
+from tiers.quotas import AccountUsage
 from tiers.reservations import ReservationBook
 from tiers.residency import Residency
 from tiers.slots import Place, SlotAllocator, StoreCorrupt
@@ -61,9 +63,10 @@ class Store:
         config: StoreConfig | None = None,
     ) -> None:
         self.config = config = config or StoreConfig()
-        self._residency = Residency(dram, nvme, config.ghost_hashes, config.max_pending_events)
+        self._residency = Residency(dram, nvme, config)
         self._leases = LeaseBook(self._residency, config.grace_s, config.first_id)
         self._reservations = ReservationBook(self._residency, config.quarantine_s, config.first_id)
+        self._protections = ProtectionBook(self._residency, config.protected_share)
         self._moves = MoveBook(
             self._residency,
             config.dram_high_watermark,
@@ -98,7 +101,8 @@ class Store:
             raise NoRoom(f"{len(spaces)} namespaces are known", hint="raise max_namespaces")
         part_bytes = namespace.layout.part_bytes
         slot_bytes = tuple(tier.slots.slot_size(part_bytes) for tier in self._residency.tiers)
-        spaces[namespace_id] = Space(namespace, slot_bytes)
+        account = self._residency.accounts.number_of(namespace)
+        spaces[namespace_id] = Space(namespace, slot_bytes, account)
         return namespace_id
 
     def namespaces(self) -> list[Namespace]:
@@ -112,6 +116,23 @@ class Store:
             UnknownNamespace.
         """
         return self._space(namespace_id, 0).part_bytes
+
+    def namespace(self, namespace_id: bytes) -> Namespace:
+        """The definition of a namespace.
+
+        Raises:
+            UnknownNamespace.
+        """
+        return self._space(namespace_id, 0).namespace
+
+    def parents(self, namespace_id: bytes) -> dict[bytes, bytes]:
+        """Parent of every visible block of a namespace, in whatever tier it stands.
+
+        Raises:
+            UnknownNamespace.
+        """
+        visible = self._space(namespace_id, 0).visible
+        return {name: block.parent for names in visible for name, block in names.items()}
 
     # ------------------------------------------------------------ reading
 
@@ -188,6 +209,22 @@ class Store:
             checksums = [block.checksums[part] for block in blocks for part in wanted]
         tiers = ["dram"] * len(blocks)
         return PinResult(lease_id, len(blocks), places, checksums, tiers, ttl_s, reason, [])
+
+    def promote(
+        self, namespace_id: bytes, hashes: Sequence[bytes], now: float
+    ) -> tuple[list[Move], str]:
+        """Start bringing what the leading run has in nvme only into dram, without a lease.
+
+        Returns the moves to carry out (see `finish_move`), and "no_room" when not even the first block
+        that needs room could have it.
+
+        Raises:
+            UnknownNamespace, InvalidArgument: too many hashes.
+        """
+        space = self._space(namespace_id, len(hashes))
+        self.expire(now)
+        _, moves, reason = self._moves.promote_run(space, hashes)
+        return moves, "no_room" if reason == "no_room" else ""
 
     def renew(self, lease_id: int, ttl_s: float, now: float) -> float:
         """Prolong a lease; returns the seconds from now that it has.
@@ -289,8 +326,12 @@ class Store:
         self.expire(now)
 
     def expire(self, now: float) -> int:
-        """End every lease, reservation and quarantined slot that is past its time; returns how many."""
-        return self._leases.expire(now) + self._reservations.expire(now)
+        """End every lease, reservation, quarantined slot and protection that is past its time.
+
+        Returns how many.
+        """
+        ended = self._leases.expire(now) + self._reservations.expire(now)
+        return ended + self._protections.expire(now)
 
     def drop(self, namespace_id: bytes, block_hash: bytes, reason: str, now: float) -> bool:
         """Remove a block from all tiers; what is pinned or moving is hidden now and freed later.
@@ -306,6 +347,38 @@ class Store:
             return False
         self._residency.detach(block, reason)
         return True
+
+    # ------------------------------------------------------------ protection
+
+    def protect(
+        self, namespace_id: bytes, hashes: Sequence[bytes], until: float | None, now: float
+    ) -> int:
+        """Keep those of `hashes` that stand here: to the last (`until`), or for ever (None).
+
+        A softly protected block is evicted only when nothing else can be, a hard one never; dropping a
+        corrupt block ends both. Returns how many of `hashes` are protected so now. All or none.
+
+        Args:
+            hashes: a chain from its start; those that are not here are passed over.
+            until: monotonic seconds. Protecting again may prolong, never shortens.
+
+        Raises:
+            UnknownNamespace, InvalidArgument: too many hashes, a time that is over, or a chain without its
+                head. NoRoom: more than `protected_share` of a tier would be promised.
+        """
+        space = self._space(namespace_id, len(hashes))
+        self.expire(now)
+        return self._protections.protect(space, hashes, until, now)
+
+    def unprotect(self, namespace_id: bytes, hashes: Sequence[bytes], now: float) -> int:
+        """End the protection of a chain; returns how many blocks had one and lost it.
+
+        What another protected chain builds on stays protected.
+
+        Raises:
+            UnknownNamespace, InvalidArgument: too many hashes.
+        """
+        return self._protections.unprotect(self._space(namespace_id, len(hashes)), hashes)
 
     # ------------------------------------------------------------ moves and recovery
 
@@ -397,6 +470,14 @@ class Store:
             for tier in self._residency.tiers
         ]
 
+    def accounts(self) -> list[AccountUsage]:
+        """What each tenant or namespace with a quota, and all others together, use of each tier."""
+        return [
+            AccountUsage(name, tier.name, tier.ledger.quotas[number], tier.ledger.used[number])
+            for tier in self._residency.tiers
+            for number, name in enumerate(self._residency.accounts.names)
+        ]
+
     @property
     def counters(self) -> dict[str, float]:
         """Totals since start: hits, misses, miss:<reason>, evicted, evicted:<tier>, lost, promoted, ..."""
@@ -423,7 +504,9 @@ class Store:
         Raises:
             StoreCorrupt: one does not hold.
         """
-        integrity.check(self._residency, self._leases, self._reservations, self._moves)
+        integrity.check(
+            self._residency, self._leases, self._reservations, self._moves, self._protections
+        )
 
     # ------------------------------------------------------------ within
 

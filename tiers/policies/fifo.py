@@ -1,0 +1,36 @@
+"""First in, first out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tiers.policies.base import EvictionPolicy, K, always
+from tiers.policies.heap import LazyHeap
+
+
+class Fifo(EvictionPolicy[K]):
+    """In the order of arrival, whatever was used since: the yardstick for all others."""
+
+    def __init__(self, may_go: Callable[[K], bool] = always) -> None:
+        self._arrivals: dict[K, int] = {}
+        self._arrived = 0
+        self._heap: LazyHeap[K] = LazyHeap(self._arrivals.__getitem__, may_go)
+
+    def offer(self, key: K) -> None:
+        """See `EvictionPolicy`."""
+        if key not in self._arrivals:
+            self._arrived += 1
+            self._arrivals[key] = self._arrived
+        self._heap.offer(key)
+
+    def discard(self, key: K) -> None:
+        """See `EvictionPolicy`."""
+        self._heap.discard(key)
+        self._arrivals.pop(key, None)
+
+    def victim(self) -> K | None:
+        """The one that has been here longest."""
+        return self._heap.lowest()
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._heap

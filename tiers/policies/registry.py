@@ -1,0 +1,51 @@
+"""The policies by name, and a fresh one of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any
+
+from kvpool.errors import ConfigError
+from tiers.policies.base import EvictionPolicy, K, always
+from tiers.policies.fifo import Fifo
+from tiers.policies.gdsf import Gdsf
+from tiers.policies.lfu import Lfu
+from tiers.policies.lru import Lru
+from tiers.policies.prefix_lru import PrefixLru
+from tiers.policies.s3fifo import S3Fifo
+
+DEFAULT = "prefix-lru"
+POLICIES: dict[str, type[EvictionPolicy[Any]]] = {
+    "prefix-lru": PrefixLru,
+    "lru": Lru,
+    "lfu": Lfu,
+    "fifo": Fifo,
+    "s3fifo": S3Fifo,
+    "gdsf": Gdsf,
+}
+
+
+def policy_class(name: str) -> type[EvictionPolicy[Any]]:
+    """The policy of that name.
+
+    Raises:
+        ConfigError: there is none; the text names the nearest.
+    """
+    found = POLICIES.get(name)
+    if found is None:
+        near = get_close_matches(str(name), POLICIES, n=1)
+        raise ConfigError(
+            f"unknown eviction policy {name!r}",
+            hint=f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(POLICIES)}",
+        )
+    return found
+
+
+def create(name: str, may_go: Callable[[K], bool] = always) -> EvictionPolicy[K]:
+    """A fresh policy, which knows no block yet.
+
+    Raises:
+        ConfigError: no policy has that name.
+    """
+    return policy_class(name)(may_go)

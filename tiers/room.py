@@ -1,0 +1,211 @@
+"""Who leaves when a tier is full: among the copies of one slot size, or a whole slab of another size.
+
+Rank comes before everything (see `Shelf`), then whom the asking account may take from (see `Ledger`), then the
+policy's order. Chooses only; evicting is `Residency`'s. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from tiers import eviction
+from tiers.blocks import Copy, Space
+from tiers.eviction import DOUBLE, PLAIN, SOFT, Shelf
+from tiers.quotas import Accounts, Ledger
+from tiers.slots import SlotAllocator
+
+
+class Tier:
+    """One tier's slots, who stands in them, and bytes by state (slot sizes, so rounded up).
+
+    Args:
+        index: DRAM or NVME.
+        name: what users call it.
+        slots: its arena.
+        policy: name of the eviction policy.
+        accounts: who has which share.
+        parked: see `Shelf`.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        slots: SlotAllocator,
+        policy: str,
+        accounts: Accounts,
+        parked: list[Copy],
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.slots = slots
+        self.reserved_bytes = 0
+        self.committed_bytes = 0
+        self.pinned_bytes = 0  # of the committed ones
+        self.quarantined_bytes = 0
+        self.kept_bytes = 0  # promised to protected blocks, whether they stand here or not
+        self.owners: dict[int, Copy] = {}  # offset -> copy; a quarantined slot has none
+        self.quarantined_of: dict[int, int] = {}  # offset -> account
+        self.ledger = Ledger(accounts, slots.capacity_bytes)
+        self.evicted_since_scan: Counter[int] = Counter()  # by slot size
+        self.shelves: dict[tuple[int, int], Shelf] = {}  # by slot size and account
+        self._policy = policy
+        self._parked = parked
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes in no state; with the other three they make the capacity (invariant 7)."""
+        return (
+            self.slots.capacity_bytes
+            - self.reserved_bytes
+            - self.committed_bytes
+            - self.quarantined_bytes
+        )
+
+    def shelf(self, space: Space) -> Shelf:
+        """Where the copies of a namespace stand as candidates."""
+        key = (space.slot_bytes[self.index], space.account)
+        shelf = self.shelves.get(key)
+        if shelf is None:
+            shelf = self.shelves[key] = Shelf(self.index, self._policy, self._parked)
+        return shelf
+
+
+def victims(tier: Tier, space: Space, colder_than: int | None) -> list[Copy]:
+    """The next copy of this slot size to go, or all of another size's slab that is colder still.
+
+    Slabs are looked at when this size has nothing to give, and once per slab's worth of evictions:
+    often enough that a busy size outgrows an idle one, seldom enough to cost little.
+
+    Args:
+        colder_than: only what was used before this tick.
+    """
+    slot_bytes = space.slot_bytes[tier.index]
+    is_due = tier.evicted_since_scan[slot_bytes] >= tier.slots.slots_per_slab(slot_bytes)
+    for rank in _ranks(tier):
+        own = _own(tier, space, rank, colder_than)
+        if rank != DOUBLE and (own is None or is_due):
+            tier.evicted_since_scan[slot_bytes] = 0
+            slab = _coldest_slab_of_others(
+                tier, space, own.last_use if own is not None else colder_than, rank
+            )
+            if slab:
+                return slab
+        if own is not None:
+            return [own]
+    return []
+
+
+def leaves_of_others(tier: Tier, space: Space, colder_than: int | None) -> Iterator[Copy]:
+    """The coldest leaves of other slot sizes, one after the other; evict each before the next is asked for.
+
+    Where chains lie across slabs no slab can be emptied at once, but leaf after leaf they can. Nothing
+    goes while every slab holds a slot that somebody uses, since then no slab would come free.
+    """
+    slot_bytes = space.slot_bytes[tier.index]
+    if not any(
+        all(
+            (copy := tier.owners.get(place.offset)) is not None and _may_take(copy, SOFT)
+            for place in tier.slots.places_in(index)
+        )
+        for index in tier.slots.slabs_of_others(slot_bytes)
+    ):
+        return
+    while True:
+        leaves: list[tuple[int, Copy]] = []
+        donors = set(tier.ledger.donors(space.account, slot_bytes))
+        for (size, account), shelf in tier.shelves.items():
+            if size != slot_bytes and account in donors:
+                for rank in _ranks(tier):
+                    copy = shelf.candidate(rank)
+                    if copy is not None and (colder_than is None or copy.last_use < colder_than):
+                        leaves.append((rank, copy))
+                        break
+        if not leaves:
+            return
+        yield min(leaves, key=lambda leaf: (leaf[0] == SOFT, leaf[1].last_use))[1]
+
+
+def _ranks(tier: Tier) -> tuple[int, ...]:
+    return (PLAIN, DOUBLE, SOFT) if tier.kept_bytes or tier.index else (PLAIN,)
+
+
+def _own(tier: Tier, space: Space, rank: int, colder_than: int | None) -> Copy | None:
+    """The next copy of this slot size and rank, from the first account that has one to give."""
+    slot_bytes = space.slot_bytes[tier.index]
+    for account in tier.ledger.donors(space.account, slot_bytes):
+        shelf = tier.shelves.get((slot_bytes, account))
+        copy = shelf.candidate(rank) if shelf is not None else None
+        if shelf is None or copy is None:
+            continue
+        if colder_than is None or copy.last_use < colder_than or shelf.is_churn_free(rank):
+            return copy
+    return None
+
+
+def _may_take(copy: Copy, worst_rank: int) -> bool:
+    return (
+        eviction.is_takable(copy)
+        and not copy.block.is_shielded
+        and (worst_rank == SOFT or not eviction.is_soft(copy))
+    )
+
+
+def _coldest_slab_of_others(
+    tier: Tier, space: Space, colder_than: int | None, worst_rank: int
+) -> list[Copy]:
+    """All copies of the coldest slab of another size that may go whole, leaves first."""
+    best: list[Copy] = []
+    for index in tier.slots.slabs_of_others(space.slot_bytes[tier.index]):
+        copies: dict[Copy, None] = {}
+        for place in tier.slots.places_in(index):
+            copy = tier.owners.get(place.offset)
+            if (
+                copy is None  # quarantined
+                or (colder_than is not None and copy.last_use >= colder_than)
+                or not _may_take(copy, worst_rank)
+            ):
+                break
+            copies[copy] = None
+        else:
+            order = _leaves_first(list(copies))
+            # else some descendant stands elsewhere
+            if len(order) == len(copies) and _may_all_be_taken(tier, space, order):
+                best, colder_than = order, max(copy.last_use for copy in copies)
+    return best
+
+
+def _may_all_be_taken(tier: Tier, space: Space, copies: list[Copy]) -> bool:
+    """Whether no account is brought below its quota by more than the last slot that goes.
+
+    One that is below its own may take anything: its quota would be worth nothing otherwise, where slabs
+    are shared. Who loses by it gets room from those above theirs in turn.
+    """
+    ledger = tier.ledger
+    if ledger.is_entitled(space.account, space.slot_bytes[tier.index]):
+        return True
+    lost: Counter[int] = Counter()
+    for copy in copies:
+        account = copy.block.space.account
+        if account != space.account and not ledger.is_over(account, lost[account]):
+            return False
+        lost[account] += copy.committed * copy.block.space.slot_bytes[tier.index]
+    return True
+
+
+def _leaves_first(copies: list[Copy]) -> list[Copy]:
+    """Those that can be evicted if all before them are, in that order (invariant 6)."""
+    by_name = {copy.ident: copy for copy in copies}
+    waiting = {c: c.block.space.children[c.tier].get(c.block.name, 0) for c in copies}
+    ready = [copy for copy, children in waiting.items() if not children]
+    order: list[Copy] = []
+    while ready:
+        copy = ready.pop()
+        order.append(copy)
+        parent = by_name.get((copy.block.space.namespace_id, copy.block.parent))
+        if parent is not None:
+            waiting[parent] -= 1
+            if not waiting[parent]:
+                ready.append(parent)
+    return order
