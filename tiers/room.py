@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from tiers import eviction
-from tiers.blocks import Copy, Space
+from tiers.blocks import DRAM, Copy, Space
 from tiers.eviction import DOUBLE, PLAIN, SOFT, Shelf
 from tiers.quotas import Accounts, Ledger
 from tiers.slots import SlotAllocator
@@ -79,11 +79,11 @@ def victims(tier: Tier, space: Space, colder_than: int | None) -> list[Copy]:
     often enough that a busy size outgrows an idle one, seldom enough to cost little.
 
     Args:
-        colder_than: only what was used before this tick.
+        colder_than: only what was used before this tick, and nothing protected: the caller can wait.
     """
     slot_bytes = space.slot_bytes[tier.index]
     is_due = tier.evicted_since_scan[slot_bytes] >= tier.slots.slots_per_slab(slot_bytes)
-    for rank in _ranks(tier):
+    for rank in _ranks(tier, colder_than):
         own = _own(tier, space, rank, colder_than)
         if rank != DOUBLE and (own is None or is_due):
             tier.evicted_since_scan[slot_bytes] = 0
@@ -104,9 +104,10 @@ def leaves_of_others(tier: Tier, space: Space, colder_than: int | None) -> Itera
     goes while every slab holds a slot that somebody uses, since then no slab would come free.
     """
     slot_bytes = space.slot_bytes[tier.index]
+    ranks = _ranks(tier, colder_than)
     if not any(
         all(
-            (copy := tier.owners.get(place.offset)) is not None and _may_take(copy, SOFT)
+            (copy := tier.owners.get(place.offset)) is not None and _may_take(copy, ranks[-1])
             for place in tier.slots.places_in(index)
         )
         for index in tier.slots.slabs_of_others(slot_bytes)
@@ -117,7 +118,7 @@ def leaves_of_others(tier: Tier, space: Space, colder_than: int | None) -> Itera
         donors = set(tier.ledger.donors(space.account, slot_bytes))
         for (size, account), shelf in tier.shelves.items():
             if size != slot_bytes and account in donors:
-                for rank in _ranks(tier):
+                for rank in ranks:
                     copy = shelf.candidate(rank)
                     if copy is not None and (colder_than is None or copy.last_use < colder_than):
                         leaves.append((rank, copy))
@@ -127,8 +128,10 @@ def leaves_of_others(tier: Tier, space: Space, colder_than: int | None) -> Itera
         yield min(leaves, key=lambda leaf: (leaf[0] == SOFT, leaf[1].last_use))[1]
 
 
-def _ranks(tier: Tier) -> tuple[int, ...]:
-    return (PLAIN, DOUBLE, SOFT) if tier.kept_bytes or tier.index else (PLAIN,)
+def _ranks(tier: Tier, colder_than: int | None) -> tuple[int, ...]:
+    """Who may go at all, first to last. A demotion can wait: it takes nobody who is protected."""
+    ranks = (PLAIN,) if tier.index == DRAM else (PLAIN, DOUBLE)
+    return (*ranks, SOFT) if tier.kept_bytes and colder_than is None else ranks
 
 
 def _own(tier: Tier, space: Space, rank: int, colder_than: int | None) -> Copy | None:

@@ -466,6 +466,7 @@ class Store:
                 tier.pinned_bytes,
                 tier.quarantined_bytes,
                 sum(len(space.visible[tier.index]) for space in spaces),
+                tier.kept_bytes,
             )
             for tier in self._residency.tiers
         ]

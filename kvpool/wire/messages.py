@@ -233,6 +233,22 @@ class GetInlineReply(Reply, frozen=True):
     tier: str
 
 
+class Protect(Message, frozen=True):
+    """Keep the blocks `hashes` (a chain from its start) that stand here; `release`: no longer.
+
+    With a `ttl_s` they are evicted only when nothing else can be, with 0 never.
+    """
+
+    namespace_id: bytes
+    hashes: bytes
+    ttl_s: float
+    release: bool = False
+
+
+class ProtectReply(Reply, frozen=True):
+    count: int  # blocks protected so now, or no longer
+
+
 class TierUsage(Reply, frozen=True):
     """Accounting of one tier, in bytes; the states add up to `capacity_bytes` (invariant 7)."""
 
@@ -244,6 +260,7 @@ class TierUsage(Reply, frozen=True):
     pinned_bytes: int
     quarantined_bytes: int
     blocks: int
+    protected_bytes: int = 0  # promised to protected blocks, here or not; no state of its own
 
 
 class Replicate(Message, frozen=True):
@@ -263,7 +280,8 @@ class ReplicateReply(Reply, frozen=True):
     """What became of the leading `stored + existing + in_progress` blocks; the rest ended by `reason`.
 
     Blocks are copied in order and the copying ends at the first that cannot be: a suffix without its
-    prefix is dead weight. `reason` is "" when all were dealt with, else the code of an error or a miss.
+    prefix is dead weight. `reason` is "" when all were dealt with, else "no_room" (here), "source:" and why
+    the source had not got it, or the code of an error.
     """
 
     stored: int
@@ -621,6 +639,7 @@ REPLIES: dict[type[Message], type[Reply]] = {
     Drain: DrainReply,
     Prefetch: PrefetchReply,
     NodeStats: NodeStatsReply,
+    Protect: ProtectReply,
     NodeJoin: MemberReply,
     NodeEvents: MemberReply,
     NodeHeartbeat: MemberReply,
