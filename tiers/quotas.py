@@ -89,7 +89,7 @@ class Ledger:
     def __init__(self, accounts: Accounts, capacity_bytes: int) -> None:
         self.quotas = [int(share * capacity_bytes) for share in accounts.shares]
         self.used = [0] * len(self.quotas)
-        self._is_shared = len(self.quotas) == 1  # no quotas: nothing to keep in order
+        self.is_shared = len(self.quotas) == 1  # no quotas: nothing to keep in order
         self._order: list[
             tuple[float, int]
         ] = []  # (use of the quota, account) of those that use any
@@ -98,7 +98,7 @@ class Ledger:
         """The account has more, or less, of the tier."""
         before = self.used[account]
         self.used[account] = before + change_bytes
-        if self._is_shared:
+        if self.is_shared:
             return
         if before:
             del self._order[bisect_left(self._order, (self._ratio(account, before), account))]
@@ -118,7 +118,7 @@ class Ledger:
 
         The last ones, for an account below its quota alone, are below theirs, but use more of them.
         """
-        if self._is_shared:
+        if self.is_shared:
             yield account
             return
         is_entitled = self.is_entitled(account, more_bytes)

@@ -7,7 +7,8 @@ policy's order. Chooses only; evicting is `Residency`'s. Pure.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from tiers import eviction
 from tiers.blocks import DRAM, Copy, Space
@@ -87,14 +88,22 @@ def victims(tier: Tier, space: Space, colder_than: int | None) -> list[Copy]:
         own = _own(tier, space, rank, colder_than)
         if rank != DOUBLE and (own is None or is_due):
             tier.evicted_since_scan[slot_bytes] = 0
+            limit = own.last_use if own is not None else colder_than
+            # Who is below its quota keeps its own as long as a borrower has something to give.
+            is_own_spared = own is not None and own.block.space.account != space.account
             slab = _coldest_slab_of_others(
-                tier, space, own.last_use if own is not None else colder_than, rank
+                tier, space, limit, rank, partial(_is_fair, tier, space, is_own_spared)
             )
             if slab:
                 return slab
         if own is not None:
             return [own]
-    return []
+    if tier.ledger.is_shared or not tier.ledger.is_entitled(space.account, slot_bytes):
+        return []
+    # A quota would be worth nothing where slabs are shared with others below theirs. Who loses by this gets
+    # room from those above theirs in turn.
+    worst_rank = _ranks(tier, colder_than)[-1]
+    return _coldest_slab_of_others(tier, space, colder_than, worst_rank, lambda _: True)
 
 
 def leaves_of_others(tier: Tier, space: Space, colder_than: int | None) -> Iterator[Copy]:
@@ -156,7 +165,11 @@ def _may_take(copy: Copy, worst_rank: int) -> bool:
 
 
 def _coldest_slab_of_others(
-    tier: Tier, space: Space, colder_than: int | None, worst_rank: int
+    tier: Tier,
+    space: Space,
+    colder_than: int | None,
+    worst_rank: int,
+    is_fair: Callable[[list[Copy]], bool],
 ) -> list[Copy]:
     """All copies of the coldest slab of another size that may go whole, leaves first."""
     best: list[Copy] = []
@@ -174,24 +187,20 @@ def _coldest_slab_of_others(
         else:
             order = _leaves_first(list(copies))
             # else some descendant stands elsewhere
-            if len(order) == len(copies) and _may_all_be_taken(tier, space, order):
+            if len(order) == len(copies) and is_fair(order):
                 best, colder_than = order, max(copy.last_use for copy in copies)
     return best
 
 
-def _may_all_be_taken(tier: Tier, space: Space, copies: list[Copy]) -> bool:
-    """Whether no account is brought below its quota by more than the last slot that goes.
-
-    One that is below its own may take anything: its quota would be worth nothing otherwise, where slabs
-    are shared. Who loses by it gets room from those above theirs in turn.
-    """
-    ledger = tier.ledger
-    if ledger.is_entitled(space.account, space.slot_bytes[tier.index]):
-        return True
+def _is_fair(tier: Tier, space: Space, is_own_spared: bool, copies: list[Copy]) -> bool:
+    """Whether all may go for this namespace: each is its own, or of an account that is over its quota then."""
     lost: Counter[int] = Counter()
     for copy in copies:
         account = copy.block.space.account
-        if account != space.account and not ledger.is_over(account, lost[account]):
+        if account == space.account:
+            if is_own_spared:
+                return False
+        elif not tier.ledger.is_over(account, lost[account]):
             return False
         lost[account] += copy.committed * copy.block.space.slot_bytes[tier.index]
     return True
