@@ -69,6 +69,10 @@ class NodeService:
         self.mover = mover
         self.counters: Counter[str] = Counter()
         self.on_namespace: list[Callable[[Namespace], None]] = []
+        self.more_counters: list[Counter[str]] = []  # of parts that work beside this service
+        self.refuse_writers: Callable[[], None] = lambda: None  # raises while the node drains
+        self.refuses_readers: Callable[[], bool] = lambda: False
+        self.on_grant: Callable[[], None] = lambda: None  # a lease or reservation was just given
         self._arenas = {arena.arena_id: arena for arena in arenas}
         self._describe = describe
         self._clock = clock
@@ -125,8 +129,9 @@ class NodeService:
         return m.NamespaceReply(namespace_id)
 
     def reserve(self, request: m.Reserve, client_id: str) -> m.ReserveReply:
-        """Raises UnknownNamespace, InvalidArgument, BlockTooLarge."""
+        """Raises UnknownNamespace, InvalidArgument, BlockTooLarge, Draining."""
         _check_ttl(request.ttl_s)
+        self.refuse_writers()
         granted = self.store.reserve(
             request.namespace_id,
             unpack_hashes(request.hashes),
@@ -136,6 +141,7 @@ class NodeService:
             request.ttl_s,
             self._clock(),
         )
+        self.on_grant()
         return m.ReserveReply(
             granted.reservation_id,
             bytes(granted.statuses),
@@ -170,6 +176,8 @@ class NodeService:
     def pin(self, request: m.Pin, client_id: str) -> m.PinReply | Awaitable[m.PinReply]:
         """Lookup and lease in one step; answers at once unless blocks must come from NVMe first."""
         _check_ttl(request.ttl_s)
+        if self.refuses_readers():
+            return m.PinReply(0, 0, b"", b"", b"", 0.0, "draining")
         hashes = unpack_hashes(request.hashes)
         result = self._pin(request, hashes, client_id)
         if result.miss_reason != PROMOTING:
@@ -203,6 +211,7 @@ class NodeService:
         )
 
     def _pinned(self, result: PinResult) -> m.PinReply:
+        self.on_grant()
         return m.PinReply(
             result.lease_id,
             result.found,
@@ -256,7 +265,9 @@ class NodeService:
         Raises:
             WrongByteCount: the data is not exactly one part of the namespace's layout.
             NoRoom: no slot can be freed now.
+            Draining: the node is about to stop.
         """
+        self.refuse_writers()
         length = self.store.part_bytes(request.namespace_id)
         if len(request.data) != length:
             raise WrongByteCount(
@@ -313,7 +324,8 @@ class NodeService:
         """Accounting and counters."""
         counters = Counter(self.store.counters)
         counters.update(self.counters)
-        counters.update(self.mover.counters)
+        for more in (self.mover.counters, *self.more_counters):
+            counters.update(more)
         return m.NodeStatsReply(
             self.identity.node_id,
             self.identity.epoch,

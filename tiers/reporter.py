@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 
 import structlog
 
@@ -37,6 +38,7 @@ class Reporter:
     def __init__(self, service: NodeService, conductor: str, describe: m.NodeDescriptor) -> None:
         identity = service.identity
         self.is_joined = False
+        self.is_draining: Callable[[], bool] = lambda: False  # told again after each joining
         self._service = service
         self._descriptor = describe
         self._sequence = 0
@@ -91,6 +93,10 @@ class Reporter:
         for event in slices:
             await self._send([event], snapshot=True)
         await self._send([], snapshot=True, snapshot_end=True)
+        if self.is_draining():
+            identity = self._service.identity
+            draining = m.NodeDraining(identity.node_id, identity.epoch)
+            await self._events_link.call(draining, CALL_TIMEOUT_S)
         if not self.is_joined:
             log.info("joined the conductor", conductor=self._events_link.address)
         self.is_joined = True

@@ -18,16 +18,20 @@ from kvpool.grpc_adapter import quiet_grpc
 from kvpool.http import HttpServer
 from kvpool.metrics import new_registry
 from kvpool.process import Ready, wait_for_stop
+from kvpool.transports import Transports
 from kvpool.transports.nixl_agent import NixlUnavailable
 from kvpool.wire import WireServer
 from kvpool.wire import messages as m
 from tiers.adapters import grpc_server, http_app
 from tiers.arena import Arena, ArenaServer
+from tiers.draining import Drainer
 from tiers.metrics import NodeCollector
 from tiers.mover import Mover
 from tiers.nixl_target import NixlTarget
 from tiers.node import NodeIdentity, NodeService
 from tiers.nvme import NvmeFiles
+from tiers.prefetching import Prefetcher
+from tiers.replication import Replicator
 from tiers.reporter import Reporter
 from tiers.slots import SlotAllocator
 from tiers.store import Store, StoreConfig
@@ -48,7 +52,16 @@ async def run_node(config: NodeConfig, ready: Ready, stop: asyncio.Event) -> Non
         node = await _Node(config, stack).start()
         ready(node.facts())
         log.info("node ready", **node.facts())
-        await wait_for_stop(stop, node.tasks)
+        ended = asyncio.Event()
+        drain_s = config.drain_s if config.drain_on_stop else None
+        ending = asyncio.create_task(node.drainer.end_when_told(stop, drain_s, ended))
+        try:
+            await wait_for_stop(ended, node.tasks)
+        finally:
+            ending.cancel()
+            [failure] = await asyncio.gather(ending, return_exceptions=True)
+            if isinstance(failure, Exception):
+                log.error("draining failed", error=str(failure))
         log.info("node stopping")
 
 
@@ -60,6 +73,7 @@ class _Node:
         self._stack = stack
         self.tasks: list[asyncio.Task[None]] = []
         self._reporter: Reporter | None = None
+        self.drainer: Drainer
         # Microseconds since 1970: grows with every start, also across reboots.
         self._identity = NodeIdentity(_node_id(config), time.time_ns() // 1000, config.host_label)
 
@@ -96,11 +110,14 @@ class _Node:
             arenas = ArenaServer(shm_path, identity.node_id, identity.epoch, [arena])
             stack.callback(arenas.close)
         target = self._start_nixl(arena, service)
+        if target is not None:
+            service.on_grant = target.wake
 
         wire = WireServer(
             "node", identity.node_id, identity.epoch, max_frame_bytes=config.max_frame_bytes
         )
         service.expose(wire)
+        self._beside(service, arena, wire)
         port = await wire.listen(config.host, config.wire_port)
         stack.push_async_callback(wire.close)
         registry = new_registry()
@@ -131,8 +148,41 @@ class _Node:
         self.tasks.append(asyncio.create_task(mover.run(), name="mover"))
         if config.conductor is not None:
             self._reporter = Reporter(service, config.conductor, self._descriptor)
+            self._reporter.is_draining = lambda: self.drainer.is_draining
             self.tasks.append(asyncio.create_task(self._reporter.run(), name="reporter"))
         return self
+
+    def _beside(self, service: NodeService, arena: Arena, wire: WireServer) -> None:
+        """The parts that work beside the service: copies from other nodes, prefetch, draining."""
+        config, identity = self._config, self._identity
+        transports = Transports(
+            f"copies-{identity.node_id}-{identity.epoch}",
+            forced=config.transports[0] if len(config.transports) == 1 else "auto",
+            loopback_only=config.host.startswith(_LOOPBACK),
+        )
+        replicator = Replicator(
+            identity.node_id,
+            identity.host,
+            service.store,
+            [arena],
+            transports,
+            service.mover.wake,
+        )
+        self._stack.push_async_callback(replicator.close)
+        prefetcher = Prefetcher(service.store, service.mover, config.max_prefetch_blocks)
+        self.tasks.append(asyncio.create_task(prefetcher.run(), name="prefetch"))
+        self.drainer = Drainer(service.store, lambda: self._descriptor, config.conductor)
+        service.refuse_writers = self.drainer.refuse_writers
+        service.refuses_readers = lambda: self.drainer.refuses_readers
+        service.more_counters += [replicator.counters, prefetcher.counters]
+
+        async def replicate(request: m.Replicate) -> m.ReplicateReply:
+            self.drainer.refuse_writers()
+            return await replicator.replicate(request)
+
+        wire.handle(m.Replicate, lambda r, _s: replicate(r))
+        wire.handle(m.Prefetch, lambda r, _s: prefetcher.prefetch(r))
+        wire.handle(m.Drain, lambda r, _s: self.drainer.drain(r))
 
     def facts(self) -> dict[str, object]:
         """What a starter needs to know."""

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import structlog
 
-from kvpool.client.async_pool import AsyncPool, GetResult
+from kvpool.client import AsyncPool, GetResult
 from kvpool.client.node_link import reservation_of
 from kvpool.errors import InvalidArgument, KvpoolError, Overloaded, UnknownNamespace
 from kvpool.hashing import unpack_hashes

@@ -18,18 +18,22 @@ from typing import Any, Self
 
 import numpy as np
 
+from kvpool.client import copies
 from kvpool.client.buffers import block_spans
-from kvpool.client.node_link import Lease, Moved, NodeLink
+from kvpool.client.copies import PrefetchResult, ReplicateResult
+from kvpool.client.misses import Misses
+from kvpool.client.node_link import Lease, NodeLink, Reservation
+from kvpool.client.placement import choose_nodes
+from kvpool.client.reading import ChainReader, GetResult
 from kvpool.errors import (
-    BlockMiss,
     ConfigError,
     DeadlineExceeded,
     InvalidArgument,
     KvpoolError,
     LeaseExpired,
     NoRoom,
+    NotFound,
     StaleEpoch,
-    TransferFailed,
     Unavailable,
 )
 from kvpool.hashing import pack_hashes
@@ -43,17 +47,6 @@ _pool_numbers = itertools.count(1)
 
 
 @dataclass(slots=True, frozen=True)
-class GetResult:
-    """What `get` read: blocks [0, found) of the chain."""
-
-    found: int
-    tiers: tuple[str, ...]
-    bytes_moved: dict[str, int]  # by transport
-    verified: int  # blocks whose checksum was compared
-    miss_reason: str  # why block number `found` was not read; "" when all were
-
-
-@dataclass(slots=True, frozen=True)
 class PutResult:
     """What became of each block of a `put`."""
 
@@ -62,6 +55,10 @@ class PutResult:
     in_progress: int  # another writer has them; nothing to do
     rejected: int  # no room; may be tried again
     bytes_moved: dict[str, int]
+    replicas: int = (
+        1  # nodes on which all that was stored or existed stands; 0: not even on the first
+    )
+    replica_failures: dict[str, str] = field(default_factory=dict)  # node id -> why it has no copy
 
 
 @dataclass(slots=True)
@@ -132,6 +129,7 @@ class AsyncPool:
         self._nodes: list[m.NodeInfo] = []
         self._nodes_at = float("-inf")
         self._known: set[bytes] = set()
+        self.misses = Misses()
 
     async def __aenter__(self) -> Self:
         return self
@@ -147,6 +145,11 @@ class AsyncPool:
             if client is not None:
                 await client.close()
         await asyncio.to_thread(self.transports.close)
+
+    @property
+    def has_conductor(self) -> bool:
+        """Whether this client speaks to a whole pool, and not to one node alone."""
+        return self._conductor is not None
 
     # ------------------------------------------------------------ finding
 
@@ -165,12 +168,18 @@ class AsyncPool:
         return reply.namespace_id
 
     async def lookup(
-        self, namespace: Namespace, hashes: Sequence[bytes], *, timeout_s: float | None = None
+        self,
+        namespace: Namespace,
+        hashes: Sequence[bytes],
+        *,
+        exclude: Sequence[str] = (),
+        timeout_s: float | None = None,
     ) -> m.LookupReply:
         """How many leading blocks of a chain the pool has, and where. Takes no lease.
 
         Args:
             hashes: from `hash_chain`, in order.
+            exclude: ids of nodes that count as if they held nothing. Needs a conductor.
 
         Raises:
             UnknownNamespace: nobody registered it.
@@ -178,7 +187,9 @@ class AsyncPool:
         deadline = time.monotonic() + (timeout_s or self.timeout_s)
         await self._ensure_registered(namespace, deadline)
         if self._conductor is not None:
-            request = m.Lookup(namespace.namespace_id, pack_hashes(hashes), self.host_label)
+            request = m.Lookup(
+                namespace.namespace_id, pack_hashes(hashes), self.host_label, list(exclude)
+            )
             found: m.LookupReply = await self._conductor.call(request, _left(deadline))
             return found
         link = await self._the_node(deadline)
@@ -241,8 +252,8 @@ class AsyncPool:
                 may still arrive.
 
         Returns:
-            How many blocks were read. Fewer than were found is never an error: a node that died, a lease
-            that ran out or a checksum that failed cut the run there, with the reason.
+            How many blocks were read. Where a node died, lacked a block or sent wrong bytes, other replicas
+            were tried within the deadline. Fewer than asked is never an error; the reason says why.
 
         Raises:
             WrongByteCount, InvalidArgument: `out` does not fit.
@@ -261,60 +272,17 @@ class AsyncPool:
             else:
                 link = await self._the_node(deadline)
                 segments = [m.Segment(link.node.node_id, 0, count, "dram")]
-        jobs = [
-            self._read_segment(
-                namespace, hashes, addresses, owner, segment, part, deadline, is_disposable
-            )
-            for segment in segments
-        ]
-        return _joined(await asyncio.gather(*jobs), segments, count, self.verify_checksums)
-
-    async def _read_segment(
-        self,
-        namespace: Namespace,
-        hashes: Sequence[bytes],
-        addresses: Any,
-        owner: Any,
-        segment: m.Segment,
-        part: int,
-        deadline: float,
-        is_disposable: bool,
-    ) -> tuple[int, tuple[str, ...], Moved, str]:
-        moved = Moved()
-        rows = slice(segment.start, segment.start + segment.count)
-        try:
-            link = await self.link(segment.node_id, deadline)
-            lease = await link.pin(
-                namespace,
-                hashes[rows],
-                ttl_s=max(1.0, _left(deadline) + 1.0),
-                timeout_s=_left(deadline),
-                parts=(part,),
-            )
-        except KvpoolError as error:
-            self.forget_node(segment.node_id, error)
-            return 0, (), moved, error.code
-        if not lease.found:
-            return 0, (), moved, lease.miss_reason or "miss"
-        try:
-            targets = addresses[segment.start : segment.start + lease.found]
-            await link.read(
-                namespace,
-                lease,
-                hashes[rows],
-                targets,
-                owner,
-                verify=self.verify_checksums,
-                timeout_s=_left(deadline),
-                is_disposable=is_disposable,
-            )
-        except (TransferFailed, DeadlineExceeded, LeaseExpired, BlockMiss, StaleEpoch) as error:
-            self.forget_node(segment.node_id, error)
-            return 0, (), moved, error.code
-        finally:
-            link.release(lease)
-        moved.add(link.transport.name, lease.found * namespace.layout.part_bytes)
-        return lease.found, lease.tiers, moved, lease.miss_reason
+        reader = ChainReader(
+            self,
+            namespace,
+            hashes,
+            addresses,
+            owner,
+            part=part,
+            deadline=deadline,
+            is_disposable=is_disposable,
+        )
+        return await reader.read(segments)
 
     async def pin(
         self,
@@ -348,6 +316,8 @@ class AsyncPool:
                 pinned.held.append((link, lease, segment.start))
                 pinned.deadline = min(pinned.deadline, lease.deadline)
                 if lease.found < segment.count:
+                    lacking = hashes[segment.start + lease.found]
+                    self.note_misses(segment.node_id, namespace, [lacking])
                     pinned.miss_reason = lease.miss_reason
                     break
         except BaseException:
@@ -411,6 +381,7 @@ class AsyncPool:
         parent: bytes = b"",
         part: int = 0,
         node_id: str | None = None,
+        replicas: int = 1,
         timeout_s: float | None = None,
     ) -> PutResult:
         """Write a run of a chain from the caller's memory: two round trips, however many blocks.
@@ -418,10 +389,14 @@ class AsyncPool:
         Args:
             hashes: n block hashes, in order; `parent` names the block before the first ("" at the start).
             data: n block parts: one contiguous buffer of n x `layout.part_bytes`, or n buffers.
-            node_id: where to; default: this host's node, else the one with most room.
+            node_id: where to; default: this host's node, else by room (see `kvpool.client.placement`).
+            replicas: nodes that shall hold the blocks when this returns, on different hosts where there are
+                some. One that cannot be had is no error; `PutResult.replicas` says how many stand. With
+                several parts the put of the last one copies.
 
         Raises:
             WrongByteCount, InvalidArgument: `data` does not fit.
+            ConfigError: replicas without a conductor.
             NoRoom: not one block could be stored, existed or was in progress.
             TransferFailed, DeadlineExceeded, Unavailable: nothing of this call became visible.
         """
@@ -430,15 +405,9 @@ class AsyncPool:
         if not count:
             return PutResult(0, 0, 0, 0, {})
         deadline = time.monotonic() + (timeout_s or self.timeout_s)
-        link = await self._place(node_id, deadline)
-        reservation = await link.reserve(
-            namespace,
-            hashes,
-            parent=parent,
-            part=part,
-            ttl_s=_left(deadline) + 1.0,
-            timeout_s=_left(deadline),
-        )
+        if replicas < 1 or (replicas > 1 and self._conductor is None):
+            raise ConfigError(f"replicas={replicas}", hint="1 or more; several need a conductor")
+        link, reservation = await self._reserve(namespace, hashes, parent, part, node_id, deadline)
         counts = [reservation.statuses.count(status) for status in range(4)]
         if counts[m.BlockStatus.NO_ROOM] == count:
             raise NoRoom(
@@ -463,6 +432,13 @@ class AsyncPool:
                         reservation.reservation_id, writer_stopped=has_stopped, timeout_s=1.0
                     )
                 raise
+        standing = count - counts[m.BlockStatus.NO_ROOM]
+        copies_made = 0
+        failures: dict[str, str] = {}
+        if replicas > 1:
+            copies_made, failures = await copies.add_replicas(
+                self, namespace, hashes[:standing], parent, link, replicas - 1, deadline
+            )
         moved = {link.transport.name: counts[m.BlockStatus.GRANTED] * size}
         return PutResult(
             stored=counts[m.BlockStatus.GRANTED],
@@ -470,7 +446,94 @@ class AsyncPool:
             in_progress=counts[m.BlockStatus.IN_PROGRESS],
             rejected=counts[m.BlockStatus.NO_ROOM],
             bytes_moved=moved if reservation.granted else {},
+            replicas=copies_made + (not counts[m.BlockStatus.IN_PROGRESS]),
+            replica_failures=failures,
         )
+
+    async def _reserve(
+        self,
+        namespace: Namespace,
+        hashes: Sequence[bytes],
+        parent: bytes,
+        part: int,
+        node_id: str | None,
+        deadline: float,
+    ) -> tuple[NodeLink, Reservation]:
+        """Reserve at the node named, or at the first by placement that does not drain or prove gone."""
+        error: KvpoolError = Unavailable("the pool has no live node", hint="start one: kvpool node")
+        async for link in self._place(node_id, hashes[0], deadline):
+            try:
+                return link, await link.reserve(
+                    namespace,
+                    hashes,
+                    parent=parent,
+                    part=part,
+                    ttl_s=_left(deadline) + 1.0,
+                    timeout_s=_left(deadline),
+                )
+            except Unavailable as why:  # nothing was written: another node is as good
+                error = why
+                self.forget_node(link.node.node_id, why)
+        raise error
+
+    # ------------------------------------------------------------ copies
+
+    async def replicate(
+        self,
+        namespace: Namespace,
+        hashes: Sequence[bytes],
+        *,
+        to: str,
+        parent: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> ReplicateResult:
+        """Have a node hold copies of a run of a chain; it pulls them from whoever has them, verified.
+
+        Args:
+            to: id of the node; `parent` names the block before the first.
+
+        Returns:
+            How many stand there now and why the rest does not: blocks are copied in order, and the first
+            that cannot be ends it.
+
+        Raises:
+            Unavailable: the pool has no such node, or it went away before anything was copied.
+            DeadlineExceeded: the time was over before anything was copied.
+            ConfigError: this client speaks to one node alone.
+        """
+        if self._conductor is None:
+            raise ConfigError("replicate needs a conductor", hint="use conductor=")
+        deadline = time.monotonic() + (timeout_s or self.timeout_s)
+        return await copies.replicate(self, namespace, hashes, to, parent, deadline)
+
+    async def prefetch(
+        self, namespace: Namespace, hashes: Sequence[bytes], *, timeout_s: float | None = None
+    ) -> PrefetchResult:
+        """Have the leading run of a chain brought into DRAM ahead of a read. Returns before it is there.
+
+        What a node declines comes back with its reason, and may be asked again.
+        """
+        deadline = time.monotonic() + (timeout_s or self.timeout_s)
+        return await copies.prefetch(self, namespace, hashes, deadline)
+
+    async def drain(
+        self, node_id: str, *, drop: bool = False, timeout_s: float = 60.0
+    ) -> m.DrainReply:
+        """Empty a node and let it end: its blocks move to other nodes, unless `drop`.
+
+        Args:
+            timeout_s: the node ends after it in any case; the call may take a little longer.
+
+        Raises:
+            NotFound: the pool has no such node.
+        """
+        for info in await self.nodes():
+            if info.descriptor.node_id == node_id:
+                link = self.link_to(info.descriptor)
+                reply: m.DrainReply = await link.wire.call(m.Drain(timeout_s, drop), timeout_s + 5)
+                self._drop_link(node_id)
+                return reply
+        raise NotFound(f"the pool has no node {node_id!r}", hint="see `kvpool stats`")
 
     # ------------------------------------------------------------ nodes
 
@@ -495,6 +558,7 @@ class AsyncPool:
             return existing
         if existing is not None:
             self._drop_link(node.node_id)
+            self.misses.forget_node(node.node_id)
         link = NodeLink(node, self.transports, self.host_label, self.client_id)
         self._links[node.node_id] = link
         return link
@@ -526,6 +590,14 @@ class AsyncPool:
             self._drop_link(node_id)
             self._nodes_at = float("-inf")
 
+    def note_misses(self, node_id: str, namespace: Namespace, hashes: Sequence[bytes]) -> None:
+        """Remember for a while that a node failed to give blocks, and tell the conductor at once."""
+        if self._conductor is None:
+            return  # there is nobody else to ask
+        self.misses.remember(node_id, namespace.namespace_id, hashes, time.monotonic())
+        report = m.ReportMiss(node_id, namespace.namespace_id, pack_hashes(hashes))
+        self._conductor.send_nowait(report)
+
     def _drop_link(self, node_id: str) -> None:
         link = self._links.pop(node_id, None)
         if link is not None:
@@ -543,45 +615,22 @@ class AsyncPool:
         assert self._only_node is not None
         return self.link_to(await self._only_node.call(m.Describe(), _left(deadline)))
 
-    async def _place(self, node_id: str | None, deadline: float) -> NodeLink:
+    async def _place(
+        self, node_id: str | None, key: bytes, deadline: float
+    ) -> AsyncIterator[NodeLink]:
+        """The nodes to try for a write, in order."""
         if node_id is not None:
-            return await self.link(node_id, deadline)
-        if self._conductor is None:
-            return await self._the_node(deadline)
-        live = [n for n in await self.nodes(timeout_s=_left(deadline)) if n.state == "live"]
-        if not live:
-            raise Unavailable("the pool has no live node", hint="start one: kvpool node")
-        here = [n for n in live if n.descriptor.host == self.host_label]
-        best = max(here or live, key=lambda n: (n.free_bytes, n.descriptor.node_id))
-        return self.link_to(best.descriptor)
+            yield await self.link(node_id, deadline)
+        elif self._conductor is None:
+            yield await self._the_node(deadline)
+        else:
+            nodes = await self.nodes(timeout_s=_left(deadline))
+            for info in choose_nodes(nodes, key, prefer_host=self.host_label):
+                yield self.link_to(info.descriptor)
 
     async def _ensure_registered(self, namespace: Namespace, deadline: float) -> None:
         if namespace.namespace_id not in self._known:
             await self.register(namespace, timeout_s=_left(deadline))
-
-
-def _joined(
-    results: Sequence[tuple[int, tuple[str, ...], Moved, str]],
-    segments: Sequence[m.Segment],
-    count: int,
-    verify: bool,
-) -> GetResult:
-    """Results of the segments, cut where the chain first breaks."""
-    found, moved, reason = 0, Moved(), ""
-    tiers: list[str] = []
-    for (read, where, bytes_moved, why), segment in zip(results, segments, strict=True):
-        if segment.start != found:
-            break
-        found += read
-        tiers += where
-        for name, size in bytes_moved.by_transport.items():
-            moved.add(name, size)
-        if read < segment.count:
-            reason = why or "miss"
-            break
-    if found < count and not reason:
-        reason = "not_in_index"
-    return GetResult(found, tuple(tiers), moved.by_transport, found if verify else 0, reason)
 
 
 def _left(deadline: float) -> float:

@@ -32,6 +32,14 @@ from kvpool.wire import messages as m
 LEASE_MARGIN_S = 0.05  # what was read this close to the deadline is discarded
 
 
+class WrongBytes(ChecksumMismatch):
+    """Block number `index` of those read has not the bytes that were committed."""
+
+    def __init__(self, message: str, index: int) -> None:
+        super().__init__(message)
+        self.index = index
+
+
 @dataclass(slots=True, frozen=True)
 class Lease:
     """A promise of a node that some blocks stay where they are until `deadline`.
@@ -175,8 +183,8 @@ class NodeLink:
         if bad >= 0:
             report = m.ReportCorrupt(namespace.namespace_id, hashes[bad])
             self.wire.send_nowait(report)
-            raise ChecksumMismatch(
-                f"block {hashes[bad].hex()} read from {self.node.node_id} has wrong bytes"
+            raise WrongBytes(
+                f"block {hashes[bad].hex()} read from {self.node.node_id} has wrong bytes", bad
             )
 
     def _read_blocking(

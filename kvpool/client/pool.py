@@ -11,7 +11,9 @@ from typing import Any, Self, TypeVar
 
 import uvloop
 
-from kvpool.client.async_pool import AsyncPool, GetResult, PinnedBlocks, PutResult
+from kvpool.client.async_pool import AsyncPool, PinnedBlocks, PutResult
+from kvpool.client.copies import PrefetchResult, ReplicateResult
+from kvpool.client.reading import GetResult
 from kvpool.errors import DeadlineExceeded, Unavailable
 from kvpool.layout import Namespace
 from kvpool.transports import TransportName
@@ -114,6 +116,7 @@ class Pool:
         parent: bytes = b"",
         part: int = 0,
         node_id: str | None = None,
+        replicas: int = 1,
         timeout_s: float | None = None,
     ) -> PutResult:
         """See `AsyncPool.put`."""
@@ -124,9 +127,34 @@ class Pool:
             parent=parent,
             part=part,
             node_id=node_id,
+            replicas=replicas,
             timeout_s=timeout_s,
         )
         return self._call(job, timeout_s)
+
+    def replicate(
+        self,
+        namespace: Namespace,
+        hashes: Sequence[bytes],
+        *,
+        to: str,
+        parent: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> ReplicateResult:
+        """See `AsyncPool.replicate`."""
+        job = self._pool.replicate(namespace, hashes, to=to, parent=parent, timeout_s=timeout_s)
+        return self._call(job, timeout_s)
+
+    def prefetch(
+        self, namespace: Namespace, hashes: Sequence[bytes], *, timeout_s: float | None = None
+    ) -> PrefetchResult:
+        """See `AsyncPool.prefetch`."""
+        return self._call(self._pool.prefetch(namespace, hashes, timeout_s=timeout_s), timeout_s)
+
+    def drain(self, node_id: str, *, drop: bool = False, timeout_s: float = 60.0) -> m.DrainReply:
+        """See `AsyncPool.drain`."""
+        job = self._pool.drain(node_id, drop=drop, timeout_s=timeout_s)
+        return self._call(job, timeout_s + 5.0)
 
     def pin(
         self,

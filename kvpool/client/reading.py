@@ -1,0 +1,220 @@
+"""One `get`: all segments at once, and another replica where a node fails or lacks what it was said to have.
+
+What failed is remembered by the pool and told to the conductor, so that no later request runs into it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvpool.client.node_link import Moved, WrongBytes
+from kvpool.errors import (
+    DeadlineExceeded,
+    KvpoolError,
+    LeaseExpired,
+    StaleEpoch,
+    TransferFailed,
+    Unavailable,
+)
+from kvpool.layout import Namespace
+from kvpool.transports.copying import Int64Array
+from kvpool.wire import messages as m
+
+if TYPE_CHECKING:
+    from kvpool.client.async_pool import AsyncPool
+
+MAX_ROUNDS = 8  # look-ups of one `get`; each but the first follows a failure
+TIMEOUT_IS_NEWS_S = (
+    0.5  # silence shorter than this says more of the caller's haste than of the node
+)
+
+
+@dataclass(slots=True, frozen=True)
+class GetResult:
+    """What `get` read: blocks [0, found) of the chain."""
+
+    found: int
+    tiers: tuple[str, ...]
+    bytes_moved: dict[str, int]  # by transport
+    verified: int  # blocks whose checksum was compared
+    miss_reason: str  # why block number `found` was not read; "" when all were
+
+
+@dataclass(slots=True, frozen=True)
+class _Piece:
+    """What one segment gave: its leading blocks, and why no more of them."""
+
+    found: int
+    tiers: tuple[str, ...]
+    transport: str
+    reason: str
+
+
+class ChainReader:
+    """Reads one chain into memory of the caller.
+
+    Args:
+        addresses, owner: where each block goes, and what keeps that alive.
+        deadline: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        pool: AsyncPool,
+        namespace: Namespace,
+        hashes: Sequence[bytes],
+        addresses: Int64Array,
+        owner: Any,
+        *,
+        part: int,
+        deadline: float,
+        is_disposable: bool,
+    ) -> None:
+        self._pool = pool
+        self._namespace = namespace
+        self._hashes = hashes
+        self._addresses = addresses
+        self._owner = owner
+        self._part = part
+        self._deadline = deadline
+        self._is_disposable = is_disposable
+        self._found = 0
+        self._tiers: list[str] = []
+        self._moved = Moved()
+        self._reason = ""
+        self._failed_nodes: set[str] = set()
+
+    async def read(self, segments: Sequence[m.Segment]) -> GetResult:
+        """Read what `segments` say, then look further where one failed, within the deadline."""
+        count = len(self._hashes)
+        for _ in range(MAX_ROUNDS):
+            is_broken = await self._read_round(segments)
+            if not is_broken or self._found == count or not self._pool.has_conductor:
+                break
+            segments = await self._alternatives()
+            if not segments:
+                break
+        if self._found == count:
+            self._reason = ""
+        elif not self._reason:
+            self._reason = "not_in_index"
+        verified = self._found if self._pool.verify_checksums else 0
+        return GetResult(
+            self._found, tuple(self._tiers), self._moved.by_transport, verified, self._reason
+        )
+
+    async def _read_round(self, segments: Sequence[m.Segment]) -> bool:
+        """Read segments at once; whether one gave less than it was said to hold."""
+        segments, is_broken = self._without_known_misses(segments)
+        pieces = await asyncio.gather(*(self._read_segment(segment) for segment in segments))
+        for segment, piece in zip(segments, pieces, strict=True):
+            if segment.start != self._found:
+                break
+            self._found += piece.found
+            self._tiers += piece.tiers
+            if piece.found:
+                size = self._namespace.layout.part_bytes
+                self._moved.add(piece.transport, piece.found * size)
+            if piece.found < segment.count:
+                self._reason = piece.reason
+                return True
+        return is_broken
+
+    def _without_known_misses(self, segments: Sequence[m.Segment]) -> tuple[list[m.Segment], bool]:
+        """The segments up to the first block that its node failed to give just now."""
+        if not self._pool.has_conductor:
+            return list(segments), False
+        kept: list[m.Segment] = []
+        for s in segments:
+            hashes = self._hashes[s.start : s.start + s.count]
+            leading = self._pool.misses.leading(
+                s.node_id, self._namespace.namespace_id, hashes, time.monotonic()
+            )
+            if leading:
+                kept.append(m.Segment(s.node_id, s.start, leading, s.tier))
+            if leading < s.count:
+                self._reason = self._reason or "failed_recently"
+                return kept, True
+        return kept, False
+
+    async def _alternatives(self) -> list[m.Segment]:
+        """Where else the rest of the chain stands; empty when nowhere, or when no time is left."""
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            return []
+        rest = self._hashes[self._found :]
+        lacking = self._pool.misses.nodes_lacking(
+            self._namespace.namespace_id, rest[0], time.monotonic()
+        )
+        try:
+            reply = await self._pool.lookup(
+                self._namespace, rest, exclude=sorted(self._failed_nodes | lacking), timeout_s=left
+            )
+        except KvpoolError:
+            return []  # the failure that brought us here is the reason to give
+        return [
+            m.Segment(s.node_id, s.start + self._found, s.count, s.tier) for s in reply.segments
+        ]
+
+    # ------------------------------------------------------------ one segment
+
+    async def _read_segment(self, segment: m.Segment) -> _Piece:
+        pool, namespace = self._pool, self._namespace
+        hashes = self._hashes[segment.start : segment.start + segment.count]
+        node_id = segment.node_id
+        left = self._deadline - time.monotonic()
+        # A node that does not answer must leave time for another one.
+        patience_s = left / 2 if pool.has_conductor else left
+        try:
+            link = await pool.link(node_id, self._deadline)
+            lease = await link.pin(
+                namespace,
+                hashes,
+                ttl_s=max(1.0, left + 1.0),
+                timeout_s=patience_s,
+                parts=(self._part,),
+            )
+        except KvpoolError as error:
+            return self._failed(node_id, hashes, error, patience_s)
+        if lease.found < len(hashes):
+            pool.note_misses(node_id, namespace, [hashes[lease.found]])
+        if not lease.found:
+            return _Piece(0, (), "", lease.miss_reason or "miss")
+        left = self._deadline - time.monotonic()
+        try:
+            await link.read(
+                namespace,
+                lease,
+                hashes,
+                self._addresses[segment.start : segment.start + lease.found],
+                self._owner,
+                verify=pool.verify_checksums,
+                timeout_s=max(0.001, left),
+                is_disposable=self._is_disposable,
+            )
+        except WrongBytes as error:
+            pool.note_misses(node_id, namespace, [hashes[error.index]])
+            return _Piece(0, (), "", error.code)
+        except (TransferFailed, DeadlineExceeded, LeaseExpired, StaleEpoch, Unavailable) as error:
+            if isinstance(error, DeadlineExceeded):
+                # It may still arrive, and in the caller's memory if that is disposable: the end.
+                self._deadline = time.monotonic()
+            return self._failed(node_id, hashes, error, left)
+        finally:
+            link.release(lease)
+        return _Piece(lease.found, lease.tiers, link.transport.name, lease.miss_reason)
+
+    def _failed(
+        self, node_id: str, hashes: Sequence[bytes], error: KvpoolError, patience_s: float
+    ) -> _Piece:
+        """The node as a whole failed us: ask others in this call, and remember."""
+        self._failed_nodes.add(node_id)
+        self._pool.forget_node(node_id, error)
+        is_silence = isinstance(error, DeadlineExceeded) and patience_s >= TIMEOUT_IS_NEWS_S
+        if is_silence or isinstance(error, Unavailable):
+            self._pool.note_misses(node_id, self._namespace, hashes)
+        return _Piece(0, (), "", error.code)
