@@ -11,12 +11,15 @@ import ctypes
 import itertools
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
+
+from kvpool.errors import DeadlineExceeded
 
 Int64Array = npt.NDArray[np.int64]
 Sums = npt.NDArray[np.uint64]
@@ -33,22 +36,36 @@ _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
 
 
-def copy(targets: Int64Array, sources: Int64Array, lengths: Int64Array) -> None:
+def copy(
+    targets: Int64Array,
+    sources: Int64Array,
+    lengths: Int64Array,
+    deadline: float = float("inf"),
+) -> None:
     """Copy `lengths[i]` bytes from address `sources[i]` to `targets[i]`, for all i.
 
     The caller answers for every address.
+
+    Raises:
+        DeadlineExceeded: `deadline` (monotonic seconds) has come; no further run was begun.
     """
     rows = list(zip(targets.tolist(), sources.tolist(), lengths.tolist(), strict=True))
 
     def work(first: int, last: int) -> None:
         for target, source, length in rows[first:last]:
+            _check(deadline)
             _memmove(target, source, length)
 
     _spread(work, lengths)
 
 
 def copy_and_sum(
-    targets: Int64Array, sources: Int64Array, lengths: Int64Array, *, sum_targets: bool
+    targets: Int64Array,
+    sources: Int64Array,
+    lengths: Int64Array,
+    deadline: float = float("inf"),
+    *,
+    sum_targets: bool,
 ) -> Sums:
     """`copy`, and the xxh3-64 of each run of bytes, in one pass.
 
@@ -62,6 +79,7 @@ def copy_and_sum(
     def work(first: int, last: int) -> None:
         for i in range(first, last):
             target, source, length = rows[i]
+            _check(deadline)
             hasher = xxhash.xxh3_64()
             view = _bytes_at(target if sum_targets else source, length)
             for at in range(0, length, CHUNK_BYTES):
@@ -85,6 +103,11 @@ def sum_runs(addresses: Int64Array, lengths: Int64Array) -> Sums:
 
     _spread(work, lengths)
     return sums
+
+
+def _check(deadline: float) -> None:
+    if time.monotonic() >= deadline:
+        raise DeadlineExceeded("the deadline came before all was copied")
 
 
 def _bytes_at(address: int, length: int) -> memoryview:

@@ -29,16 +29,23 @@ log = structlog.get_logger(__name__)
 SPIN_S = 0.0005  # poll without sleeping for this long, then with pauses
 PAUSE_S = 0.0001
 PROBE_BYTES = 64
+GRACE_S = 1.0  # beyond a transfer's deadline, for the thread to notice it
 
 
-@dataclass(slots=True)
-class _Stuck:
-    """A transfer past its deadline, with what it may still touch."""
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    """A transfer under way, with what it may touch."""
 
     handle: Any
     registration: Any
-    owner: Any
+    owner: Any  # kept alive until the transfer is known to be over
     node_id: str
+    deadline: float
+    future: Future[None]
+    posted_at: float
+
+
+Job = Callable[[Future[None]], bool]  # False: the future is settled later, by `_poll`
 
 
 class NixlTransport(Transport):
@@ -56,15 +63,14 @@ class NixlTransport(Transport):
     may_write_late = True  # there is no cancel
 
     def __init__(self, name: str, *, loopback_only: bool = True) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._jobs: queue.SimpleQueue[tuple[Job, Future[None]] | None] = queue.SimpleQueue()
         self._agent_name = name
         self._loopback_only = loopback_only
         self._agent: NixlAgent | None = None
         self._peers: dict[str, tuple[int, str]] = {}  # node id -> (epoch, agent name)
         self._registered: dict[int, tuple[int, Any, Any]] = {}  # address -> (size, handle, owner)
-        self._stuck: list[_Stuck] = []
+        self._active: list[_Transfer] = []
+        self._stuck: list[_Transfer] = []  # past their deadline, not over
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="kvpool-nixl", daemon=True)
         self._thread.start()
@@ -75,11 +81,11 @@ class NixlTransport(Transport):
 
     def register(self, address: int, size_bytes: int, owner: Any) -> None:
         """Register memory that will be used again and again; `owner` is kept alive meanwhile."""
-        self._submit(lambda: self._register(address, size_bytes, owner))
+        self._submit(lambda _future: self._register(address, size_bytes, owner))
 
     def deregister(self, address: int) -> None:
         """Undo `register`."""
-        self._submit(lambda: self._deregister(address))
+        self._submit(lambda _future: self._deregister(address))
 
     def connect(self, node: NodeDescriptor, timeout_s: float) -> None:
         # UCX connects with the first transfer: read a few bytes that nobody looks at.
@@ -95,7 +101,7 @@ class NixlTransport(Transport):
         self._transfer("WRITE", node, pieces, timeout_s)
 
     def forget(self, node_id: str) -> None:
-        self._submit(lambda: self._drop_peer(node_id))
+        self._submit(lambda _future: self._unmeet(node_id))
 
     @property
     def quarantined_transfers(self) -> int:
@@ -112,8 +118,15 @@ class NixlTransport(Transport):
 
     def _work(self) -> None:
         while True:
-            job = self._jobs.get()
+            # With transfers under way: take what has been handed in, then look after them.
+            try:
+                job = self._jobs.get(block=not self._active)
+            except queue.Empty:
+                self._poll()
+                continue
             if job is None:
+                for transfer in self._active:
+                    transfer.future.set_exception(TransferFailed("the NIXL transport is closed"))
                 self._peers.clear()
                 self._agent = None
                 return
@@ -121,15 +134,58 @@ class NixlTransport(Transport):
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                function()
+                is_over = function(future)
             except KvpoolError as error:
                 future.set_exception(error)
             except Exception as error:  # noqa: BLE001 - native errors of many types; each is a failed transfer
                 future.set_exception(TransferFailed(f"NIXL: {type(error).__name__}: {error}"))
             else:
-                future.set_result(None)
+                if is_over:
+                    future.set_result(None)
 
-    def _submit(self, function: Callable[[], None], timeout_s: float = 30.0) -> None:
+    def _poll(self) -> None:
+        """One look at every transfer under way; a slow peer holds up nobody else's."""
+        now = time.monotonic()
+        is_fresh = False
+        for transfer in list(self._active):
+            is_fresh = is_fresh or now - transfer.posted_at < SPIN_S
+            try:
+                state = self._raw.check_xfer_state(transfer.handle)
+                if state == "PROC" and now < transfer.deadline:
+                    continue
+                self._active.remove(transfer)
+                if state == "PROC":
+                    self._stuck.append(transfer)
+                    raise DeadlineExceeded(
+                        f"a NIXL transfer with node {transfer.node_id} is not over",
+                        hint="its memory stays quarantined until it ends",
+                    )
+                self._settle(transfer)
+                if state != "DONE":
+                    raise TransferFailed(f"NIXL transfer with node {transfer.node_id}: {state}")
+            except KvpoolError as error:
+                transfer.future.set_exception(error)
+            except Exception as error:  # noqa: BLE001 - native errors of many types
+                self._broken(transfer, error)
+            else:
+                transfer.future.set_result(None)
+        if not is_fresh and self._jobs.empty():
+            time.sleep(PAUSE_S)
+
+    def _broken(self, transfer: _Transfer, error: Exception) -> None:
+        """A native error ended the transfer; the peer is met afresh next time."""
+        if transfer in self._active:
+            self._active.remove(transfer)
+        with contextlib.suppress(Exception):
+            self._settle(transfer)
+        self._unmeet(transfer.node_id)
+        transfer.future.set_exception(
+            TransferFailed(
+                f"NIXL transfer with node {transfer.node_id}: {type(error).__name__}: {error}"
+            )
+        )
+
+    def _submit(self, function: Job, timeout_s: float = 30.0) -> None:
         if self._closed:
             raise TransferFailed("the NIXL transport is closed")
         future: Future[None] = Future()
@@ -137,52 +193,63 @@ class NixlTransport(Transport):
         try:
             future.result(timeout=timeout_s)
         except TimeoutError:
-            future.cancel()
+            if not future.cancel():
+                # Begun, and so bounded by its own deadline: wait for what became of it.
+                with contextlib.suppress(TimeoutError):
+                    future.result(timeout=GRACE_S)
+                    return
             raise DeadlineExceeded(f"NIXL's thread was busy for {timeout_s:g} s") from None
 
-    def _start(self) -> None:
-        self._agent = NixlAgent(self._agent_name, loopback_only=self._loopback_only)
+    @property
+    def _raw(self) -> Any:
+        if self._agent is None:
+            raise TransferFailed("the NIXL transport is closed")
+        return self._agent.raw
 
-    def _register(self, address: int, size_bytes: int, owner: Any) -> None:
+    def _start(self, _future: Future[None]) -> bool:
+        self._agent = NixlAgent(self._agent_name, loopback_only=self._loopback_only)
+        return True
+
+    def _register(self, address: int, size_bytes: int, owner: Any) -> bool:
         assert self._agent is not None
         self._registered[address] = (size_bytes, self._agent.register(address, size_bytes), owner)
+        return True
 
-    def _deregister(self, address: int) -> None:
+    def _deregister(self, address: int) -> bool:
         entry = self._registered.pop(address, None)
         if entry is not None and self._agent is not None:
             self._agent.deregister(entry[1])
+        return True
 
     def _is_registered(self, low: int, high: int) -> bool:
         return any(a <= low and high <= a + size for a, (size, _, _) in self._registered.items())
 
-    def _peer(self, node: NodeDescriptor) -> str:
-        assert self._agent is not None
+    def _meet(self, node: NodeDescriptor) -> str:
+        """The agent name of a node's present life; an earlier life is removed first."""
         known = self._peers.get(node.node_id)
         if known is not None and known[0] == node.epoch:
             return known[1]
-        if known is not None:
-            self._drop_peer(node.node_id)
-        name = self._agent.raw.add_remote_agent(node.nixl_metadata)
+        self._unmeet(node.node_id)
+        name = self._raw.add_remote_agent(node.nixl_metadata)
         name = name.decode() if isinstance(name, bytes) else str(name)
         if name != node.nixl_agent:
             raise TransferFailed(f"metadata of {node.node_id} names agent {name!r}")
         self._peers[node.node_id] = (node.epoch, name)
         return name
 
-    def _drop_peer(self, node_id: str) -> None:
+    def _unmeet(self, node_id: str) -> bool:
+        # Transfers under way with it stay in quarantine: it may only have been slow.
         known = self._peers.pop(node_id, None)
         if known is not None and self._agent is not None:
-            self._agent.raw.remove_remote_agent(known[1])
-        # The peer is gone: what was in flight with it can touch nothing any more.
-        for stuck in [s for s in self._stuck if s.node_id == node_id]:
-            self._settle(stuck)
+            with contextlib.suppress(Exception):
+                self._agent.raw.remove_remote_agent(known[1])
+        return True
 
-    def _settle(self, stuck: _Stuck) -> None:
-        assert self._agent is not None
-        self._stuck.remove(stuck)
-        self._agent.raw.release_xfer_handle(stuck.handle)
-        if stuck.registration is not None:
-            self._agent.deregister(stuck.registration)
+    def _settle(self, transfer: _Transfer) -> None:
+        """Release what a transfer that has ended still holds."""
+        self._raw.release_xfer_handle(transfer.handle)
+        if transfer.registration is not None and self._agent is not None:
+            self._agent.deregister(transfer.registration)
 
     def _transfer(
         self, operation: str, node: NodeDescriptor, pieces: Pieces, timeout_s: float
@@ -190,15 +257,27 @@ class NixlTransport(Transport):
         if len(pieces.lengths) == 0:
             return
         deadline = time.monotonic() + timeout_s
+        joined = pieces.coalesced()
         self._submit(
-            lambda: self._move(operation, node, pieces.coalesced(), deadline), timeout_s + 1
+            lambda future: self._post(operation, node, joined, deadline, future), timeout_s
         )
 
-    def _move(self, operation: str, node: NodeDescriptor, pieces: Pieces, deadline: float) -> None:
+    def _post(
+        self,
+        operation: str,
+        node: NodeDescriptor,
+        pieces: Pieces,
+        deadline: float,
+        future: Future[None],
+    ) -> bool:
+        """Begin a transfer; True when it is over already, as between processes of one host."""
         assert self._agent is not None
-        raw = self._agent.raw
+        raw = self._raw
         self._sweep()
-        peer = self._peer(node)
+        if time.monotonic() >= deadline:
+            # Never begin late: the lease or reservation behind it may be over (invariants 2 and 3).
+            raise DeadlineExceeded(f"no time left to begin a transfer with node {node.node_id}")
+        peer = self._meet(node)
         remote = _remote_rows(node, pieces)
         low = int(pieces.local.min())
         high = int((pieces.local + pieces.lengths).max())
@@ -206,8 +285,7 @@ class NixlTransport(Transport):
         if not self._is_registered(low, high):
             registration = self._agent.register(low, high - low)
         local = np.stack((pieces.local, pieces.lengths, np.zeros_like(pieces.local)), axis=1)
-        handle = None
-        is_stuck = False
+        transfer = None
         try:
             handle = raw.initialize_xfer(
                 operation,
@@ -215,49 +293,38 @@ class NixlTransport(Transport):
                 raw.get_xfer_descs(remote.astype(np.uint64), "DRAM"),
                 peer,
             )
+            transfer = _Transfer(
+                handle, registration, pieces.owner, node.node_id, deadline, future, time.monotonic()
+            )
             state = raw.transfer(handle)
-            spin_until = time.monotonic() + SPIN_S
-            while state == "PROC":
-                now = time.monotonic()
-                if now >= deadline:
-                    is_stuck = True
-                    self._stuck.append(_Stuck(handle, registration, pieces.owner, node.node_id))
-                    raise DeadlineExceeded(
-                        f"NIXL {operation} with node {node.node_id} is not over",
-                        hint="its memory stays quarantined until it ends",
-                    )
-                if now > spin_until:
-                    time.sleep(PAUSE_S)
-                state = raw.check_xfer_state(handle)
-            if state != "DONE":
-                raise TransferFailed(f"NIXL {operation} with node {node.node_id}: {state}")
-        except KvpoolError:
-            raise
-        except Exception as error:
-            # A broken peer stays broken under this agent name: meet it afresh next time.
-            if self._peers.pop(node.node_id, None) is not None:
+        except Exception:
+            if transfer is not None:
                 with contextlib.suppress(Exception):
-                    raw.remove_remote_agent(peer)
-            raise TransferFailed(
-                f"NIXL {operation} with node {node.node_id}: {type(error).__name__}: {error}"
-            ) from error
-        finally:
-            if not is_stuck:
-                if handle is not None:
-                    raw.release_xfer_handle(handle)
-                if registration is not None:
-                    self._agent.deregister(registration)
+                    self._settle(transfer)
+            elif registration is not None:
+                self._agent.deregister(registration)
+            # A broken peer stays broken under this agent name: meet it afresh next time.
+            self._unmeet(node.node_id)
+            raise
+        if state == "PROC":
+            self._active.append(transfer)
+            return False
+        self._settle(transfer)
+        if state != "DONE":
+            raise TransferFailed(f"NIXL {operation} with node {node.node_id}: {state}")
+        return True
 
     def _sweep(self) -> None:
         """Settle the transfers past their deadline that have ended by now."""
-        assert self._agent is not None
-        for stuck in list(self._stuck):
+        for transfer in list(self._stuck):
             try:
-                state = self._agent.raw.check_xfer_state(stuck.handle)
+                state = self._raw.check_xfer_state(transfer.handle)
             except Exception:  # noqa: BLE001 - an error ends a transfer as well as success does
                 state = "ERR"
             if state != "PROC":
-                self._settle(stuck)
+                self._stuck.remove(transfer)
+                with contextlib.suppress(Exception):
+                    self._settle(transfer)
 
 
 def _remote_rows(node: NodeDescriptor, pieces: Pieces) -> np.ndarray:

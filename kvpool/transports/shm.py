@@ -12,6 +12,7 @@ import mmap
 import os
 import socket
 import threading
+import time
 from dataclasses import dataclass
 
 import msgspec
@@ -67,20 +68,24 @@ class ShmTransport(Transport):
         self._attach(node)
 
     def read(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
         remote = self._addresses(node, pieces)
-        copy(pieces.local, remote, pieces.lengths)
+        copy(pieces.local, remote, pieces.lengths, deadline)
 
     def write(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
         remote = self._addresses(node, pieces)
-        copy(remote, pieces.local, pieces.lengths)
+        copy(remote, pieces.local, pieces.lengths, deadline)
 
     def read_and_sum(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> Sums:
+        deadline = time.monotonic() + timeout_s
         remote = self._addresses(node, pieces)
-        return copy_and_sum(pieces.local, remote, pieces.lengths, sum_targets=True)
+        return copy_and_sum(pieces.local, remote, pieces.lengths, deadline, sum_targets=True)
 
     def write_and_sum(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> Sums:
+        deadline = time.monotonic() + timeout_s
         remote = self._addresses(node, pieces)
-        return copy_and_sum(remote, pieces.local, pieces.lengths, sum_targets=False)
+        return copy_and_sum(remote, pieces.local, pieces.lengths, deadline, sum_targets=False)
 
     def _addresses(self, node: NodeDescriptor, pieces: Pieces) -> np.ndarray:
         attached = self._attach(node)
