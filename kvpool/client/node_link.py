@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,8 @@ from kvpool.transports import Pieces, Transport, Transports
 from kvpool.transports.copying import Int64Array, Sums, copy
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
+
+T = TypeVar("T")
 
 LEASE_MARGIN_S = 0.05  # what was read this close to the deadline is discarded
 
@@ -165,7 +167,8 @@ class NodeLink:
             ChecksumMismatch: bytes are not those committed; reported to the node, must not be used.
             TransferFailed, DeadlineExceeded: see `Transport.read`.
         """
-        bad = await asyncio.to_thread(
+        bad = await self._off_loop(
+            len(addresses) * namespace.layout.part_bytes,
             self._read_blocking,
             namespace.layout.part_bytes,
             lease,
@@ -186,6 +189,17 @@ class NodeLink:
             raise WrongBytes(
                 f"block {hashes[bad].hex()} read from {self.node.node_id} has wrong bytes", bad
             )
+
+    async def _off_loop(self, size: int, work: Callable[..., T], *args: Any) -> T:
+        """Run a transfer of `size` bytes in a thread, unless it is over sooner than a thread would begin."""
+        transport = self.__dict__.get("transport")
+        if (
+            transport is not None
+            and size <= transport.quick_bytes
+            and transport.is_connected(self.node)
+        ):
+            return work(*args)
+        return await asyncio.to_thread(work, *args)
 
     def _read_blocking(
         self,
@@ -243,8 +257,9 @@ class NodeLink:
         timeout_s = min(timeout_s, deadline - time.monotonic())
         if timeout_s <= 0:
             raise DeadlineExceeded("the reservation is over", hint="reserve for longer")
-        return await asyncio.to_thread(
-            lambda: self.transport.write_and_sum(self.node, pieces, timeout_s)
+        return await self._off_loop(
+            pieces.total_bytes,
+            lambda: self.transport.write_and_sum(self.node, pieces, timeout_s),
         )
 
     async def commit(

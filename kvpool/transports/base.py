@@ -63,6 +63,7 @@ class Transport(abc.ABC):
     """Moves bytes between this process and nodes. Safe to call from several threads."""
 
     name: str
+    quick_bytes: int = 0  # up to this many, a call takes less time than handing it to a thread
     may_write_late: bool = False  # memory may still be written after `read` raised DeadlineExceeded
 
     @abc.abstractmethod
@@ -93,6 +94,10 @@ class Transport(abc.ABC):
         sums = sum_runs(pieces.local, pieces.lengths)
         self.write(node, pieces, timeout_s)
         return sums
+
+    def is_connected(self, node: NodeDescriptor) -> bool:
+        """Whether the next transfer pays for nothing but its bytes."""
+        return False
 
     @abc.abstractmethod
     def connect(self, node: NodeDescriptor, timeout_s: float) -> None:

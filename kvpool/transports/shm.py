@@ -51,6 +51,7 @@ class ShmTransport(Transport):
     """Copies through mapped shared memory."""
 
     name = "shm"
+    quick_bytes = 512 << 10  # 40 us at 12 GB/s
 
     def __init__(self) -> None:
         self._attached: dict[str, _Attached] = {}
@@ -63,6 +64,10 @@ class ShmTransport(Transport):
             and bool(node.shm_path)
             and os.path.exists(node.shm_path)
         )
+
+    def is_connected(self, node: NodeDescriptor) -> bool:
+        attached = self._attached.get(node.node_id)
+        return attached is not None and attached.epoch == node.epoch
 
     def connect(self, node: NodeDescriptor, timeout_s: float) -> None:
         self._attach(node)
