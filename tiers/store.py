@@ -378,7 +378,9 @@ class Store:
         Raises:
             UnknownNamespace, InvalidArgument: too many hashes.
         """
-        return self._protections.unprotect(self._space(namespace_id, len(hashes)), hashes)
+        space = self._space(namespace_id, len(hashes))
+        self.expire(now)
+        return self._protections.unprotect(space, hashes)
 
     # ------------------------------------------------------------ moves and recovery
 

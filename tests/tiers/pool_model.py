@@ -7,10 +7,12 @@ the store hands out a page that somebody may still use, or places that do not ho
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvpool.errors import LeaseExpired, ReservationGone
+from kvpool.errors import LeaseExpired, NoRoom, ReservationGone
 from kvpool.layout import Layout, Namespace
 from kvpool.wire.messages import BlockStatus
 from tiers.blocks import Move
@@ -80,6 +82,7 @@ class Lease:
     expected: list[tuple[Page, object]]
     deadline: float
     holder: str
+    blocks: list[Block] = field(default_factory=list)
 
 
 class ModelledStore:
@@ -102,6 +105,8 @@ class ModelledStore:
         self.residents: set[tuple[str, Block]] = set()
         self.parents: dict[Block, bytes] = {}
         self.live_parts: dict[tuple[Block, int], int] = {}  # granted and open -> reservation
+        self.kept: dict[Block, float] = {}  # protected until, in whatever tier
+        self.paid: dict[str, int] = {}  # by account, dram bytes before the call under way
         self.ids = {ns.model: self.store.register_namespace(ns, 0.0) for ns in NAMESPACES}
         for namespace in NAMESPACES:
             for chain in chains(namespace):
@@ -126,6 +131,7 @@ class ModelledStore:
         space = self.ids[namespace.model]
         parent = whole[start - 1] if start else b""
         self._expire_own()
+        self._note_accounts()
         result = self.store.reserve(space, run, parent, part, writer, ttl, self.now)
         granted = [b for b, s in zip(run, result.statuses, strict=True) if s == BlockStatus.GRANTED]
         self._require(len(granted) == len(result.places), "one place for each granted block")
@@ -147,7 +153,7 @@ class ModelledStore:
             self.grants[result.reservation_id] = grant
             for block in granted:
                 self.live_parts[(space, block), part] = result.reservation_id
-        self._after()
+        self._after(asking=namespace, needed=whole[: start + count])
         return result.reservation_id
 
     def commit(self, reservation: int, indices: list[int] | None) -> None:
@@ -216,6 +222,7 @@ class ModelledStore:
         tiers = self.store.lookup(space, run)
         for name in run[: len(tiers)]:
             self._require_whole((space, name))
+        self._note_accounts()
         result = self.store.pin(space, run, holder, ttl, self.now)
         self._take_moves(result.promote)
         self._require(result.found <= len(tiers), "a pin finds no more than a lookup")
@@ -230,13 +237,14 @@ class ModelledStore:
                     expected.append((page, (space, block, part, i)))
                     pages.append(page)
             deadline = self.now + result.ttl_s
-            self.leases[result.lease_id] = Lease(expected, deadline, holder)
+            leased = [(space, name) for name in run[: result.found]]
+            self.leases[result.lease_id] = Lease(expected, deadline, holder, leased)
             self.claims["lease", result.lease_id] = Claim(
                 pages, deadline + self.config.grace_s, is_reader=True
             )
         elif result.miss_reason != "promoting" and run:
             self._require(bool(result.miss_reason), "every miss has a reason")
-        self._after()
+        self._after(asking=namespace, needed=run)
 
     def renew(self, lease: int, ttl: float) -> None:
         known = self.leases[lease]
@@ -280,10 +288,51 @@ class ModelledStore:
         name = chains(namespace)[chain][position]
         if self.store.drop(space, name, reason, self.now):
             self.committed.pop((space, name), None)
+            self.kept.pop((space, name), None)
             for part in range(namespace.layout.tp_size):
                 self.live_parts.pop(((space, name), part), None)
             self._require(not self.store.lookup(space, [name]), "a dropped block is not found")
         self._after(dropped=(space, name))
+
+    def protect(self, namespace: Namespace, chain: int, count: int, ttl: float | None) -> None:
+        """From the head of a chain; None: for ever."""
+        run = chains(namespace)[chain][:count]
+        space = self.ids[namespace.model]
+        until = math.inf if ttl is None else self.now + ttl
+        self.kept = {block: end for block, end in self.kept.items() if end > self.now}
+        standing = [(space, n) for n in run if self._is_resident((space, n))]
+        sizes = [
+            n.layout.block_bytes for n in NAMESPACES for b in self.kept if b[0] == self.ids[n.model]
+        ]
+        fresh = [block for block in standing if block not in self.kept]
+        promised = sum(sizes) + len(fresh) * namespace.layout.block_bytes
+        is_room = promised <= self.config.protected_share * min(
+            usage.capacity_bytes for usage in self.store.usage()
+        )
+        try:
+            count = self.store.protect(space, run, None if ttl is None else until, self.now)
+        except NoRoom:
+            self._require(bool(fresh) and not is_room, "within the share protection is given")
+        else:
+            self._require(is_room or not fresh, "no more than the share is protected")
+            self._require(count == len(standing), f"{count} protected of {len(standing)}")
+            for block in standing:
+                self.kept[block] = max(until, self.kept.get(block, 0.0))
+        self._after()
+
+    def unprotect(self, namespace: Namespace, chain: int, count: int) -> None:
+        space = self.ids[namespace.model]
+        self.kept = {block: end for block, end in self.kept.items() if end > self.now}
+        ended = 0
+        run = chains(namespace)[chain][:count]
+        for name in reversed(run):
+            builds_on = [b for b in self.kept if b[0] == space and self.parents[b] == name]
+            if (space, name) in self.kept and not builds_on:
+                del self.kept[space, name]
+                ended += 1
+        count = self.store.unprotect(space, run, self.now)
+        self._require(count == ended, f"{count} unprotected instead of {ended}")
+        self._after()
 
     def plan_demotions(self, count: int) -> None:
         self._take_moves(self.store.plan_demotions(count, self.now))
@@ -347,7 +396,14 @@ class ModelledStore:
         reported = {(tier, (space, name)) for space, tier, name in self.store.snapshot()}
         self._require(reported == self.residents, "events and the full report agree")
 
-    def _after(self, dropped: Block | None = None) -> None:
+    def _after(
+        self,
+        dropped: Block | None = None,
+        asking: Namespace | None = None,
+        needed: Sequence[bytes] = (),
+    ) -> None:
+        """Compare after a call; `needed` are the blocks that it must not evict for itself."""
+        removed: list[tuple[str, Block]] = []
         for event in self.store.take_events():
             block = (event.namespace_id, event.block_hash)
             resident = (event.tier, block)
@@ -360,7 +416,66 @@ class ModelledStore:
             self.residents.discard(resident)
             if block != dropped:
                 self._require_no_descendant(event.tier, block)
+                removed.append(resident)
+        self._require_protection(removed, asking, needed)
+        self._require_quotas(removed, asking)
+        self.kept = {block: end for block, end in self.kept.items() if self._is_resident(block)}
         self.check()
+
+    def _require_protection(
+        self, removed: list[tuple[str, Block]], asking: Namespace | None, needed: Sequence[bytes]
+    ) -> None:
+        for tier, block in removed:
+            until = self.kept.get(block, 0.0)
+            self._require(until < math.inf, f"{block[1]!r} left {tier}, protected for ever")
+            if until <= self.now:
+                continue
+            self._require(tier == "dram", f"{block[1]!r} left nvme, protected until {until}")
+            if asking is SMALL:  # of others, half written copies cannot be seen from here
+                others = self._unprotected_leaves(needed, {b for _, b in removed})
+                self._require(not others, f"{block[1]!r} left, protected, and {others} stayed")
+
+    def _unprotected_leaves(self, needed: Sequence[bytes], removed: set[Block]) -> list[Block]:
+        """What of SMALL could have been evicted from dram instead, from the start of the call on."""
+        space = self.ids[SMALL.model]
+        busy = {
+            block
+            for number, lease in self.leases.items()
+            for block in lease.blocks
+            if ("lease", number) in self.claims
+        }
+        busy |= {(move.namespace_id, move.block_hash) for move in self.moves.values()}
+        arriving = {block for block, _ in self.live_parts} | busy | removed
+        here = {block for tier, block in self.residents if tier == "dram"}
+        parents = {(b[0], self.parents[b]) for b in here | arriving}
+        return [
+            block
+            for block in sorted(here - busy - parents)
+            if block[0] == space and block[1] not in needed and self.kept.get(block, 0) <= self.now
+        ]
+
+    def _note_accounts(self) -> None:
+        if self.config.quotas:
+            self.store.expire(self.now)
+            self.paid = {u.account: u.used_bytes for u in self.store.accounts() if u.tier == "dram"}
+
+    def _require_quotas(self, removed: list[tuple[str, Block]], asking: Namespace | None) -> None:
+        """Nobody above a quota takes from somebody below; every namespace has an account of its own."""
+        if not self.config.quotas or asking is None:
+            return
+        quota = {u.account: u.quota_bytes for u in self.store.accounts() if u.tier == "dram"}
+        left, me = self.paid, self.ids[asking.model].hex()
+        sizes = {self.ids[n.model].hex(): n.layout.block_bytes for n in NAMESPACES}
+        for tier, (space, name) in removed:
+            other = space.hex()
+            if tier != "dram":
+                continue
+            is_fair = left[other] > quota[other] or left[me] + asking.layout.part_bytes <= quota[me]
+            self._require(other == me or is_fair, f"{name!r} was taken from one below its quota")
+            left[other] -= sizes[other]
+
+    def _is_resident(self, block: Block) -> bool:
+        return any((tier, block) in self.residents for tier in ("dram", "nvme"))
 
     def _require_no_descendant(self, tier: str, block: Block) -> None:
         space, name = block
@@ -436,10 +551,12 @@ class ModelledStore:
             raise Violation(message)
 
 
-def random_walk(seed: int, steps: int, config: StoreConfig = CONFIG) -> ModelledStore:
+def random_walk(
+    seed: int, steps: int, config: StoreConfig = CONFIG, nvme_slabs: int = 4
+) -> ModelledStore:
     """Drive a modelled store through random steps; deterministic in `seed`."""
     rng = random.Random(seed)
-    model = ModelledStore(config)
+    model = ModelledStore(config, nvme_slabs=nvme_slabs)
     verbs = (
         ["reserve"] * 6
         + ["commit"] * 8
@@ -448,6 +565,7 @@ def random_walk(seed: int, steps: int, config: StoreConfig = CONFIG) -> Modelled
         + ["finish_move"] * 6
         + ["advance", "late_write", "late_write", "plan_demotions", "plan_demotions"]
         + ["abort", "writer_stopped", "renew", "client_gone", "drop"]
+        + ["protect", "protect", "unprotect"]
     )
     for _ in range(steps):
         step(model, rng.choice(verbs), rng)
@@ -493,5 +611,10 @@ def step(model: ModelledStore, verb: str, rng: random.Random) -> None:
         model.writer_stopped(who)
     elif verb == "client_gone":
         model.client_gone(who)
+    elif verb == "protect":
+        kept_for = rng.choice((None, rng.uniform(0.1, 30.0), rng.uniform(0.1, 30.0)))
+        model.protect(namespace, rng.randrange(3), rng.randrange(1, 4), kept_for)
+    elif verb == "unprotect":
+        model.unprotect(namespace, rng.randrange(3), rng.randrange(1, 8))
     elif verb == "drop":
         model.drop(namespace, rng.randrange(3), rng.randrange(7), rng.choice(("checksum", "test")))

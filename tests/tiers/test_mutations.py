@@ -8,26 +8,34 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.tiers.pool_model import Violation, random_walk
-from tiers import blocks, eviction
+from tests.tiers.pool_model import CONFIG, LARGE, SMALL, Violation, random_walk
+from tiers import blocks, eviction, room
 from tiers.leases import LeaseBook
+from tiers.limits import StoreConfig
+from tiers.protection import ProtectionBook
+from tiers.quotas import Ledger
 from tiers.reservations import ReservationBook
 from tiers.residency import Residency
 from tiers.slots import StoreCorrupt
 
 SEEDS = 30
 STEPS = 400
+WITH_QUOTAS = replace(
+    CONFIG, quotas={SMALL.namespace_id.hex(): 0.25, LARGE.namespace_id.hex(): 0.5}
+)
+QUOTA_BROKEN = "from one below its quota"
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
-def _what_is_caught() -> str:
+def _what_is_caught(config: StoreConfig = CONFIG) -> str:
     for seed in range(SEEDS):
         try:
-            random_walk(seed, STEPS).settle()
+            random_walk(seed, STEPS, config).settle()
         except (Violation, StoreCorrupt) as error:
             return str(error)
     return ""
@@ -107,6 +115,44 @@ def _eviction_leaks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Residency, "_close", close_and_forget_a_byte)
 
 
+def _hard_protection_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(eviction, "is_hard", lambda copy: False)
+
+
+def _soft_protection_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(eviction, "is_soft", lambda copy: False)
+
+
+def _protection_is_not_counted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ProtectionBook, "_charge", lambda self, block, sign: self._kept.add(block))
+
+
+def _protection_has_no_bound(patch: pytest.MonkeyPatch) -> None:
+    init = ProtectionBook.__init__
+    patch.setattr(ProtectionBook, "__init__", lambda self, residency, _: init(self, residency, 9.0))
+
+
+def _everybody_takes_from_everybody(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Ledger, "donors", lambda self, *_: range(len(self.used)))
+
+
+def _slabs_are_taken_from_everybody(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(room, "_is_fair", lambda *_: True)
+
+
+def _quarantine_is_for_nothing(patch: pytest.MonkeyPatch) -> None:
+    vacate = Residency.vacate
+
+    def vacate_and_pay_back(self: Residency, copy: Any, part: int, **given: Any) -> Any:
+        place = vacate(self, copy, part, **given)
+        if given["is_late_write_possible"]:
+            tier = self.tiers[copy.tier]
+            tier.ledger.charge(copy.block.space.account, -copy.block.space.slot_bytes[copy.tier])
+        return place
+
+    patch.setattr(Residency, "vacate", vacate_and_pay_back)
+
+
 @pytest.mark.parametrize(
     ("take_guard_away", "caught"),
     [
@@ -120,14 +166,23 @@ def _eviction_leaks(patch: pytest.MonkeyPatch) -> None:
         pytest.param(_prefixes_go_before_suffixes, " left .*before", id="6: prefixes go first"),
         pytest.param(_quarantine_leaks, "bytes by state", id="7: quarantine leaks"),
         pytest.param(_eviction_leaks, "bytes by state", id="7: eviction leaks"),
+        pytest.param(_hard_protection_is_forgotten, "protected for ever", id="hard protection"),
+        pytest.param(_soft_protection_is_forgotten, "left.*, protected", id="soft protection"),
+        pytest.param(_protection_is_not_counted, "kept|misfiled", id="protection is not counted"),
+        pytest.param(_protection_has_no_bound, "no more than the share", id="unbounded protection"),
+        pytest.param(_everybody_takes_from_everybody, QUOTA_BROKEN, id="quotas: no donors' order"),
+        pytest.param(_slabs_are_taken_from_everybody, QUOTA_BROKEN, id="quotas: slabs"),
+        pytest.param(_quarantine_is_for_nothing, "account.* bytes|pays", id="quotas: quarantine"),
     ],
 )
 def test_the_checks_notice_a_missing_guard(
     take_guard_away: Patch, caught: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take_guard_away(monkeypatch)
-    assert re.search(caught, _what_is_caught())
+    config = WITH_QUOTAS if caught == QUOTA_BROKEN else CONFIG
+    assert re.search(caught, _what_is_caught(config))
 
 
 def test_the_same_walks_pass_with_all_guards_in_place() -> None:
     assert _what_is_caught() == ""
+    assert _what_is_caught(WITH_QUOTAS) == ""

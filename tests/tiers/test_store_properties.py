@@ -6,6 +6,7 @@ use which page, what readers see, and what was evicted in which order.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvpool.layout import Namespace
-from tests.tiers.pool_model import CONFIG, NAMESPACES, ModelledStore, random_walk
+from tests.tiers.pool_model import CONFIG, LARGE, NAMESPACES, SMALL, ModelledStore, random_walk
+from tiers.policies import POLICIES
 
 namespaces = st.sampled_from(NAMESPACES)
 chain_numbers = st.integers(0, 2)
@@ -112,6 +114,19 @@ class StoreMachine(RuleBasedStateMachine):
     def drop(self, namespace: Namespace, chain: int, position: int, reason: str) -> None:
         self.model.drop(namespace, chain, position, reason)
 
+    @rule(
+        namespace=namespaces,
+        chain=chain_numbers,
+        count=st.integers(1, 7),
+        ttl=st.one_of(st.none(), ttls),
+    )
+    def protect(self, namespace: Namespace, chain: int, count: int, ttl: float | None) -> None:
+        self.model.protect(namespace, chain, count, ttl)
+
+    @rule(namespace=namespaces, chain=chain_numbers, count=st.integers(1, 7))
+    def unprotect(self, namespace: Namespace, chain: int, count: int) -> None:
+        self.model.unprotect(namespace, chain, count)
+
     @rule(count=st.integers(1, 6))
     def plan_demotions(self, count: int) -> None:
         self.model.plan_demotions(count)
@@ -159,6 +174,11 @@ def test_walks_reach_every_kind_of_transition() -> None:
         "leases_expired",
         "reservations_expired",
         "miss:no_room",
+        "evicted:soft",
+        "protected",
+        "unprotected",
+        "protections_expired",
+        "protection_refused",
         "no_room",
     }
 
@@ -167,6 +187,24 @@ def test_write_through_walks_break_nothing() -> None:
     model = random_walk(7, 1500, replace(CONFIG, write_through=True))
     assert model.store.counters["demoted"] > 20
     model.settle()
+
+
+QUOTAS = {SMALL.namespace_id.hex(): 0.25, LARGE.namespace_id.hex(): 0.5}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_walks_break_nothing_under_any_policy_and_with_quotas(policy: str) -> None:
+    config = replace(
+        CONFIG, eviction=policy, nvme_eviction=policy, quotas=QUOTAS, write_through=True
+    )
+    counters: Counter[str] = Counter()
+    for seed in range(4):
+        model = random_walk(seed, 500, config, nvme_slabs=2)
+        counters.update({name: int(count) for name, count in model.store.counters.items()})
+        model.settle()
+    assert counters["evicted:dram"] > 20
+    assert counters["evicted:nvme"] > 5
+    assert counters["promoted"] > 5
 
 
 def test_equal_calls_give_equal_answers() -> None:
