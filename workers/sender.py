@@ -58,7 +58,8 @@ class LayerSender:
         self._deadline = time.monotonic() + timeout_s
         self._chunks: queue.SimpleQueue[LayerChunk | None] = queue.SimpleQueue()
         self._error: KvpoolError | None = None
-        self._is_ended = False
+        self._ending: asyncio.Future[None] | None = None
+        self._may_write_until = reservation.deadline
         self._thread = threading.Thread(target=self._send_all, name="kvpool-sender", daemon=True)
         self._thread.start()
         self._renewal = asyncio.create_task(self._renew())
@@ -101,15 +102,17 @@ class LayerSender:
         await self._give_back()
 
     async def _end(self) -> None:
-        if not self._is_ended:
-            self._is_ended = True
+        """No more layers; wait for the thread. Every caller waits for the same end, cancelled ones too."""
+        if self._ending is None:
             self._renewal.cancel()
             self._chunks.put(None)
-            await asyncio.to_thread(self._thread.join)
+            self._ending = asyncio.ensure_future(asyncio.to_thread(self._thread.join))
+        await asyncio.shield(self._ending)
 
     async def _give_back(self) -> None:
-        # After a deadline a write may still be under way: the node must quarantine the slots.
-        has_stopped = not isinstance(self._error, DeadlineExceeded)
+        # A thread that still writes, or a transfer past its deadline, may reach the slots later: the node
+        # must quarantine them (invariant 2).
+        has_stopped = not self._thread.is_alive() and not isinstance(self._error, DeadlineExceeded)
         with contextlib.suppress(KvpoolError):
             await self._link.abort(
                 self._reservation.reservation_id, writer_stopped=has_stopped, timeout_s=1.0
@@ -126,9 +129,11 @@ class LayerSender:
                 reply: m.RenewReply = await self._link.wire.call(request, max(0.1, left / 3))
             except KvpoolError as error:
                 # The reservation may end before the last write: stop, the slots are the node's again.
-                self._error = TransferFailed(f"the reservation could not be renewed: {error}")
+                if self._error is None:
+                    self._error = TransferFailed(f"the reservation could not be renewed: {error}")
                 return
-            left = asked + reply.ttl_s - time.monotonic()
+            self._may_write_until = asked + reply.ttl_s
+            left = self._may_write_until - time.monotonic()
 
     def _send_all(self) -> None:
         while (chunk := self._chunks.get()) is not None:
@@ -158,7 +163,7 @@ class LayerSender:
         places[:, 1] += chunk.layer * layer_bytes
         lengths = np.full(len(rows), layer_bytes, dtype=np.int64)
         pieces = Pieces(base + rows * layer_bytes, places, lengths, chunk.blocks)
-        timeout_s = self._deadline - time.monotonic()
+        timeout_s = min(self._deadline, self._may_write_until) - time.monotonic()
         if timeout_s <= 0:
             raise DeadlineExceeded("no time left to send the layers")
         self._link.transport.write(self._link.node, pieces, timeout_s)

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from kvpool.client import copies
+from kvpool.client import copies, protection
 from kvpool.client.buffers import block_spans
 from kvpool.client.copies import PrefetchResult, ReplicateResult
 from kvpool.client.misses import Misses
@@ -426,7 +426,8 @@ class AsyncPool:
                 await link.commit(reservation.reservation_id, sums, timeout_s=_left(deadline))
             except BaseException as error:
                 # A write past its deadline may still arrive: the slots must be quarantined.
-                has_stopped = not isinstance(error, (DeadlineExceeded, asyncio.CancelledError))
+                late = (error, error.__cause__)
+                has_stopped = not any(isinstance(e, DeadlineExceeded) for e in late)
                 with contextlib.suppress(KvpoolError):
                     await link.abort(
                         reservation.reservation_id, writer_stopped=has_stopped, timeout_s=1.0
@@ -505,6 +506,39 @@ class AsyncPool:
             raise ConfigError("replicate needs a conductor", hint="use conductor=")
         deadline = time.monotonic() + (timeout_s or self.timeout_s)
         return await copies.replicate(self, namespace, hashes, to, parent, deadline)
+
+    async def protect(
+        self,
+        namespace: Namespace,
+        hashes: Sequence[bytes],
+        *,
+        ttl_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> dict[str, int]:
+        """Keep blocks, such as a system prompt's, wherever they stand now; returns how many, by node.
+
+        Args:
+            hashes: a chain from its start; nodes pass over those that they have not got.
+            ttl_s: for so long they are evicted only when nothing else can be; None: never, until
+                `unprotect`. Protecting again may prolong, never shortens.
+
+        Raises:
+            NoRoom: a node has promised all that it may; others may have done as asked.
+            InvalidArgument: the time is not positive, or the chain lacks its head.
+            DeadlineExceeded, Unavailable: a node did not answer.
+        """
+        deadline = time.monotonic() + (timeout_s or self.timeout_s)
+        return await protection.protect(self, namespace, hashes, ttl_s, deadline)
+
+    async def unprotect(
+        self, namespace: Namespace, hashes: Sequence[bytes], *, timeout_s: float | None = None
+    ) -> dict[str, int]:
+        """End the protection of a chain, on every node, for all who asked for it.
+
+        Returns how many blocks lost it, by node. What another protected chain builds on stays protected.
+        """
+        deadline = time.monotonic() + (timeout_s or self.timeout_s)
+        return await protection.unprotect(self, namespace, hashes, deadline)
 
     async def prefetch(
         self, namespace: Namespace, hashes: Sequence[bytes], *, timeout_s: float | None = None

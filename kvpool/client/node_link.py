@@ -7,9 +7,10 @@ Everything that must be true of a read or write is here: the lease is checked af
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from kvpool.errors import (
     DeadlineExceeded,
     LeaseExpired,
     TransferFailed,
+    Unavailable,
     UnknownNamespace,
 )
 from kvpool.hashing import pack_hashes
@@ -31,6 +33,7 @@ from kvpool.wire import messages as m
 
 T = TypeVar("T")
 
+MAX_TTL_S = 3600.0  # what nodes accept
 LEASE_MARGIN_S = 0.05  # what was read this close to the deadline is discarded
 
 
@@ -127,8 +130,12 @@ class NodeLink:
     ) -> Lease:
         """Lookup and lease in one step; a lease over nothing has `found == 0`."""
         asked = time.monotonic()
+        ttl_s = min(ttl_s, MAX_TTL_S)
         request = m.Pin(namespace.namespace_id, pack_hashes(hashes), ttl_s, list(parts))
-        reply: m.PinReply = await self.call(request, namespace, timeout_s)
+        reply: m.PinReply = await self._kept(
+            self.call(request, namespace, timeout_s),
+            lambda late: m.Release([late.lease_id]) if late.lease_id else None,
+        )
         return Lease(
             reply.lease_id,
             reply.found,
@@ -138,6 +145,25 @@ class NodeLink:
             asked + reply.ttl_s,  # from before the call: never later than the node's own deadline
             reply.miss_reason,
         )
+
+    async def _kept(
+        self, call: Coroutine[Any, Any, Any], undo: Callable[[Any], m.Message | None]
+    ) -> Any:
+        """The reply of a call that grants something; if the caller is cancelled meanwhile, undone later."""
+        task = asyncio.ensure_future(call)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+
+            def give_back(done: asyncio.Task[Any]) -> None:
+                if not done.cancelled() and done.exception() is None:
+                    message = undo(done.result())
+                    if message is not None:
+                        with contextlib.suppress(Unavailable):
+                            self.wire.send_nowait(message)
+
+            task.add_done_callback(give_back)
+            raise
 
     def release(self, lease: Lease) -> None:
         """Give a lease back; costs no round trip. Lost with the connection, it ends by itself."""
@@ -175,7 +201,7 @@ class NodeLink:
             addresses,
             owner,
             verify,
-            timeout_s,
+            min(time.monotonic() + timeout_s, lease.deadline),
             is_disposable,
         )
         if time.monotonic() > lease.deadline - LEASE_MARGIN_S:
@@ -191,15 +217,25 @@ class NodeLink:
             )
 
     async def _off_loop(self, size: int, work: Callable[..., T], *args: Any) -> T:
-        """Run a transfer of `size` bytes in a thread, unless it is over sooner than a thread would begin."""
-        transport = self.__dict__.get("transport")
-        if (
-            transport is not None
-            and size <= transport.quick_bytes
-            and transport.is_connected(self.node)
-        ):
+        """Run a transfer of `size` bytes in a thread, unless it is over sooner than a thread would begin.
+
+        When the caller is cancelled, this waits for the thread all the same: until that has ended, it may
+        touch the caller's memory and the node's slots. It ends by its own deadline; if that passed with a
+        transfer still under way, the cancellation carries the `DeadlineExceeded` as its cause.
+        """
+        transport: Transport | None = self.__dict__.get("transport")
+        if transport is None:
+            transport = await asyncio.to_thread(lambda: self.transport)
+        if size <= transport.quick_bytes and transport.is_connected(self.node):
             return work(*args)
-        return await asyncio.to_thread(work, *args)
+        loop = asyncio.get_running_loop()
+        future = loop.run_in_executor(transport.threads, functools.partial(work, *args))
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError as cancelled:
+            await _ended(future)
+            error = None if future.cancelled() else future.exception()
+            raise cancelled from error
 
     def _read_blocking(
         self,
@@ -208,7 +244,7 @@ class NodeLink:
         addresses: Int64Array,
         owner: Any,
         verify: bool,
-        timeout_s: float,
+        deadline: float,
         is_disposable: bool,
     ) -> int:
         """Read, verify, and hand over; returns the index of the first bad block, or -1."""
@@ -219,12 +255,12 @@ class NodeLink:
             targets = keep.ctypes.data + np.arange(len(addresses), dtype=np.int64) * size
         pieces = Pieces(targets, lease.places, lengths, keep)
         if verify:
-            sums = self.transport.read_and_sum(self.node, pieces, timeout_s)
+            sums = self.transport.read_and_sum(self.node, pieces, _left(deadline))
             wrong = np.flatnonzero(sums != lease.checksums)
             if len(wrong):
                 return int(wrong[0])
         else:
-            self.transport.read(self.node, pieces, timeout_s)
+            self.transport.read(self.node, pieces, _left(deadline))
         if keep is not owner:
             copy(addresses, targets, lengths)
         return -1
@@ -242,10 +278,14 @@ class NodeLink:
     ) -> Reservation:
         """Ask for slots for a run of a chain; what is there or being written is not granted."""
         asked = time.monotonic()
+        ttl_s = min(ttl_s, MAX_TTL_S)
         request = m.Reserve(
             namespace.namespace_id, pack_hashes(hashes), parent, part, ttl_s, writer_id
         )
-        reply: m.ReserveReply = await self.call(request, namespace, timeout_s)
+        reply: m.ReserveReply = await self._kept(
+            self.call(request, namespace, timeout_s),
+            lambda late: m.Abort(late.reservation_id, True) if late.reservation_id else None,
+        )
         return reservation_of(reply, asked)
 
     async def write(self, pieces: Pieces, *, timeout_s: float, deadline: float) -> Sums:
@@ -254,13 +294,13 @@ class NodeLink:
         Args:
             deadline: of the reservation (monotonic seconds); nothing is written past it.
         """
-        timeout_s = min(timeout_s, deadline - time.monotonic())
-        if timeout_s <= 0:
-            raise DeadlineExceeded("the reservation is over", hint="reserve for longer")
-        return await self._off_loop(
-            pieces.total_bytes,
-            lambda: self.transport.write_and_sum(self.node, pieces, timeout_s),
-        )
+        until = min(time.monotonic() + timeout_s, deadline)
+
+        def work() -> Sums:
+            # Seen from the thread that writes: loading a transport or waiting for a turn takes time too.
+            return self.transport.write_and_sum(self.node, pieces, _left(until))
+
+        return await self._off_loop(pieces.total_bytes, work)
 
     async def commit(
         self,
@@ -294,6 +334,13 @@ def reservation_of(reply: m.ReserveReply, asked: float) -> Reservation:
     if len(places) != len(granted):
         raise TransferFailed("the node granted blocks without saying where")
     return Reservation(reply.reservation_id, granted, reply.statuses, places, asked + reply.ttl_s)
+
+
+async def _ended(future: asyncio.Future[Any]) -> None:
+    """Wait until `future` is done, however often the waiter is cancelled."""
+    while not future.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait([future])
 
 
 def _left(deadline: float) -> float:

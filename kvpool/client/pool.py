@@ -151,6 +151,24 @@ class Pool:
         """See `AsyncPool.prefetch`."""
         return self._call(self._pool.prefetch(namespace, hashes, timeout_s=timeout_s), timeout_s)
 
+    def protect(
+        self,
+        namespace: Namespace,
+        hashes: Sequence[bytes],
+        *,
+        ttl_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> dict[str, int]:
+        """See `AsyncPool.protect`."""
+        job = self._pool.protect(namespace, hashes, ttl_s=ttl_s, timeout_s=timeout_s)
+        return self._call(job, timeout_s)
+
+    def unprotect(
+        self, namespace: Namespace, hashes: Sequence[bytes], *, timeout_s: float | None = None
+    ) -> dict[str, int]:
+        """See `AsyncPool.unprotect`."""
+        return self._call(self._pool.unprotect(namespace, hashes, timeout_s=timeout_s), timeout_s)
+
     def drain(self, node_id: str, *, drop: bool = False, timeout_s: float = 60.0) -> m.DrainReply:
         """See `AsyncPool.drain`."""
         job = self._pool.drain(node_id, drop=drop, timeout_s=timeout_s)
@@ -196,11 +214,21 @@ class Pool:
         if self._is_closed:
             job.close()
             raise Unavailable("the pool client is closed")
-        future = asyncio.run_coroutine_threadsafe(job, self._loop)
+        has_ended = threading.Event()
+
+        async def run() -> T:
+            try:
+                return await job
+            finally:
+                has_ended.set()
+
+        future = asyncio.run_coroutine_threadsafe(run(), self._loop)
         try:
             return future.result(timeout=timeout_s)
         except FutureTimeout:
             future.cancel()
+            # Until the job has ended it may write into the caller's memory.
+            has_ended.wait(timeout_s)
             raise DeadlineExceeded(f"the call did not end within {timeout_s:g} s") from None
 
     def _stop(self) -> None:

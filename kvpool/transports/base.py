@@ -7,6 +7,8 @@ write) at that node; transports know nothing of either.
 from __future__ import annotations
 
 import abc
+import functools
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,8 @@ import numpy as np
 
 from kvpool.transports.copying import Int64Array, Sums, sum_runs
 from kvpool.wire.messages import NodeDescriptor
+
+THREADS = 8
 
 
 @dataclass(slots=True, frozen=True)
@@ -95,6 +99,13 @@ class Transport(abc.ABC):
         self.write(node, pieces, timeout_s)
         return sums
 
+    @functools.cached_property
+    def threads(self) -> ThreadPoolExecutor:
+        """Where callers with an event loop run this transport; its own, so that a slow peer of one
+        transport holds up nobody who uses another.
+        """
+        return ThreadPoolExecutor(THREADS, thread_name_prefix=f"kvpool-{self.name}")
+
     def is_connected(self, node: NodeDescriptor) -> bool:
         """Whether the next transfer pays for nothing but its bytes."""
         return False
@@ -106,5 +117,6 @@ class Transport(abc.ABC):
     def forget(self, node_id: str) -> None:  # noqa: B027 - nothing to forget is a fine default
         """Drop what is cached about a node (it restarted or is gone)."""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Release everything."""
+        self.threads.shutdown(wait=False, cancel_futures=True)

@@ -109,6 +109,7 @@ class NixlTransport(Transport):
         return len(self._stuck)
 
     def close(self) -> None:
+        super().close()
         if not self._closed:
             self._closed = True
             self._jobs.put(None)

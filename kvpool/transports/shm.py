@@ -124,6 +124,7 @@ class ShmTransport(Transport):
             self._attached.pop(node_id, None)  # unmapped when the last copy from it is over
 
     def close(self) -> None:
+        super().close()
         with self._lock:
             self._attached.clear()
 
