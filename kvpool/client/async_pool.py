@@ -28,6 +28,7 @@ from kvpool.client.reading import ChainReader, GetResult
 from kvpool.errors import (
     ConfigError,
     DeadlineExceeded,
+    Draining,
     InvalidArgument,
     KvpoolError,
     LeaseExpired,
@@ -563,9 +564,12 @@ class AsyncPool:
         """
         for info in await self.nodes():
             if info.descriptor.node_id == node_id:
-                link = self.link_to(info.descriptor)
-                reply: m.DrainReply = await link.wire.call(m.Drain(timeout_s, drop), timeout_s + 5)
-                self._drop_link(node_id)
+                # A connection of its own: what fails meanwhile on the other must not end this call.
+                wire = WireClient(info.descriptor.address, self.client_id)
+                try:
+                    reply: m.DrainReply = await wire.call(m.Drain(timeout_s, drop), timeout_s + 5)
+                finally:
+                    await wire.close()
                 return reply
         raise NotFound(f"the pool has no node {node_id!r}", hint="see `kvpool stats`")
 
@@ -621,7 +625,8 @@ class AsyncPool:
     def forget_node(self, node_id: str, error: KvpoolError) -> None:
         """After a failed call: meet the node afresh next time, unless the failure says nothing of it."""
         if isinstance(error, (Unavailable, StaleEpoch)):
-            self._drop_link(node_id)
+            if not isinstance(error, Draining):  # what drains can be read for a while
+                self._drop_link(node_id)
             self._nodes_at = float("-inf")
 
     def note_misses(self, node_id: str, namespace: Namespace, hashes: Sequence[bytes]) -> None:
