@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import socket
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -75,6 +76,45 @@ def _list_from_text(value: object) -> object:
     return value
 
 
+EVICTION_POLICIES = ("prefix-lru", "lru", "lfu", "fifo", "s3fifo", "gdsf")  # of tiers.policies
+
+
+def _eviction_policy(value: object) -> object:
+    if isinstance(value, str) and value not in EVICTION_POLICIES:
+        near = get_close_matches(value, EVICTION_POLICIES, n=1)
+        hint = f"did you mean {near[0]}? It must be" if near else "it must be"
+        raise ValueError(f"unknown eviction policy; {hint} one of {', '.join(EVICTION_POLICIES)}")
+    return value
+
+
+def _quota(value: object) -> float | int:
+    """A share of each tier ("0.25", "25%", any number up to 1), or a size of DRAM ("2GiB")."""
+    if isinstance(value, str) and value.strip().endswith("%"):
+        value = float(value.strip()[:-1]) / 100
+    elif isinstance(value, str) and re.fullmatch(r"\s*[01]?\.\d+\s*|\s*1\s*", value):
+        value = float(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1:
+        return float(value)
+    size = parse_bytes(value)
+    if size < 1:
+        raise ValueError("a quota is a share in (0, 1] or a size")
+    return size
+
+
+def _quotas(value: object) -> object:
+    if isinstance(value, str):  # "tenant=0.25,other=2GiB"
+        pairs = [item.partition("=") for item in value.split(",") if item.strip()]
+        value = {owner.strip(): quota for owner, _, quota in pairs}
+    if not isinstance(value, dict):
+        return value
+    quotas = {owner: _quota(quota) for owner, quota in value.items()}
+    if not all(quotas):
+        raise ValueError("a quota needs the tenant or namespace id that it is for")
+    if sum(quota for quota in quotas.values() if isinstance(quota, float)) > 1 + 1e-9:
+        raise ValueError("quotas add up to more than the whole tier")
+    return quotas
+
+
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Port = Annotated[int, Field(ge=0, le=65_535)]  # 0: any free port
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -83,6 +123,8 @@ Address = Annotated[str, BeforeValidator(_address)]
 OptionalAddress = Annotated[str | None, BeforeValidator(_address)]
 OptionalText = Annotated[str | None, BeforeValidator(_none_from_text)]
 OptionalPath = Annotated[Path | None, BeforeValidator(_path)]
+EvictionPolicy = Annotated[str, BeforeValidator(_eviction_policy)]
+Quotas = Annotated[dict[str, float | int], BeforeValidator(_quotas)]
 Transport = Literal["shm", "nixl"]
 Transports = Annotated[tuple[Transport, ...], BeforeValidator(_list_from_text), Field(min_length=1)]
 
@@ -186,6 +228,15 @@ class NodeConfig(_Server):
     quarantine_s: Seconds = Field(60.0, description="longest that any transfer may last (inv. 2)")
     high_watermark: Fraction = Field(0.95, description="share of a tier at which eviction starts")
     low_watermark: Fraction = Field(0.85, description="share of a tier at which eviction stops")
+    eviction: EvictionPolicy = Field("prefix-lru", description="order in which DRAM is evicted")
+    nvme_eviction: EvictionPolicy = Field("prefix-lru", description="the same for NVMe")
+    protected_share: float = Field(
+        0.5, ge=0, le=1, description="share of a tier that protected blocks may have"
+    )
+    quotas: Quotas = Field(
+        {},
+        description="by tenant or namespace id (hex): guaranteed share of each tier, or size of DRAM",
+    )
     write_through: bool = Field(True, description="write to NVMe at commit, not at eviction")
     drain_on_stop: bool = Field(
         False, description="on SIGTERM, first move blocks that stand nowhere else to other nodes"

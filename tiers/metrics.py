@@ -34,7 +34,12 @@ class NodeCollector(Collector):
             blocks.add_metric([tier.tier], tier.blocks)
             for state in _STATES:
                 used.add_metric([tier.tier, state], getattr(tier, f"{state}_bytes"))
-        yield from (capacity, used, blocks)
+        kept = GaugeMetricFamily(
+            "kvpool_tier_protected_bytes", "Bytes promised to protected blocks", labels=["tier"]
+        )
+        for tier in stats.tiers:
+            kept.add_metric([tier.tier], tier.protected_bytes)
+        yield from (capacity, used, blocks, kept)
         yield GaugeMetricFamily("kvpool_node_leases", "Leases in force", value=stats.leases)
         yield GaugeMetricFamily(
             "kvpool_node_reservations", "Reservations in force", value=stats.reservations

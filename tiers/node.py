@@ -32,6 +32,7 @@ TIER_CODES = {tier: code for code, tier in enumerate(m.TIERS)}
 PROMOTING = "promoting"  # the store's reason for a pin that needs moves first
 PROMOTION_ROUNDS = 8
 PROMOTION_TIMEOUT_S = 5.0
+MAX_PROTECTION_S = 31_536_000  # a year; longer is for ever
 
 
 @dataclass(slots=True, frozen=True)
@@ -94,6 +95,7 @@ class NodeService:
             m.Release: lambda r, _s: self.release(r),
             m.ReportCorrupt: lambda r, _s: self.report_corrupt(r),
             m.NodeLookup: lambda r, _s: self.lookup(r),
+            m.Protect: lambda r, _s: self.protect(r),
             m.PutInline: lambda r, s: self.put_inline(r, s.client_id),
             m.GetInline: lambda r, s: self.get_inline(r, s.client_id),
             m.NodeStats: lambda _r, _s: self.stats(),
@@ -258,6 +260,19 @@ class NodeService:
         """Raises UnknownNamespace. Takes no lease and leaves the order of eviction alone."""
         tiers = self.store.lookup(request.namespace_id, unpack_hashes(request.hashes))
         return m.NodeLookupReply(len(tiers), bytes([TIER_CODES[tier] for tier in tiers]))
+
+    def protect(self, request: m.Protect) -> m.ProtectReply:
+        """Raises UnknownNamespace, InvalidArgument, NoRoom."""
+        hashes, now = unpack_hashes(request.hashes), self._clock()
+        if request.release:
+            return m.ProtectReply(self.store.unprotect(request.namespace_id, hashes, now))
+        if not 0 <= request.ttl_s <= MAX_PROTECTION_S:
+            raise InvalidArgument(
+                f"ttl_s must lie in [0, {MAX_PROTECTION_S}], got {request.ttl_s}",
+                hint="0 protects for ever",
+            )
+        until = now + request.ttl_s if request.ttl_s else None
+        return m.ProtectReply(self.store.protect(request.namespace_id, hashes, until, now))
 
     async def put_inline(self, request: m.PutInline, client_id: str) -> m.PutInlineReply:
         """Store one block part whose bytes came in the frame.

@@ -94,6 +94,10 @@ class _Node:
                 dram_high_watermark=config.high_watermark,
                 dram_low_watermark=config.low_watermark,
                 write_through=config.write_through,
+                eviction=config.eviction,
+                nvme_eviction=config.nvme_eviction,
+                protected_share=config.protected_share,
+                quotas=config.quotas,
                 max_pending_events=1_000_000 if config.conductor else 1,  # else nobody reads them
                 first_id=identity.epoch,  # ids of an earlier life name nothing here
             ),
