@@ -193,6 +193,7 @@ class NodeLink:
             ChecksumMismatch: bytes are not those committed; reported to the node, must not be used.
             TransferFailed, DeadlineExceeded: see `Transport.read`.
         """
+        self._check_lease(lease)  # else the reason would be a deadline that the caller has not set
         bad = await self._off_loop(
             len(addresses) * namespace.layout.part_bytes,
             self._read_blocking,
@@ -204,16 +205,18 @@ class NodeLink:
             min(time.monotonic() + timeout_s, lease.deadline),
             is_disposable,
         )
-        if time.monotonic() > lease.deadline - LEASE_MARGIN_S:
-            raise LeaseExpired(
-                f"a read from {self.node.node_id} ended after its lease",
-                hint="ask for a longer ttl",
-            )
+        self._check_lease(lease)
         if bad >= 0:
             report = m.ReportCorrupt(namespace.namespace_id, hashes[bad])
             self.wire.send_nowait(report)
             raise WrongBytes(
                 f"block {hashes[bad].hex()} read from {self.node.node_id} has wrong bytes", bad
+            )
+
+    def _check_lease(self, lease: Lease) -> None:
+        if time.monotonic() > lease.deadline - LEASE_MARGIN_S:
+            raise LeaseExpired(
+                f"the lease of a read from {self.node.node_id} is over", hint="ask for a longer ttl"
             )
 
     async def _off_loop(self, size: int, work: Callable[..., T], *args: Any) -> T:

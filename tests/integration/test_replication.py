@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from kvpool import AsyncPool, Layout, Namespace, Pool, hash_chain
 from kvpool.errors import ConfigError, InvalidArgument, TransferFailed, Unavailable
 from kvpool.hashing import pack_hashes
-from kvpool.transports import Pieces
+from kvpool.transports import Pieces, Transport
 from kvpool.transports.shm import ShmTransport
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
@@ -417,15 +418,17 @@ async def test_a_replica_takes_over_when_a_node_dies_between_pin_and_read(
         class Dying:
             """The transport to a node that dies as soon as bytes are asked of it."""
 
-            name = link.transport.name
-            may_write_late = link.transport.may_write_late
-            real = link.transport
+            def __init__(self, real: Transport) -> None:
+                self._real = real
 
-            def read_and_sum(self, *arguments: object) -> object:
+            def __getattr__(self, name: str) -> object:
+                return getattr(self._real, name)
+
+            def read_and_sum(self, *arguments: Any) -> object:
                 doomed.kill("a")
-                return self.real.read_and_sum(*arguments)  # type: ignore[arg-type]
+                return self._real.read_and_sum(*arguments)
 
-        link.transport = Dying()  # type: ignore[assignment]
+        link.transport = Dying(link.transport)  # type: ignore[assignment]
         out = np.zeros_like(data)
         started = time.monotonic()
         got = await pool.get(NAMESPACE, hashes, out, timeout_s=5)
