@@ -387,6 +387,8 @@ class Residency:
     def _make_room(self, tier: Tier, space: Space, colder_than: int | None) -> Place | None:
         slot_bytes = space.slot_bytes[tier.index]
         place = tier.slots.allocate(slot_bytes)
+        if place is None:
+            tier.look_further()
         while place is None:
             victims = room.victims(tier, space, colder_than)
             if victims:

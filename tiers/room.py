@@ -16,6 +16,9 @@ from tiers.eviction import DOUBLE, PLAIN, SOFT, Shelf
 from tiers.quotas import Accounts, Ledger
 from tiers.slots import SlotAllocator
 
+SLABS_WHEN_DUE = 64  # looked at while this size has something to give itself
+SLABS_AT_MOST = 4096  # looked at otherwise; more would be a pause of more than 5 ms
+
 
 class Tier:
     """One tier's slots, who stands in them, and bytes by state (slot sizes, so rounded up).
@@ -51,6 +54,7 @@ class Tier:
         self.ledger = Ledger(accounts, slots.capacity_bytes)
         self.evicted_since_scan: Counter[int] = Counter()  # by slot size
         self.shelves: dict[tuple[int, int], Shelf] = {}  # by slot size and account
+        self._look = self._next_look = 0  # the slab where looks at other sizes begin
         self._policy = policy
         self._parked = parked
 
@@ -63,6 +67,17 @@ class Tier:
             - self.committed_bytes
             - self.quarantined_bytes
         )
+
+    def look_further(self) -> None:
+        """From here on, look at the slabs that follow those of the last look."""
+        self._look = self._next_look
+
+    def some_slabs_of_others(self, space: Space, is_due_only: bool) -> Iterator[int]:
+        """Slabs of other sizes, the same ones until `look_further`: no call scans a large arena."""
+        count = SLABS_WHEN_DUE if is_due_only else SLABS_AT_MOST
+        slabs = self.slots.capacity_bytes // self.slots.slab_bytes
+        self._next_look = (self._look + count) % slabs if count < slabs else 0
+        return self.slots.slabs_of_others(space.slot_bytes[self.index], self._look, count)
 
     def shelf(self, space: Space) -> Shelf:
         """Where the copies of a namespace stand as candidates."""
@@ -92,7 +107,12 @@ def victims(tier: Tier, space: Space, colder_than: int | None) -> list[Copy]:
             # Who is below its quota keeps its own as long as a borrower has something to give.
             is_own_spared = own is not None and own.block.space.account != space.account
             slab = _coldest_slab_of_others(
-                tier, space, limit, rank, partial(_is_fair, tier, space, is_own_spared)
+                tier,
+                space,
+                limit,
+                rank,
+                partial(_is_fair, tier, space, is_own_spared),
+                is_due_only=own is not None,
             )
             if slab:
                 return slab
@@ -110,28 +130,35 @@ def leaves_of_others(tier: Tier, space: Space, colder_than: int | None) -> Itera
     """The coldest leaves of other slot sizes, one after the other; evict each before the next is asked for.
 
     Where chains lie across slabs no slab can be emptied at once, but leaf after leaf they can. Nothing
-    goes while every slab holds a slot that somebody uses, since then no slab would come free.
+    goes while every slab holds a slot that must stay, since then no slab would come free.
     """
     slot_bytes = space.slot_bytes[tier.index]
     ranks = _ranks(tier, colder_than)
+    # As of now: what it gives of its own on the way makes nobody a donor who was none.
+    donors = set(tier.ledger.donors(space.account, slot_bytes))
+    is_entitled = tier.ledger.is_entitled(space.account, slot_bytes)
     if not any(
         all(
-            (copy := tier.owners.get(place.offset)) is not None and _may_take(copy, ranks[-1])
+            (copy := tier.owners.get(place.offset)) is not None
+            and copy.block.space.account in donors
+            and _may_take(copy, ranks[-1])
             for place in tier.slots.places_in(index)
         )
-        for index in tier.slots.slabs_of_others(slot_bytes)
+        for index in tier.some_slabs_of_others(space, is_due_only=False)
     ):
         return
     while True:
         leaves: list[tuple[int, Copy]] = []
-        donors = set(tier.ledger.donors(space.account, slot_bytes))
         for (size, account), shelf in tier.shelves.items():
-            if size != slot_bytes and account in donors:
-                for rank in ranks:
-                    copy = shelf.candidate(rank)
-                    if copy is not None and (colder_than is None or copy.last_use < colder_than):
-                        leaves.append((rank, copy))
-                        break
+            is_own = account == space.account
+            may_give = is_own or is_entitled or tier.ledger.is_over(account)
+            if size == slot_bytes or account not in donors or not may_give:
+                continue
+            for rank in ranks:
+                copy = shelf.candidate(rank)
+                if copy is not None and (colder_than is None or copy.last_use < colder_than):
+                    leaves.append((rank, copy))
+                    break
         if not leaves:
             return
         yield min(leaves, key=lambda leaf: (leaf[0] == SOFT, leaf[1].last_use))[1]
@@ -170,10 +197,12 @@ def _coldest_slab_of_others(
     colder_than: int | None,
     worst_rank: int,
     is_fair: Callable[[list[Copy]], bool],
+    *,
+    is_due_only: bool = False,
 ) -> list[Copy]:
-    """All copies of the coldest slab of another size that may go whole, leaves first."""
+    """All copies of the coldest slab looked at, of another size, that may go whole, leaves first."""
     best: list[Copy] = []
-    for index in tier.slots.slabs_of_others(space.slot_bytes[tier.index]):
+    for index in tier.some_slabs_of_others(space, is_due_only):
         copies: dict[Copy, None] = {}
         for place in tier.slots.places_in(index):
             copy = tier.owners.get(place.offset)

@@ -194,10 +194,20 @@ class SlotAllocator:
             raise StoreCorrupt(f"{place} is not in arena {self.arena_id}")
         return place.offset // self.slab_bytes
 
-    def slabs_of_others(self, slot_bytes: int) -> Iterator[int]:
-        """Numbers of the slabs that are held by slots of another size."""
+    def slabs_of_others(
+        self, slot_bytes: int, start: int = 0, count: int | None = None
+    ) -> Iterator[int]:
+        """Numbers of the slabs that are held by slots of another size.
+
+        Args:
+            start: the slab to begin with; from the last one it goes on with the first.
+            count: how many slabs to look at; None for all.
+        """
         size = self.slot_size(slot_bytes)
-        return (i for i, slab in enumerate(self._slabs) if slab.slot_bytes not in (0, size))
+        slabs = len(self._slabs)
+        looked_at = slabs if count is None else min(count, slabs)
+        numbers = (number % slabs for number in range(start, start + looked_at))
+        return (number for number in numbers if self._slabs[number].slot_bytes not in (0, size))
 
     def places_in(self, slab_index: int) -> list[Place]:
         """The slots taken in one slab."""

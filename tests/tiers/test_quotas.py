@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvpool.errors import ConfigError
@@ -179,6 +179,10 @@ def _account(namespace: Namespace) -> str:
 
 @settings(max_examples=300, deadline=None)
 @given(trace=ops)
+@example(
+    trace=[("put", *op) for op in [(0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1), (3, 0, 0)]]
+    + [("put", *op) for op in [(3, 0, 1), (3, 0, 2), (4, 0, 0), (4, 0, 1), (0, 0, 2)]]
+)
 def test_nobody_above_a_quota_evicts_from_one_below_and_who_is_below_always_gets_room(
     trace: list[tuple[str, int, int, int]],
 ) -> None:

@@ -145,3 +145,15 @@ def test_no_sequence_of_calls_overlaps_or_leaks(calls: list[tuple[str, int, int]
         slots.free(place)
     assert slots.empty_slabs == 4
     assert slots.free_bytes == slots.capacity_bytes
+
+
+def test_slabs_of_others_are_looked_at_in_turns() -> None:
+    slots = allocator(slabs=4)
+    for size in (4 * PAGE, PAGE, 4 * PAGE, 4 * PAGE):
+        for _ in range(4 * PAGE // size):
+            slots.allocate(size)
+    assert list(slots.slabs_of_others(PAGE)) == [0, 2, 3]
+    assert list(slots.slabs_of_others(PAGE, 2, 3)) == [2, 3, 0]
+    assert list(slots.slabs_of_others(PAGE, 1, 1)) == []
+    assert list(slots.slabs_of_others(PAGE, 3, 99)) == [3, 0, 2]
+    assert list(slots.slabs_of_others(4 * PAGE)) == [1]
