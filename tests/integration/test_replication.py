@@ -8,19 +8,30 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
 from kvpool import AsyncPool, Layout, Namespace, Pool, hash_chain
-from kvpool.errors import ConfigError, InvalidArgument, TransferFailed, Unavailable
+from kvpool.client.node_link import NodeLink
+from kvpool.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvalidArgument,
+    TransferFailed,
+    Unavailable,
+)
 from kvpool.hashing import pack_hashes
-from kvpool.transports import Pieces, Transport
+from kvpool.transports import Pieces, Transport, Transports
 from kvpool.transports.shm import ShmTransport
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
 from tests.integration.cluster import LAYOUT, NAMESPACE, Cluster, wait_until
+from tiers.arena import Arena
+from tiers.replication import Replicator
+from tiers.slots import SlotAllocator
+from tiers.store import Store
 
 SIZE = LAYOUT.part_bytes
 HOSTS = {"a": "here", "beside": "here", "b": "there"}
@@ -317,6 +328,49 @@ async def test_a_frozen_source_costs_no_more_than_the_deadline(doomed: Cluster) 
         while not await copied():  # the conductor doubts the copy for a while
             assert time.monotonic() < deadline
             await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("transport", "is_cancelled", "is_quarantined"),
+    [("nixl", False, True), ("nixl", True, True), ("shm", False, False), ("shm", True, True)],
+)
+async def test_slots_into_which_a_copy_may_still_arrive_are_quarantined(
+    cluster: Cluster, transport: Literal["nixl", "shm"], is_cancelled: bool, is_quarantined: bool
+) -> None:
+    hashes = chain(12, 4)
+    async with AsyncPool(node=cluster.nodes["a"]["wire"], host_label="here") as pool:
+        await pool.put(NAMESPACE, hashes, some_bytes(12, 4))
+        [info] = await pool.nodes()
+    fetching = asyncio.Event()
+
+    async def fetch(_link: NodeLink, _pieces: Pieces, _timeout_s: float) -> Any:
+        fetching.set()
+        if is_cancelled:
+            await asyncio.Event().wait()
+        raise DeadlineExceeded("not over")
+
+    arena = Arena(0, 8 << 20)
+    store = Store(SlotAllocator(arena.size_bytes, 1 << 20, 0))
+    store.register_namespace(NAMESPACE, time.monotonic())
+    transports = Transports(f"test-{transport}-{is_cancelled}", forced=transport)
+    replicator = Replicator("me", "here", store, [arena], transports, lambda: None, fetch=fetch)
+    packed = pack_hashes(hashes)
+    request = m.Replicate(NAMESPACE.namespace_id, packed, b"", info.descriptor, 5.0)
+    copying = asyncio.create_task(replicator.replicate(request))
+    await asyncio.wait_for(fetching.wait(), 5)
+    if is_cancelled:
+        copying.cancel()
+    [outcome] = await asyncio.gather(copying, return_exceptions=True)
+    if is_cancelled:
+        assert isinstance(outcome, asyncio.CancelledError)
+    else:
+        assert isinstance(outcome, m.ReplicateReply)
+        assert (outcome.stored, outcome.reason) == (0, "deadline")
+    [dram] = store.usage()
+    assert (dram.quarantined_bytes > 0, dram.reserved_bytes) == (is_quarantined, 0)
+    store.check_integrity()
+    await replicator.close()
+    arena.close()
 
 
 # ---------------------------------------------------------------- replicas
