@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -78,21 +78,31 @@ def arenas_of(pids: Sequence[int]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_up_starts_a_pool_and_leaves_nothing_behind(tmp_path: Path, number: int) -> None:
-    shm_before = set(os.listdir("/dev/shm"))
-    runtime = tmp_path / "run"
-    up = subprocess.Popen(
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
         [
             *(sys.executable, "-m", "kvpool", "--set", "node.dram_bytes=64MiB"),
-            *("--set", f"node.runtime_dir={runtime}", "up", "--free-ports", "--nodes", "2"),
-            *("--log-dir", str(tmp_path / "logs")),
+            *("--set", f"node.runtime_dir={tmp_path / 'run'}", "up", "--free-ports"),
+            *("--nodes", "2", "--log-dir", str(tmp_path / "logs")),
         ],
         stderr=subprocess.PIPE,
         text=True,
     )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_up_starts_a_pool_and_leaves_nothing_behind(
+    up: subprocess.Popen[str], tmp_path: Path, number: int
+) -> None:
+    shm_before = set(os.listdir("/dev/shm"))
     assert up.stderr is not None
-    lines = []
+    lines: list[str] = []
     while not lines or "Ctrl-C" not in lines[-1]:
         lines.append(up.stderr.readline())
         assert lines[-1], lines
@@ -101,7 +111,7 @@ def test_up_starts_a_pool_and_leaves_nothing_behind(tmp_path: Path, number: int)
     ]
     assert len(children) == 3
     assert sum(bool(arenas_of([pid])) for pid in children) == 2
-    assert list(runtime.glob("*.sock"))
+    assert list((tmp_path / "run").glob("*.sock"))
     started = time.monotonic()
     up.send_signal(number)
     up.wait(15)
@@ -110,8 +120,7 @@ def test_up_starts_a_pool_and_leaves_nothing_behind(tmp_path: Path, number: int)
     if number != signal.SIGKILL:
         assert up.returncode == 0
     assert set(os.listdir("/dev/shm")) <= shm_before
-    assert not list(runtime.glob("*.sock"))
-    up.stderr.close()
+    assert not list((tmp_path / "run").glob("*.sock"))
 
 
 def _parent(pid: int) -> int:
