@@ -13,12 +13,19 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any, cast
 
-from kvpool.errors import DeadlineExceeded, KvpoolError, ProtocolError, Unavailable
+from kvpool.errors import (
+    DeadlineExceeded,
+    KvpoolError,
+    ProtocolError,
+    StaleEpoch,
+    Unavailable,
+)
 from kvpool.wire.framing import (
     DEFAULT_MAX_FRAME_BYTES,
     FrameReader,
     Kind,
     decode_error,
+    decode_reply,
     decoder_for,
     encode_frame,
 )
@@ -41,6 +48,8 @@ class WireClient:
         address: "host:port" or "unix:/path".
         client_id: UUID of this process's client; servers tie leases and reservations to it.
         kind: "client", "node", "worker" or "conductor".
+        expected_epoch: the epoch that the server must have; None: any. A server that was restarted
+            since is refused with `StaleEpoch`, each time anew.
         connect_timeout_s: limit for connecting and the hello.
     """
 
@@ -51,12 +60,14 @@ class WireClient:
         *,
         kind: str = "client",
         epoch: int = 0,
+        expected_epoch: int | None = None,
         connect_timeout_s: float = 2.0,
         max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
     ) -> None:
         self.address = address
         self.server: HelloReply | None = None
         self._hello = Hello(PROTOCOL_VERSION, client_id, kind, epoch)
+        self._expected_epoch = expected_epoch
         self._connect_timeout_s = connect_timeout_s
         self._max_frame_bytes = max_frame_bytes
         self._protocol: _Protocol | None = None
@@ -75,6 +86,8 @@ class WireClient:
         Raises:
             DeadlineExceeded: no answer within `timeout_s`.
             Unavailable: no connection, or it broke before the answer.
+            StaleEpoch: the server is not of the expected epoch.
+            ProtocolError: the answer cannot be read.
             KvpoolError: what the server raised.
         """
         protocol = self._protocol
@@ -122,7 +135,7 @@ class WireClient:
             try:
                 async with asyncio.timeout(limit):
                     protocol = await self._open()
-                    self.server = await protocol.call(self._hello, limit)
+                    server = await self._greet(protocol, limit)
             except (OSError, TimeoutError, DeadlineExceeded) as error:
                 self._refused_until = time.monotonic() + CONNECT_BACKOFF_S
                 reason = str(error) or f"no answer within {limit:g} s"
@@ -130,8 +143,27 @@ class WireClient:
                     f"cannot connect to {self.address}: {reason}",
                     hint="is the process running, and is the address right?",
                 ) from error
+            self.server = server
             self._protocol = protocol
             return protocol
+
+    async def _greet(self, protocol: _Protocol, limit: float) -> HelloReply:
+        """Say hello on a new connection; it is closed unless all is well."""
+        is_welcome = False
+        try:
+            server: HelloReply = await protocol.call(self._hello, limit)
+            if self._closed:
+                raise Unavailable(f"the client of {self.address} is closed")
+            if self._expected_epoch is not None and server.epoch != self._expected_epoch:
+                raise StaleEpoch(
+                    f"{self.address} has epoch {server.epoch}, not {self._expected_epoch}",
+                    hint="it was restarted; what it said before is void",
+                )
+            is_welcome = True
+            return server
+        finally:
+            if not is_welcome:
+                protocol.close()
 
     async def _open(self) -> _Protocol:
         loop = asyncio.get_running_loop()
@@ -218,12 +250,9 @@ class _Protocol(asyncio.Protocol):
         request_id = next(self._ids) & 0xFFFF_FFFF
         queue: asyncio.Queue[Any] = asyncio.Queue()
         item_decoder = decoder_for(STREAM_ITEMS[type(request)])
-        self._streams[request_id] = (
-            queue,
-            item_decoder,
-            decoder_for(REPLIES[type(request)]),
-        )
+        final_decoder = decoder_for(REPLIES[type(request)])
         self.write(request_id, Kind.REQUEST, request)
+        self._streams[request_id] = (queue, item_decoder, final_decoder)
         is_over = False
         try:
             while not is_over:
@@ -246,33 +275,37 @@ class _Protocol(asyncio.Protocol):
         try:
             for request_id, kind, body in self._reader.feed(data):
                 self._frame(request_id, kind, body)
-        except (ProtocolError, ValueError) as error:
+        except ProtocolError as error:
             self._fail(ProtocolError(f"{self._address} sent a bad frame: {error}"))
             self.close()
 
     def _frame(self, request_id: int, kind: int, body: memoryview) -> None:
-        if request_id == 0 and kind == Kind.ERROR:
-            self._fail(decode_error(body))
-            return
         entry = self._calls.get(request_id)
         if entry is not None:
             future, decoder = entry
             if not future.done():
-                if kind == Kind.ERROR:
-                    future.set_exception(decode_error(body))
+                answer = self._decode(kind, body, decoder)
+                if isinstance(answer, KvpoolError):
+                    future.set_exception(answer)
                 else:
-                    future.set_result(decoder.decode(body))
+                    future.set_result(answer)
             return
         stream = self._streams.get(request_id)
         if stream is not None:
             queue, item_decoder, final_decoder = stream
-            if kind == Kind.ERROR:
-                queue.put_nowait((True, decode_error(body)))
-            elif kind == Kind.ITEM:
-                queue.put_nowait((False, item_decoder.decode(body)))
-            else:
-                queue.put_nowait((True, final_decoder.decode(body)))
+            is_item = kind == Kind.ITEM
+            answer = self._decode(kind, body, item_decoder if is_item else final_decoder)
+            queue.put_nowait((not is_item, answer))
+        elif request_id == 0 and kind == Kind.ERROR:
+            self._fail(self._decode(kind, body, None))
         # else: the answer to a call that was given up
+
+    def _decode(self, kind: int, body: memoryview, decoder: Any) -> Any:
+        """What a frame carries. An unreadable one is the error of its own call, not of its neighbours."""
+        try:
+            return decode_error(body) if kind == Kind.ERROR else decode_reply(decoder, body)
+        except ProtocolError as error:
+            return ProtocolError(f"{self._address}: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_open = False

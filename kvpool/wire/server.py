@@ -3,11 +3,15 @@
 Handlers are plain callables registered by message type. A synchronous one answers from within
 `data_received`, without a task: that is the hot lane. A coroutine gets a task; an async generator
 streams items and ends with its reply.
+
+No connection gets more than its share: one that does not read its answers has no further request
+served, and one that sends many at once has them served a few hundred per turn of the loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import os
 import socket
@@ -39,6 +43,10 @@ from kvpool.wire.messages import (
 log = structlog.get_logger(__name__)
 
 MAX_IN_FLIGHT = 1024
+MAX_ONE_WAY = 1024  # one-way calls of one connection that run at the same time
+MAX_FRAMES_PER_TURN = 256  # of one connection, before the event loop serves others
+MAX_FRAME_BYTES_BEFORE_HELLO = 4096
+HELLO_TIMEOUT_S = 10.0
 WRITE_HIGH_WATER = 8 << 20
 
 
@@ -71,7 +79,8 @@ class WireServer:
     Args:
         kind: what this server is ("node", "conductor", "worker"); told in the hello.
         server_id, epoch: identity; told in the hello.
-        max_frame_bytes: larger frames close their connection.
+        max_frame_bytes: larger frames close their connection; before Hello 4 KiB is the limit.
+        hello_timeout_s: a connection that has not said Hello by then is closed.
     """
 
     def __init__(
@@ -81,9 +90,11 @@ class WireServer:
         epoch: int,
         *,
         max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
+        hello_timeout_s: float = HELLO_TIMEOUT_S,
     ) -> None:
         self.identity = HelloReply(PROTOCOL_VERSION, kind, server_id, epoch)
         self.max_frame_bytes = max_frame_bytes
+        self.hello_timeout_s = hello_timeout_s
         self.handlers: dict[type[Message], Handler] = {Ping: lambda _request, _session: Ok()}
         self.connections: set[_Connection] = set()
         self.on_hello: Callable[[Session], None] = lambda _session: None
@@ -150,11 +161,15 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, server: WireServer) -> None:
         self._server = server
-        self._reader = FrameReader(server.max_frame_bytes)
+        self._reader = FrameReader(min(server.max_frame_bytes, MAX_FRAME_BYTES_BEFORE_HELLO))
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._one_way: set[asyncio.Task[None]] = set()  # they have no id and cannot be cancelled
+        self._has_dropped = False
         self._transport: asyncio.Transport | None = None
         self._can_write = asyncio.Event()
         self._can_write.set()
+        self._next_turn: asyncio.Handle | None = None  # set: reading is paused until then
+        self._hello_timer: asyncio.TimerHandle | None = None
         self.session = Session(peer="")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -165,27 +180,66 @@ class _Connection(asyncio.Protocol):
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.session.peer = str(transport.get_extra_info("peername") or "unix")
         self._server.connections.add(self)
+        self._hello_timer = asyncio.get_running_loop().call_later(
+            self._server.hello_timeout_s, self._miss_hello
+        )
+
+    # ------------------------------------------------------------ requests
 
     def data_received(self, data: bytes) -> None:
+        self._reader.push(data)
+        if self._next_turn is None:
+            self._serve()
+
+    def _serve(self) -> None:
+        """Serve what has arrived, unless the peer does not read or others must have a turn."""
         try:
-            for request_id, kind, body in self._reader.feed(data):
-                if kind == Kind.CANCEL:
-                    task = self._tasks.get(request_id)
-                    if task is not None:
-                        task.cancel()
-                    continue
-                if kind not in (Kind.REQUEST, Kind.ONE_WAY):
-                    raise ProtocolError(f"a server takes no frames of kind {kind}")
-                self._dispatch(request_id, kind == Kind.ONE_WAY, decode_request(body))
+            for _ in range(MAX_FRAMES_PER_TURN):
+                if not self._can_write.is_set() or not self._is_open():
+                    return
+                frame = self._reader.next_frame()
+                if frame is None:
+                    return
+                self._frame(*frame)
+            self._serve_later()
         except ProtocolError as error:
-            log.warning(
-                "bad frame, closing the connection",
-                peer=self.session.peer,
-                error=str(error),
-            )
-            self._write(encode_frame(0, Kind.ERROR, error_body(error)))
-            if self._transport is not None:
-                self._transport.close()
+            self._refuse(error)
+        except Exception as error:
+            log.exception("serving a frame failed", peer=self.session.peer)
+            self._refuse(error)
+
+    def _serve_later(self) -> None:
+        """Go on in the next turn of the loop; until then nothing more is read."""
+        if self._next_turn is None and self._transport is not None:
+            self._transport.pause_reading()
+            self._next_turn = asyncio.get_running_loop().call_soon(self._take_turn)
+
+    def _take_turn(self) -> None:
+        self._next_turn = None
+        self._serve()
+        if self._next_turn is None and self._can_write.is_set() and self._is_open():
+            self._transport.resume_reading()  # type: ignore[union-attr]
+
+    def _frame(self, request_id: int, kind: int, body: memoryview) -> None:
+        if kind == Kind.CANCEL:
+            task = self._tasks.get(request_id)
+            if task is not None:
+                task.cancel()
+            return
+        if kind not in (Kind.REQUEST, Kind.ONE_WAY):
+            raise ProtocolError(f"a server takes no frames of kind {kind}")
+        one_way = kind == Kind.ONE_WAY
+        try:
+            request = decode_request(body)
+        except ProtocolError:
+            raise
+        except KvpoolError as error:
+            if not self.session.client_id:
+                raise ProtocolError("the first frame must be Hello") from error
+            # A well-formed frame with bad content is the fault of one call, not of the connection.
+            self._answer(request_id, one_way, Kind.ERROR, error_body(error))
+            return
+        self._dispatch(request_id, one_way, request)
 
     def _dispatch(self, request_id: int, one_way: bool, request: Message) -> None:
         if isinstance(request, Hello):
@@ -204,6 +258,9 @@ class _Connection(asyncio.Protocol):
             return
         try:
             result = handler(request, self.session)
+            if isinstance(result, Reply):
+                self._answer(request_id, one_way, Kind.REPLY, result)
+                return
         except KvpoolError as error:
             self._answer(request_id, one_way, Kind.ERROR, error_body(error))
             return
@@ -211,16 +268,7 @@ class _Connection(asyncio.Protocol):
             log.exception("handler failed", message=type(request).__name__)
             self._answer(request_id, one_way, Kind.ERROR, error_body(error))
             return
-        if isinstance(result, Reply):
-            self._answer(request_id, one_way, Kind.REPLY, result)
-            return
-        if len(self._tasks) >= MAX_IN_FLIGHT or request_id in self._tasks:
-            if inspect.iscoroutine(result):
-                result.close()
-            raise ProtocolError(f"more than {MAX_IN_FLIGHT} calls in flight, or an id used twice")
-        self._tasks[request_id] = asyncio.get_running_loop().create_task(
-            self._finish(request_id, one_way, result)
-        )
+        self._start(request_id, one_way, result)
 
     def _hello(self, request_id: int, hello: Hello) -> None:
         if self.session.client_id:
@@ -232,22 +280,61 @@ class _Connection(asyncio.Protocol):
             )
         if not hello.client_id or len(hello.client_id) > 64:
             raise ProtocolError("Hello.client_id must be 1 to 64 characters")
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
+        self._reader.max_frame_bytes = self._server.max_frame_bytes
         self.session.client_id = hello.client_id
         self.session.kind = hello.kind
         self.session.epoch = hello.epoch
         self._server.on_hello(self.session)
         self._answer(request_id, False, Kind.REPLY, self._server.identity)
 
+    def _miss_hello(self) -> None:
+        self._refuse(ProtocolError(f"no Hello within {self._server.hello_timeout_s:g} s"))
+
+    # ------------------------------------------------------------ tasks
+
+    def _start(self, request_id: int, one_way: bool, result: Any) -> None:
+        """Await or iterate what a handler returned, in a task of its own."""
+        if one_way:
+            if (
+                len(self._one_way) >= MAX_ONE_WAY
+            ):  # its sender cannot know, and was promised nothing
+                _discard(result)
+                if not self._has_dropped:
+                    log.warning("dropping one-way calls: too many run", peer=self.session.peer)
+                self._has_dropped = True
+                return
+        elif len(self._tasks) >= MAX_IN_FLIGHT or request_id in self._tasks:
+            _discard(result)
+            raise ProtocolError(f"more than {MAX_IN_FLIGHT} calls in flight, or an id used twice")
+
+        def ended(task: asyncio.Task[None]) -> None:
+            # Not in `_finish`: a task that is cancelled before its first step runs none of its code.
+            if one_way:
+                self._one_way.discard(task)
+            else:
+                self._tasks.pop(request_id, None)
+            _discard(result)
+
+        task = asyncio.get_running_loop().create_task(self._finish(request_id, one_way, result))
+        if one_way:
+            self._one_way.add(task)
+        else:
+            self._tasks[request_id] = task
+        task.add_done_callback(ended)
+
     async def _finish(self, request_id: int, one_way: bool, result: Any) -> None:
+        item: Any
         try:
             if inspect.isasyncgen(result):
-                item: Any
-                async for item in result:
-                    if isinstance(item, Final):
-                        self._answer(request_id, one_way, Kind.REPLY, item.reply)
-                    else:
-                        self._answer(request_id, one_way, Kind.ITEM, item)
-                        await self._can_write.wait()
+                async with contextlib.aclosing(result):
+                    async for item in result:
+                        if isinstance(item, Final):
+                            self._answer(request_id, one_way, Kind.REPLY, item.reply)
+                        else:
+                            self._answer(request_id, one_way, Kind.ITEM, item)
+                            await self._can_write.wait()
             else:
                 self._answer(request_id, one_way, Kind.REPLY, await result)
         except KvpoolError as error:
@@ -255,8 +342,11 @@ class _Connection(asyncio.Protocol):
         except Exception as error:
             log.exception("handler failed")
             self._answer(request_id, one_way, Kind.ERROR, error_body(error))
-        finally:
-            self._tasks.pop(request_id, None)
+
+    # ------------------------------------------------------------ answers
+
+    def _is_open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
 
     def _answer(self, request_id: int, one_way: bool, kind: Kind, body: Reply) -> None:
         if not one_way:
@@ -266,21 +356,30 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame)
 
+    def _refuse(self, error: Exception) -> None:
+        """Say why, and close."""
+        log.warning("closing the connection", peer=self.session.peer, error=str(error))
+        self._write(encode_frame(0, Kind.ERROR, error_body(error)))
+        if self._transport is not None:
+            self._transport.close()
+
     def pause_writing(self) -> None:
-        # A peer that does not read gets no more of its requests read.
+        # A peer that does not read gets no more of its requests read, nor those served that were read.
         self._can_write.clear()
         if self._transport is not None:
             self._transport.pause_reading()
 
     def resume_writing(self) -> None:
         self._can_write.set()
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
+        self._serve_later()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.connections.discard(self)
         self._can_write.set()
-        for task in list(self._tasks.values()):
+        for timer in (self._hello_timer, self._next_turn):
+            if timer is not None:
+                timer.cancel()
+        for task in [*self._tasks.values(), *self._one_way]:
             task.cancel()
         for callback in self.session.closing:
             callback()
@@ -290,3 +389,14 @@ class _Connection(asyncio.Protocol):
         """Drop the connection at once."""
         if self._transport is not None:
             self._transport.abort()
+
+
+def _discard(result: Any) -> None:
+    """End what a handler returned, if that never ran; nothing happens to one that has ended.
+
+    An async generator needs nothing: none of its body runs before it is iterated.
+    """
+    if inspect.iscoroutine(result):
+        result.close()
+    elif isinstance(result, asyncio.Future):
+        result.cancel()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import os
 import random
 import socket
@@ -12,6 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvpool.errors import (
@@ -21,11 +24,21 @@ from kvpool.errors import (
     Overloaded,
     PortInUse,
     ProtocolError,
+    StaleEpoch,
     Unavailable,
 )
+from kvpool.layout import Layout, Namespace
 from kvpool.wire import Final, Session, WireClient, WireServer
 from kvpool.wire import messages as m
-from kvpool.wire.framing import HEADER, FrameReader, Kind, decode_request, encode_frame
+from kvpool.wire import server as wire_server
+from kvpool.wire.framing import (
+    HEADER,
+    FrameReader,
+    Kind,
+    decode_error,
+    decode_request,
+    encode_frame,
+)
 
 FRAME_LIMIT = 64 * 1024
 
@@ -203,13 +216,26 @@ async def send_raw(served: Served, data: bytes) -> bytes:
     return answer
 
 
+NAMESPACE = Namespace("model", "revision", Layout("bfloat16", 2, 2, 8))
+
+
+def impossible_namespace(request_id: int, kind: Kind) -> bytes:
+    """A well-formed RegisterNamespace whose layout has minus three layers."""
+    body = bytes(encode_frame(0, kind, m.RegisterNamespace(NAMESPACE)))[HEADER.size :]
+    tag, namespace = msgspec.msgpack.decode(body)
+    namespace["layout"]["layers"] = -3
+    changed = msgspec.msgpack.encode([tag, namespace])
+    return HEADER.pack(len(changed), request_id, kind) + changed
+
+
 HELLO = bytes(encode_frame(1, Kind.REQUEST, m.Hello(m.PROTOCOL_VERSION, "raw", "client")))
 
 
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (HEADER.pack(FRAME_LIMIT + 1, 1, 0), b"limit is"),
+        (HEADER.pack(4097, 1, 0), b"limit is 4096"),
+        (HELLO + HEADER.pack(FRAME_LIMIT + 1, 1, 0), b"limit is 65536"),
         (HEADER.pack(4, 1, 99) + b"abcd", b"unknown frame kind"),
         (HEADER.pack(4, 1, Kind.REPLY) + b"abcd", b"takes no frames"),
         (HEADER.pack(4, 1, Kind.REQUEST) + b"\xff\xff\xff\xff", b"bad message"),
@@ -217,6 +243,7 @@ HELLO = bytes(encode_frame(1, Kind.REQUEST, m.Hello(m.PROTOCOL_VERSION, "raw", "
         (bytes(encode_frame(1, Kind.REQUEST, m.Hello(99, "x", "client"))), b"not spoken here"),
         (bytes(encode_frame(1, Kind.REQUEST, m.Hello(1, "", "client"))), b"1 to 64"),
         (HELLO + HELLO, b"said already"),
+        (impossible_namespace(2, Kind.REQUEST), b"must be Hello"),
     ],
 )
 async def test_a_bad_frame_closes_its_connection_alone_with_a_reason(
@@ -254,12 +281,13 @@ def test_frames_are_cut_the_same_however_they_arrive(piece: int) -> None:
 
 
 def test_random_bodies_decode_or_are_refused_and_nothing_else() -> None:
-    """20,000 mutated and random bodies; only ProtocolError may come out."""
+    """20,000 mutated and random bodies; only two errors may come out."""
     source = random.Random(5)
     seeds = [
         m.NodeLookup(b"n" * 16, b"h" * 64),
         m.Reserve(b"n" * 16, b"h" * 32, b"", 0, 1.0, "w"),
         m.NodeEvents("n", 1, 2, [m.BlockEvent("stored", b"n", b"h" * 16, "dram")]),
+        m.RegisterNamespace(NAMESPACE),
         generate(3),
     ]
     bodies = [bytes(encode_frame(0, Kind.REQUEST, s))[HEADER.size :] for s in seeds]
@@ -271,7 +299,7 @@ def test_random_bodies_decode_or_are_refused_and_nothing_else() -> None:
         cut = body[: source.randint(0, len(body))] if source.random() < 0.3 else body
         try:
             decode_request(memoryview(bytes(cut)))
-        except ProtocolError:
+        except (ProtocolError, InvalidArgument):
             refused += 1
     assert 1_000 < refused < 20_000
 
@@ -280,3 +308,312 @@ def test_a_reader_buffers_nothing_of_a_frame_that_is_too_long() -> None:
     reader = FrameReader(max_frame_bytes=1000)
     with pytest.raises(ProtocolError, match="1001 bytes"):
         list(reader.feed(struct.pack("<IIB", 1001, 1, 0)))
+
+
+def test_a_long_frame_costs_no_more_in_small_pieces_than_collecting_them() -> None:
+    piece = bytes(1024)
+    count = 4096
+    reader = FrameReader()
+    began = time.thread_time()
+    plain = bytearray()
+    for _ in range(count):
+        plain += piece
+    plain_s = time.thread_time() - began
+    began = time.thread_time()
+    frames = list(reader.feed(HEADER.pack(count * len(piece), 1, 0)))
+    for _ in range(count):
+        frames += reader.feed(piece)
+    # Copying the whole at each piece took over a hundred times as long.
+    assert time.thread_time() - began < 30 * plain_s
+    assert [(request_id, len(body)) for request_id, _, body in frames] == [(1, len(plain))]
+
+
+def test_a_body_that_is_still_held_does_not_hinder_what_arrives() -> None:
+    stream = b"".join(bytes(encode_frame(i, Kind.REQUEST, m.Ping())) for i in range(3))
+    reader = FrameReader()
+    held = [*reader.feed(stream[:5]), *reader.feed(stream[5:-3]), *reader.feed(stream[-3:])]
+    assert [decode_request(body) for _, _, body in held] == [m.Ping()] * 3
+
+
+# ---------------------------------------------------------------- hostile or clumsy peers
+
+
+@contextlib.asynccontextmanager
+async def raw_connection(
+    served: Served,
+) -> AsyncIterator[tuple[asyncio.StreamWriter, Callable[[], Any]]]:
+    """A connection that has said hello: its writer, and what awaits the next (id, kind, body)."""
+    incoming, writer = await asyncio.open_connection("127.0.0.1", served.port)
+    frames = FrameReader()
+
+    async def next_frame() -> tuple[int, int, bytes]:
+        async with asyncio.timeout(5):
+            while (frame := frames.next_frame()) is None:
+                data = await incoming.read(1 << 20)
+                if not data:
+                    raise Unavailable("closed")
+                frames.push(data)
+        return frame[0], frame[1], bytes(frame[2])
+
+    writer.write(HELLO)
+    assert (await next_frame())[:2] == (1, Kind.REPLY)
+    try:
+        yield writer, next_frame
+    finally:
+        writer.close()
+
+
+@pytest.fixture
+async def loop_errors() -> AsyncIterator[list[str]]:
+    """What reaches the event loop's exception handler; none may be left at the end."""
+    seen: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, c: seen.append(str(c)))
+    yield seen
+    assert seen == []
+
+
+def frame(request_id: int, kind: Kind, request: m.Message | None) -> bytes:
+    return bytes(encode_frame(request_id, kind, request))
+
+
+async def test_calls_cancelled_before_they_began_leave_nothing_behind(
+    served: Served, recwarn: pytest.WarningsRecorder
+) -> None:
+    data = b""
+    for number in range(2, 2 + wire_server.MAX_IN_FLIGHT + 100):
+        request = generate(5) if number % 2 else m.Describe()
+        data += frame(number, Kind.REQUEST, request) + frame(number, Kind.CANCEL, None)
+    async with raw_connection(served) as (writer, next_frame):
+        writer.write(data + frame(9999, Kind.REQUEST, m.Ping()))
+        assert (await next_frame())[:2] == (9999, Kind.REPLY)
+        [connection] = served.server.connections
+        await until(lambda: not connection._tasks)
+    gc.collect()
+    assert [str(w.message) for w in recwarn if "never awaited" in str(w.message)] == []
+
+
+@pytest.mark.parametrize("drips", [False, True])
+async def test_who_does_not_say_hello_in_time_is_told_and_closed(
+    served: Served, drips: bool
+) -> None:
+    served.server.hello_timeout_s = 0.3
+    polite = served.client()
+    await polite.call(m.Ping(), 2)
+    incoming, writer = await asyncio.open_connection("127.0.0.1", served.port)
+    answer = b""
+    drops = iter(HEADER.pack(4000, 1, Kind.REQUEST) + bytes(3000) if drips else b"")
+    async with asyncio.timeout(5):
+        while not incoming.at_eof():
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                async with asyncio.timeout(0.02):
+                    answer += await incoming.read(65536)
+            if (drop := next(drops, None)) is not None and not incoming.at_eof():
+                writer.write(bytes([drop]))
+    writer.close()
+    assert b"no Hello within 0.3 s" in answer
+    assert polite.is_connected
+    assert len(served.server.connections) == 1
+
+
+async def test_a_peer_that_does_not_read_has_no_more_of_its_requests_served(
+    served: Served,
+) -> None:
+    asked, handled = 600, 0
+
+    def big(_request: Any, _session: Session) -> m.Reply:
+        nonlocal handled
+        handled += 1
+        return m.NodeLookupReply(handled, bytes(128 * 1024))
+
+    served.server.handle(m.NodeLookup, big)
+    other = served.client()
+    await other.call(m.Ping(), 2)
+    async with raw_connection(served) as (writer, next_frame):
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        request = m.NodeLookup(b"", b"")
+        writer.write(b"".join(frame(2 + n, Kind.REQUEST, request) for n in range(asked)))
+        await until(lambda: any(not c._can_write.is_set() for c in served.server.connections))
+        for _ in range(20):
+            await other.call(m.Ping(), 2)
+        assert handled < asked // 2
+        writer.transport.resume_reading()  # type: ignore[attr-defined]
+        assert [(await next_frame())[0] for _ in range(asked)] == [2 + n for n in range(asked)]
+        writer.write(frame(9999, Kind.REQUEST, m.Ping()))
+        assert (await next_frame())[0] == 9999
+
+
+async def test_many_requests_at_once_leave_others_their_turn(served: Served) -> None:
+    loop = asyncio.get_running_loop()
+    turns = [0]
+    is_over = False
+
+    def count_turn() -> None:
+        turns.append(0)
+        if not is_over:
+            loop.call_soon(count_turn)
+
+    def lookup(_request: Any, _session: Session) -> m.Reply:
+        turns[-1] += 1
+        return m.NodeLookupReply(0, b"")
+
+    served.server.handle(m.NodeLookup, lookup)
+    async with raw_connection(served) as (writer, next_frame):
+        count_turn()
+        request = m.NodeLookup(b"", b"")
+        writer.write(b"".join(frame(2 + n, Kind.REQUEST, request) for n in range(2000)))
+        assert [(await next_frame())[0] for _ in range(2000)] == list(range(2, 2002))
+        is_over = True
+    assert sum(turns) == 2000
+    assert max(turns) <= wire_server.MAX_FRAMES_PER_TURN
+
+
+async def test_one_way_calls_run_side_by_side_and_only_so_many(
+    served: Served,
+    monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    monkeypatch.setattr(wire_server, "MAX_ONE_WAY", 3)
+    client = served.client()
+    for _ in range(5):
+        await client.send(m.Describe())
+    assert (await client.call(m.NodeLookup(b"", b"h" * 16), 2)).found == 1
+    [connection] = served.server.connections
+    assert len(connection._one_way) == 3
+    assert not connection._tasks
+    await client.close()
+    await until(lambda: served.cancelled == 3 and not connection._one_way)
+    gc.collect()
+    assert [str(w.message) for w in recwarn if "never awaited" in str(w.message)] == []
+
+
+async def test_impossible_content_is_the_error_of_its_call_alone(
+    served: Served, loop_errors: list[str]
+) -> None:
+    async with raw_connection(served) as (writer, next_frame):
+        writer.write(impossible_namespace(0, Kind.ONE_WAY))
+        writer.write(impossible_namespace(2, Kind.REQUEST))
+        writer.write(frame(3, Kind.REQUEST, m.Ping()))
+        request_id, kind, body = await next_frame()
+        assert (request_id, kind) == (2, Kind.ERROR)
+        error = decode_error(body)
+        assert type(error) is InvalidArgument
+        assert "layout.layers" in str(error)
+        assert (await next_frame())[:2] == (3, Kind.REPLY)
+
+
+async def test_a_reply_that_cannot_be_written_is_an_error_of_its_call_alone(
+    served: Served, loop_errors: list[str]
+) -> None:
+    served.server.handle(m.NodeLookup, lambda _r, _s: m.NodeLookupReply(1 << 70, b""))
+    client = served.client()
+    with pytest.raises(KvpoolError, match="OverflowError"):
+        await client.call(m.NodeLookup(b"", b""), 2)
+    await client.call(m.Ping(), 2)
+    assert len(served.server.connections) == 1
+
+
+async def test_a_failing_welcome_closes_the_connection_with_a_reason(
+    served: Served, loop_errors: list[str]
+) -> None:
+    def unwelcome(_session: Session) -> None:
+        raise KeyError("nobody")
+
+    served.server.on_hello = unwelcome
+    with pytest.raises(KvpoolError, match="KeyError"):
+        await served.client().call(m.Ping(), 2)
+    await until(lambda: not served.server.connections)
+
+
+# ---------------------------------------------------------------- the client's side
+
+
+async def test_a_server_of_another_epoch_is_refused_and_its_connection_closed(
+    served: Served,
+) -> None:
+    client = served.client(expected_epoch=7)
+    await client.call(m.Ping(), 2)
+    served.server.identity = m.HelloReply(m.PROTOCOL_VERSION, "node", "node-1", 8)
+    for connection in list(served.server.connections):
+        connection.abort()
+    await until(lambda: not client.is_connected)
+    for _ in range(2):
+        with pytest.raises(StaleEpoch, match="has epoch 8, not 7"):
+            await client.call(m.Ping(), 2)
+        assert not client.is_connected
+        assert not client.send_nowait(m.Ping())
+        await until(lambda: not served.server.connections)
+
+
+class Forged(m.Reply, frozen=True):
+    """A NamespacesReply that no honest server can make."""
+
+    namespaces: list[dict[str, Any]]
+
+
+async def test_an_unreadable_answer_fails_its_call_alone(
+    served: Served, loop_errors: list[str]
+) -> None:
+    good: dict[str, Any] = msgspec.to_builtins(NAMESPACE)
+
+    async def wrong_items(_request: Any, _session: Session) -> AsyncIterator[Any]:
+        yield m.Ok()
+        await asyncio.sleep(60)
+
+    served.server.handle(m.NodeLookup, lambda _r, _s: m.Ok())
+    served.server.handle(m.Namespaces, lambda _r, _s: Forged([{**good, "revision": ""}]))
+    served.server.handle(m.Generate, wrong_items)
+    client = served.client()
+    neighbour = asyncio.create_task(client.call(m.Describe(), 10))
+    for request in (m.NodeLookup(b"", b""), m.Namespaces()):
+        with pytest.raises(ProtocolError, match=r"127\.0\.0\.1.*bad reply"):
+            await client.call(request, 2)
+    with pytest.raises(ProtocolError, match="bad reply"):
+        async for _ in client.stream(generate(1), 2):
+            pass
+    await client.call(m.Ping(), 2)
+    [connection] = served.server.connections
+    await until(lambda: len(connection._tasks) == 1)  # the stream was cancelled
+    assert not neighbour.done()
+    neighbour.cancel()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        HEADER.pack(4, 0, Kind.ERROR) + b"\xff\xff\xff\xff",
+        HEADER.pack(4, 1, 99) + b"abcd",
+        HEADER.pack((64 << 20) + 1, 1, Kind.REPLY),
+    ],
+)
+async def test_a_peer_that_talks_nonsense_fails_the_calls_and_not_the_loop(
+    answer: bytes, loop_errors: list[str]
+) -> None:
+    async def nonsense(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer)
+
+    server = await asyncio.start_server(nonsense, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    client = WireClient(f"127.0.0.1:{port}", "c")
+    with pytest.raises(ProtocolError, match=f"127.0.0.1:{port}"):
+        await client.call(m.Ping(), 5)
+    await client.close()
+    server.close()
+
+
+async def test_a_server_that_does_not_answer_hello_is_left() -> None:
+    is_left = asyncio.Event()
+
+    async def mute(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(65536):
+            pass
+        is_left.set()
+        writer.close()
+
+    server = await asyncio.start_server(mute, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    client = WireClient(f"127.0.0.1:{port}", "c", connect_timeout_s=0.1)
+    with pytest.raises(Unavailable):
+        await client.call(m.Ping(), 5)
+    async with asyncio.timeout(5):
+        await is_left.wait()
+    server.close()
