@@ -27,6 +27,7 @@ CALL_TIMEOUT_S = 2.0
 RUN_BLOCKS = 256
 LEASE_POLL_S = 0.02
 ANNOUNCE_RETRY_S = 0.2
+ANNOUNCE_S = 4.0  # then go on: a conductor that comes back is told when the node joins it
 
 
 @dataclass(slots=True, frozen=True)
@@ -134,7 +135,7 @@ class Drainer:
         log.info("draining", drop=request.drop, deadline_s=request.deadline_s)
         outcome = _Outcome()
         try:
-            await self.announce(deadline)
+            await self.announce(min(deadline, started + ANNOUNCE_S))
             for namespace in self._store.namespaces():
                 parents = self._store.parents(namespace.namespace_id)
                 for run in chain_runs(parents):
