@@ -96,7 +96,7 @@ class NodeLink:
         self, node: m.NodeDescriptor, transports: Transports, host: str, client_id: str
     ) -> None:
         self.node = node
-        self.wire = WireClient(node.address, client_id)
+        self.wire = WireClient(node.address, client_id, expected_epoch=node.epoch)
         self._transports = transports
         self._host = host
 

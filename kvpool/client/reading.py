@@ -212,8 +212,10 @@ class ChainReader:
         self, node_id: str, hashes: Sequence[bytes], error: KvpoolError, patience_s: float
     ) -> _Piece:
         """The node as a whole failed us: ask others in this call, and remember."""
-        self._failed_nodes.add(node_id)
         self._pool.forget_node(node_id, error)
+        if isinstance(error, StaleEpoch):
+            return _Piece(0, (), "", error.code)  # our own knowledge was old: meet it afresh
+        self._failed_nodes.add(node_id)
         is_silence = isinstance(error, DeadlineExceeded) and patience_s >= TIMEOUT_IS_NEWS_S
         if is_silence or isinstance(error, Unavailable):
             self._pool.note_misses(node_id, self._namespace, hashes)

@@ -263,3 +263,53 @@ def test_what_an_older_life_of_a_node_said_is_void(cluster: Cluster) -> None:
         assert got.found == 0
     assert link_node.epoch == facts["epoch"]
     assert issubclass(StaleEpoch, Unavailable)  # clients treat both as "meet the node afresh"
+
+
+async def test_a_client_that_outlives_a_nodes_restart_meets_it_afresh(cluster: Cluster) -> None:
+    port = cluster.conductor["wire"].rpartition(":")[2]
+    settings = ("node.node_id=fixed", f"node.wire_port={int(port) + 1}")
+    member = cluster.fleet.launch("n0", _node_on_fixed_port(cluster, settings))
+    cluster.nodes["n0"] = cluster.fleet.wait_ready(member, 60)
+    cluster.wait_joined(nodes=1)
+    old = np.full((3, SIZE), 11, np.uint8)
+    new = np.full((3, SIZE), 22, np.uint8)
+    first, second = chain(9, 3), chain(10, 3)
+    async with AsyncPool(
+        conductor=cluster.conductor["wire"], host_label="here", verify_checksums=False
+    ) as pool:
+        await pool.put(NAMESPACE, first, old)
+        await pool.get(NAMESPACE, first, np.zeros_like(old))  # the memory is mapped from here on
+        cluster.kill("n0")
+        cluster.fleet.members.remove(cluster.member("n0"))
+        member = cluster.fleet.launch("n0", _node_on_fixed_port(cluster, settings))
+        again = cluster.fleet.wait_ready(member, 60)
+        assert (again["id"], again["wire"]) == (
+            cluster.nodes["n0"]["id"],
+            cluster.nodes["n0"]["wire"],
+        )
+        cluster.nodes["n0"] = again
+        cluster.wait_joined(nodes=1)
+        async with AsyncPool(conductor=cluster.conductor["wire"], host_label="here") as other:
+            await other.put(NAMESPACE, second, new)
+            while (await other.lookup(NAMESPACE, second)).found < 3:
+                pass
+            out = np.zeros_like(new)
+            for _ in range(5):
+                got = await pool.get(NAMESPACE, second, out)
+                assert (out[: got.found] == 22).all()
+            assert got.found == 3
+            third = chain(12, 2)
+            await pool.put(NAMESPACE, third, old[:2], node_id="fixed")
+            while (await other.lookup(NAMESPACE, third)).found < 2:
+                pass
+            assert (await other.get(NAMESPACE, third, out[:2])).found == 2
+            assert (out[:2] == 11).all()
+
+
+def _node_on_fixed_port(cluster: Cluster, settings: tuple[str, ...]) -> list[str]:
+    sets = ("node.dram_bytes=32MiB", "node.slab_bytes=1MiB", *settings)
+    flags = [text for setting in sets for text in ("--set", setting)]
+    return [
+        *(*flags, "node", "--http-port", "0", "--grpc-port", "0", "--host-label", "here"),
+        *("--conductor", cluster.conductor["wire"]),
+    ]
