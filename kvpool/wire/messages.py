@@ -509,7 +509,10 @@ class NodesReply(Reply, frozen=True):
 
 
 class Namespaces(Message, frozen=True):
-    pass
+    """A page of the known namespaces, oldest first; one shorter than `limit` is the last."""
+
+    offset: int = 0
+    limit: int = 1000
 
 
 class NamespacesReply(Reply, frozen=True):
@@ -600,9 +603,13 @@ class Generate(Message, frozen=True):
 
 
 class GenerateChunk(Reply, frozen=True):
-    """One item of the stream."""
+    """One item of the stream. `so_far`, with the first token: the report as it would be now.
+
+    A caller that leaves before the end (a stop string was found) has no other.
+    """
 
     token_ids: list[int]
+    so_far: GenerateReply | None = None
 
 
 class GenerateReply(Reply, frozen=True):

@@ -43,6 +43,7 @@ from kvpool.wire.messages import (
 log = structlog.get_logger(__name__)
 
 MAX_IN_FLIGHT = 1024
+CLOSE_TIMEOUT_S = 5.0
 MAX_ONE_WAY = 1024  # one-way calls of one connection that run at the same time
 MAX_FRAMES_PER_TURN = 256  # of one connection, before the event loop serves others
 MAX_FRAME_BYTES_BEFORE_HELLO = 4096
@@ -128,11 +129,15 @@ class WireServer:
         self._servers.append(await loop.create_unix_server(lambda: _Connection(self), path))
 
     async def close(self) -> None:
-        """Stop listening and end every connection."""
+        """Stop listening, end every connection, and wait for the calls that it had in work."""
         for server in self._servers:
             server.close()
+        tasks = [task for connection in self.connections for task in connection.tasks()]
         for connection in list(self.connections):
             connection.abort()
+        if tasks:
+            # Cancelled by the abort; what they use (an engine's thread, a pool) is closed after us.
+            await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
         await asyncio.sleep(0)
 
 
@@ -379,11 +384,15 @@ class _Connection(asyncio.Protocol):
         for timer in (self._hello_timer, self._next_turn):
             if timer is not None:
                 timer.cancel()
-        for task in [*self._tasks.values(), *self._one_way]:
+        for task in self.tasks():
             task.cancel()
         for callback in self.session.closing:
             callback()
         self._transport = None
+
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """Calls in work."""
+        return [*self._tasks.values(), *self._one_way]
 
     def abort(self) -> None:
         """Drop the connection at once."""

@@ -617,3 +617,13 @@ async def test_a_server_that_does_not_answer_hello_is_left() -> None:
     async with asyncio.timeout(5):
         await is_left.wait()
     server.close()
+
+
+async def test_close_waits_for_the_calls_in_work(served: Served) -> None:
+    client = served.client()
+    call = asyncio.create_task(client.call(m.Describe(), 10))
+    await until(lambda: any(c.tasks() for c in served.server.connections))
+    await served.server.close()
+    assert served.cancelled == 1  # the handler has ended, not only been told to
+    with pytest.raises(Unavailable):
+        await call
