@@ -2,6 +2,7 @@
 # make test    the tests            (ARGS="-k hashing" is passed on to pytest)
 # make check   linters, formatter, types, import rules
 # make demo    the demo             (ARGS is passed on)
+# make bench   the store beside memcpy and its peers
 #
 # On a machine without a GPU, PyTorch's CPU index (PIP_EXTRA_INDEX_URL) saves several GB of CUDA libraries.
 
@@ -16,7 +17,7 @@ CODE := $(PACKAGES) tests benchmarks
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
-.PHONY: setup test check fmt demo proto clean help
+.PHONY: setup test check fmt demo bench proto clean help
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
 
@@ -56,6 +57,9 @@ fmt: setup
 
 demo: setup
 	$(BIN)/kvpool demo $(ARGS)
+
+bench: setup
+	$(BIN)/kvpool bench store $(ARGS)
 
 # The generated modules are committed, so that an installation needs no compiler.
 proto: setup
