@@ -38,38 +38,35 @@ def main() -> None:
     size = BLOCK_BYTES * BLOCKS
     fd = os.memfd_create("bench")
     os.ftruncate(fd, size)
-    with mmap.mmap(fd, size) as shared:
-        arena = np.frombuffer(shared, dtype=np.uint8)
-        arena[:] = 3
-        source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
-        steps = np.arange(BLOCKS, dtype=np.int64) * BLOCK_BYTES
-        lengths = np.full(BLOCKS, BLOCK_BYTES, dtype=np.int64)
-        there, here = arena.ctypes.data + steps, target.ctypes.data + steps
-        memmove = ctypes.CDLL(None).memmove
-        memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    arena = np.frombuffer(mmap.mmap(fd, size), dtype=np.uint8)
+    arena[:] = 3
+    source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
+    steps = np.arange(BLOCKS, dtype=np.int64) * BLOCK_BYTES
+    lengths = np.full(BLOCKS, BLOCK_BYTES, dtype=np.int64)
+    there, here = arena.ctypes.data + steps, target.ctypes.data + steps
+    memmove = ctypes.CDLL(None).memmove
+    memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
-        def copy_then_sum() -> None:
-            memmove(target.ctypes.data, arena.ctypes.data, size)
-            for block in target.reshape(BLOCKS, -1):
-                xxhash.xxh3_64_intdigest(block.data)
+    def one_memmove() -> None:
+        memmove(target.ctypes.data, arena.ctypes.data, size)
 
-        ways: dict[str, Callable[[], object]] = {
-            "memcpy between private buffers": lambda: np.copyto(target, source),
-            "one memmove out of shared memory": lambda: memmove(
-                target.ctypes.data, arena.ctypes.data, size
-            ),
-            "that, then a checksum of each block": copy_then_sum,
-            "kvpool: copy": lambda: copy(here, there, lengths),
-            "kvpool: checksums alone": lambda: sum_runs(there, lengths),
-            "kvpool: copy_and_sum": lambda: copy_and_sum(here, there, lengths, sum_targets=True),
-        }
-        reference = median_s(ways["memcpy between private buffers"])
-        for name, work in ways.items():
-            seconds = median_s(work)
-            print(
-                f"{name:38} {size / seconds / 1e9:6.2f} GB/s  {reference / seconds:5.2f} of memcpy"
-            )
-        del arena
+    def copy_then_sum() -> None:
+        one_memmove()
+        for block in target.reshape(BLOCKS, -1):
+            xxhash.xxh3_64_intdigest(block.data)
+
+    ways: dict[str, Callable[[], object]] = {
+        "memcpy between private buffers": lambda: np.copyto(target, source),
+        "one memmove out of shared memory": one_memmove,
+        "that, then a checksum of each block": copy_then_sum,
+        "kvpool: copy": lambda: copy(here, there, lengths),
+        "kvpool: checksums alone": lambda: sum_runs(there, lengths),
+        "kvpool: copy_and_sum": lambda: copy_and_sum(here, there, lengths, sum_targets=True),
+    }
+    reference = median_s(ways["memcpy between private buffers"])
+    for name, work in ways.items():
+        seconds = median_s(work)
+        print(f"{name:38} {size / seconds / 1e9:6.2f} GB/s  {reference / seconds:5.2f} of memcpy")
 
 
 if __name__ == "__main__":
