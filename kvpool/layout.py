@@ -24,6 +24,9 @@ DTYPE_BYTES = {
 }
 HashAlgorithm = Literal["xxh3-128", "sha256"]
 MAX_BLOCK_TOKENS = 65_536
+# Everything about a namespace fits into one record on disk and one small frame, with room to spare.
+MAX_NAME_CHARS = 512  # of model, revision, tenant and salt, each
+MAX_ORDER_CHARS = 256
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -35,8 +38,8 @@ class Layout(msgspec.Struct, frozen=True):
     engines share blocks only when the whole layout is equal.
 
     Raises:
-        InvalidArgument: a size is not a positive integer, the dtype is unknown, or the KV heads cannot
-            be divided over the ranks.
+        InvalidArgument: a size is not a positive integer, the dtype is unknown, `order` is no text or longer
+            than `MAX_ORDER_CHARS`, or the KV heads cannot be divided over the ranks.
     """
 
     dtype: str
@@ -70,6 +73,8 @@ class Layout(msgspec.Struct, frozen=True):
                 f"layout.block_tokens is {self.block_tokens}",
                 hint=f"at most {MAX_BLOCK_TOKENS}",
             )
+        if not isinstance(self.order, str) or len(self.order) > MAX_ORDER_CHARS:
+            raise InvalidArgument(f"layout.order must be at most {MAX_ORDER_CHARS} characters")
         if self.kv_heads % self.tp_size and self.tp_size % self.kv_heads:
             raise InvalidArgument(
                 f"{self.kv_heads} KV heads cannot be divided over tp_size={self.tp_size}",
@@ -140,7 +145,8 @@ class Namespace(msgspec.Struct, frozen=True):
     `hash_algorithm` is `sha256` where users distrust each other enough to craft collisions.
 
     Raises:
-        InvalidArgument: model or revision is empty, too long, or the algorithm is unknown.
+        InvalidArgument: model or revision is empty, one of the texts is longer than `MAX_NAME_CHARS`, or the
+            algorithm is unknown.
     """
 
     model: str
@@ -153,8 +159,14 @@ class Namespace(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         for name in ("model", "revision"):
             value = getattr(self, name)
-            if not isinstance(value, str) or not value or len(value) > 512:
-                raise InvalidArgument(f"namespace.{name} must be 1 to 512 characters")
+            if not isinstance(value, str) or not value or len(value) > MAX_NAME_CHARS:
+                raise InvalidArgument(f"namespace.{name} must be 1 to {MAX_NAME_CHARS} characters")
+        for name in ("tenant", "salt"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or len(value) > MAX_NAME_CHARS:
+                raise InvalidArgument(
+                    f"namespace.{name} must be at most {MAX_NAME_CHARS} characters"
+                )
         if self.hash_algorithm not in ("xxh3-128", "sha256"):
             raise InvalidArgument(
                 f"unknown hash_algorithm {self.hash_algorithm!r}",

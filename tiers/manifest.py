@@ -1,15 +1,16 @@
 """The append-only record of what stands in the slab file, and its replay after a crash.
 
-Each record is framed by its length and CRC-32, so that a torn tail (kill -9, power loss) is recognised and cut
-off; the last record about a part wins, and a put on bytes that another part held ends that one. Compacted by
-writing a new file beside it and renaming. Not thread-safe: `NvmeFiles` holds a lock.
+Each record is framed by a marker, its length and its CRC-32. A torn tail (kill -9, power loss) is cut off; a
+damaged record is skipped, and the replay goes on at the next marker with a whole record behind it. The last
+record about a part wins, and a put on bytes that another part held ends that one. What a lost record would have
+ended may so come back: its bytes are other ones by then, and the checksum tells when it is read (invariant 5).
+Compacted by writing a new file beside it and renaming. Not thread-safe: `NvmeFiles` holds a lock.
 """
 
 from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from struct import Struct
@@ -18,16 +19,17 @@ from typing import NamedTuple
 import msgspec
 import structlog
 
-from kvpool.errors import KvpoolError
+from kvpool.errors import InvalidArgument, KvpoolError
 from kvpool.layout import Namespace
 from tiers.slots import Place
 
 log = structlog.get_logger(__name__)
 
-MAGIC = b"kvpool-manifest-1\n"
+MAGIC = b"kvpool-manifest-2\n"
+MARKER = b"\xffkv\xfe"  # no UTF-8: no text inside a record can pass for the start of one
 MAX_RECORD_BYTES = 65_536
 MIN_DEAD_RECORDS = 1024  # compaction is not worth it below
-_FRAME = Struct("<II")  # bytes of the payload, CRC-32 of it
+_FRAME = Struct("<4sII")  # marker, bytes of the payload, CRC-32 of it
 _REGION_BYTES = 1 << 20  # of the index by place
 
 Key = tuple[bytes, bytes, int]
@@ -172,6 +174,7 @@ class Manifest:
 
         Raises:
             NvmeFailed: the record could not be written; nothing changed.
+            InvalidArgument: it would exceed `MAX_RECORD_BYTES`; nothing changed.
         """
         self._append(_put_record(entry))
         self.index.put(entry)
@@ -195,6 +198,7 @@ class Manifest:
 
         Raises:
             NvmeFailed: the record could not be written; nothing changed.
+            InvalidArgument: it would exceed `MAX_RECORD_BYTES`; nothing changed.
         """
         if namespace.namespace_id not in self.namespaces:
             self._append(_Known(namespace))
@@ -218,7 +222,7 @@ class Manifest:
     # ------------------------------------------------------------ within
 
     def _replay(self, data: bytes) -> int:
-        """Apply all whole records; returns the bytes up to the last of them."""
+        """Apply all whole records; returns the bytes up to the end of the last one."""
         if len(data) < len(MAGIC) and MAGIC.startswith(data):
             os.pwrite(self._fd, MAGIC, 0)
             return len(MAGIC)
@@ -227,14 +231,38 @@ class Manifest:
                 f"{self._path} is not a manifest of this version",
                 hint="move the directory's files away; its blocks are lost to the pool",
             )
-        size = len(MAGIC)
-        for record, end in _records(data, size):
+        size = start = len(MAGIC)
+        skipped = skipped_bytes = 0
+        while start >= 0:
+            found = _record_at(data, start)
+            if found is None:
+                start = data.find(MARKER, start + 1)
+                continue
+            record, end = found
+            if start != size:
+                skipped += 1
+                skipped_bytes += start - size
             self._apply(record)
             self._records += 1
-            size = end
+            size = start = end
+        if skipped:
+            log.error(
+                "skipped damaged stretches of the manifest",
+                path=str(self._path),
+                stretches=skipped,
+                lost_bytes=skipped_bytes,
+                orphans=self._forget_orphans(),
+            )
         if size != len(data):
             log.warning("cut a torn manifest", path=str(self._path), lost_bytes=len(data) - size)
         return size
+
+    def _forget_orphans(self) -> int:
+        """Forget the entries whose namespace was lost: nobody could ask for them. Returns how many."""
+        orphans = [key for key in self.index.entries if key[0] not in self.namespaces]
+        for key in orphans:
+            self.index.remove(key)
+        return len(orphans)
 
     def _apply(self, record: _AnyRecord) -> None:
         if isinstance(record, _Put):
@@ -258,6 +286,10 @@ class Manifest:
 
     def _append(self, record: _AnyRecord) -> None:
         data = _framed(record)
+        if len(data) > _FRAME.size + MAX_RECORD_BYTES:
+            raise InvalidArgument(
+                f"a manifest record of {len(data)} bytes", hint=f"at most {MAX_RECORD_BYTES}"
+            )
         try:
             _write_all(self._fd, data, self._size)
         except OSError as error:
@@ -297,7 +329,6 @@ class Manifest:
         os.close(self._fd)
         self._fd, self._size, self._records = fd, len(data), len(records)
         sync_directory(self._path.parent)
-        sync_directory(self._path.parent)
 
 
 def sync_directory(path: Path) -> None:
@@ -328,23 +359,25 @@ def _put_record(entry: NvmeEntry) -> _Put:
 
 def _framed(record: _AnyRecord) -> bytes:
     payload = msgspec.msgpack.encode(record)
-    return _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
+    return _FRAME.pack(MARKER, len(payload), zlib.crc32(payload)) + payload
 
 
-def _records(data: bytes, start: int) -> Iterator[tuple[_AnyRecord, int]]:
-    """Each whole record and where it ends; stops at the first that is torn or damaged."""
-    while start + _FRAME.size <= len(data):
-        length, crc = _FRAME.unpack_from(data, start)
-        start += _FRAME.size
-        payload = data[start : start + length]
-        if length > MAX_RECORD_BYTES or len(payload) < length or zlib.crc32(payload) != crc:
-            return
-        start += length
-        try:
-            record: _AnyRecord = _decoder.decode(payload)
-        except msgspec.MsgspecError:
-            return
-        yield record, start
+def _record_at(data: bytes, start: int) -> tuple[_AnyRecord, int] | None:
+    """The record that begins at `start` and where it ends; None when it is torn or damaged."""
+    if start + _FRAME.size > len(data):
+        return None
+    marker, length, crc = _FRAME.unpack_from(data, start)
+    if marker != MARKER or length > MAX_RECORD_BYTES:
+        return None
+    start += _FRAME.size
+    payload = data[start : start + length]
+    if len(payload) < length or zlib.crc32(payload) != crc:
+        return None
+    try:
+        record: _AnyRecord = _decoder.decode(payload)
+    except (msgspec.MsgspecError, KvpoolError):  # the latter: a namespace that is refused by now
+        return None
+    return record, start + length
 
 
 def _write_all(fd: int, data: bytes, offset: int) -> None:

@@ -8,7 +8,13 @@ import msgspec
 import pytest
 
 from kvpool.errors import InvalidArgument
-from kvpool.layout import MAX_BLOCK_TOKENS, Layout, Namespace
+from kvpool.layout import (
+    MAX_BLOCK_TOKENS,
+    MAX_NAME_CHARS,
+    MAX_ORDER_CHARS,
+    Layout,
+    Namespace,
+)
 
 SMOL = Layout("bfloat16", layers=30, kv_heads=3, head_dim=64)  # SmolLM2-135M
 
@@ -116,6 +122,21 @@ def test_tenant_and_salt_do_not_run_into_each_other() -> None:
 def test_namespaces_without_identity_are_refused(model: Any, revision: Any) -> None:
     with pytest.raises(InvalidArgument, match="1 to 512"):
         Namespace(model, revision, SMOL)
+
+
+@pytest.mark.parametrize("field", ["tenant", "salt"])
+@pytest.mark.parametrize("bad", ["x" * (MAX_NAME_CHARS + 1), "x" * 70_000, None, 7])
+def test_tenants_and_salts_that_fit_no_record_are_refused(field: str, bad: Any) -> None:
+    with pytest.raises(InvalidArgument, match=f"namespace.{field} must be at most 512"):
+        Namespace("m", "r", SMOL, **{field: bad})
+    msgspec.structs.replace(Namespace("m", "r", SMOL), **{field: "x" * MAX_NAME_CHARS})
+
+
+@pytest.mark.parametrize("bad", ["x" * (MAX_ORDER_CHARS + 1), None, 7])
+def test_orders_that_fit_no_record_are_refused(bad: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"layout\.order must be at most 256"):
+        msgspec.structs.replace(SMOL, order=bad)
+    msgspec.structs.replace(SMOL, order="x" * MAX_ORDER_CHARS)
 
 
 def test_unknown_hash_algorithms_are_refused() -> None:

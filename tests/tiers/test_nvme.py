@@ -16,7 +16,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 
+from kvpool import layout
 from kvpool.errors import InvalidArgument, KvpoolError
 from kvpool.hashing import checksum
 from kvpool.layout import Layout, Namespace
@@ -258,18 +260,95 @@ def test_a_manifest_cut_anywhere_yields_its_whole_records_and_goes_on(tmp_path: 
         again.close()
 
 
-def test_a_damaged_record_ends_the_replay(tmp_path: Path) -> None:
+def test_a_flipped_byte_anywhere_costs_its_own_record_alone(tmp_path: Path) -> None:
     path = tmp_path / "manifest"
     written = Manifest(path)
-    for i in range(3):
-        written.put(NvmeEntry(SPACE, name(i), b"", 0, place(i), PAGE, i))
+    written.add_namespace(NAMESPACE)
+    ends = [path.stat().st_size]
+    for i in range(4):
+        written.put(NvmeEntry(NAMESPACE.namespace_id, name(i), b"", 0, place(i), PAGE, i))
+        ends.append(path.stat().st_size)
+    written.close()
+    data = path.read_bytes()
+    for position in range(ends[0], ends[3]):
+        damaged = bytearray(data)
+        damaged[position] ^= 0x10
+        path.write_bytes(damaged)
+        with structlog.testing.capture_logs() as logs:
+            replayed = Manifest(path)
+        lost = sum(end <= position for end in ends) - 1
+        kept = [i for i in range(4) if i != lost]
+        assert names(list(replayed.index.entries.values())) == kept
+        [said] = [entry for entry in logs if "skipped" in entry["event"]]
+        assert (said["stretches"], said["lost_bytes"]) == (1, ends[lost + 1] - ends[lost])
+        replayed.put(NvmeEntry(NAMESPACE.namespace_id, name(9), b"", 0, place(9), PAGE, 9))
+        replayed.close()
+        again = Manifest(path)
+        assert names(list(again.index.entries.values())) == [*kept, 9]
+        again.close()
+
+
+def test_blocks_whose_namespace_was_damaged_are_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / "manifest"
+    other = Namespace("other", "r", NAMESPACE.layout)
+    written = Manifest(path)
+    end = 0
+    for i, namespace in enumerate((NAMESPACE, other)):
+        written.add_namespace(namespace)
+        end = end or path.stat().st_size
+        written.put(NvmeEntry(namespace.namespace_id, name(i), b"", 0, place(i), PAGE, i))
     written.close()
     data = bytearray(path.read_bytes())
-    data[-2] ^= 1
+    data[end - 1] ^= 1
     path.write_bytes(data)
     replayed = Manifest(path)
-    assert names(list(replayed.index.entries.values())) == [0, 1]
+    assert list(replayed.namespaces.values()) == [other]
+    assert names(list(replayed.index.entries.values())) == [1]
     replayed.close()
+
+
+def test_a_recorded_namespace_that_is_refused_by_now_costs_its_blocks_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "manifest"
+    long = Namespace("m", "r", NAMESPACE.layout, tenant="t" * 100)
+    written = Manifest(path)
+    for i, namespace in enumerate((long, NAMESPACE)):
+        written.add_namespace(namespace)
+        written.put(NvmeEntry(namespace.namespace_id, name(i), b"", 0, place(i), PAGE, i))
+    written.close()
+    monkeypatch.setattr(layout, "MAX_NAME_CHARS", 99)
+    replayed = Manifest(path)
+    assert names(list(replayed.index.entries.values())) == [1]
+    replayed.close()
+
+
+def test_a_record_too_large_to_be_replayed_is_never_written(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with NvmeFiles(directory, CAPACITY) as files:
+        put(files, 1, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(layout, "MAX_NAME_CHARS", 1 << 20)
+            namespace = Namespace("m", "r", NAMESPACE.layout, tenant="t" * 70_000)
+            with pytest.raises(InvalidArgument, match="at most 65536"):
+                files.record_namespace(namespace)
+        assert files.namespaces() == []
+        put(files, 2, 1)
+    with NvmeFiles(directory, CAPACITY) as files:
+        assert names(files.recover(verify=True)) == [1, 2]
+
+
+def test_the_longest_namespace_that_is_allowed_survives_a_restart(directory: Path) -> None:
+    wide = "\N{GRINNING FACE}"  # four bytes
+    texts = [wide * layout.MAX_NAME_CHARS] * 4
+    order = wide * layout.MAX_ORDER_CHARS
+    shape = Layout("float16", 1, 1, 16, 64, order=order)
+    namespace = Namespace(texts[0], texts[1], shape, tenant=texts[2], salt=texts[3])
+    with NvmeFiles(directory, CAPACITY) as files:
+        files.record_namespace(namespace)
+    with NvmeFiles(directory, CAPACITY) as files:
+        assert files.namespaces() == [namespace]
 
 
 def test_a_file_that_is_no_manifest_is_refused_and_kept(directory: Path) -> None:
