@@ -1,7 +1,9 @@
 """Moves blocks between DRAM and NVMe beside the traffic: the store plans, threads do the I/O.
 
-Every promotion verifies the checksum before the block may be read (invariant 5); a failing disk turns the
-NVMe tier off and says so, and nobody's request fails for it.
+Every move verifies the checksum of what it read before the copy may be read (invariant 5). A move is the
+mover's own from the moment it begins: whoever asked for it may leave, the slots stay held until the I/O is over,
+and its true result reaches the store. A failing disk turns the NVMe tier off and says so; nobody's request
+fails for it, and no block is dropped for it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 
-from kvpool.errors import KvpoolError
+from kvpool.errors import ChecksumMismatch, KvpoolError
 from kvpool.hashing import checksum
 from kvpool.layout import Namespace
 from tiers.arena import Arena
@@ -26,16 +28,22 @@ from tiers.store import Store
 
 log = structlog.get_logger(__name__)
 
-BATCH_BLOCKS = 16
+BATCH_BLOCKS = 16  # demoted together; their slots are held meanwhile
 TICK_S = 0.25
+POLL_S = 0.01  # for blocks that somebody else brings into DRAM
+
+Job = Callable[[Move], None]
 
 
 class Mover:
     """Carries out the store's moves.
 
+    Reads and writes have threads of their own, so that no promotion, which a request waits for, ever queues
+    behind demotions, for which nobody does.
+
     Args:
         files: the NVMe tier; None where the node has none.
-        threads: how many disk operations may be under way at once.
+        threads: how many disk operations may be under way at once, half of them writes; at least one each.
     """
 
     def __init__(
@@ -48,129 +56,208 @@ class Mover:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters: Counter[str] = Counter()
-        self.is_disk_failed = False
+        self.is_disk_failed = False  # nothing is written any more
+        self.can_promote = (
+            True  # until a read fails: after a failed write, what stands there is still good
+        )
         self._store = store
         self._arenas = {arena.arena_id: arena for arena in arenas}
         self._files = files
         self._clock = clock
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvpool-disk")
+        writers = max(1, threads // 2)
+        self._writers = ThreadPoolExecutor(writers, thread_name_prefix="kvpool-disk-write")
+        self._readers = ThreadPoolExecutor(
+            max(1, threads - writers), thread_name_prefix="kvpool-disk-read"
+        )
+        self._recorded: set[bytes] = set()  # namespace ids that the manifest has
+        self._promotions: dict[tuple[bytes, bytes], dict[int, asyncio.Future[None]]] = {}
         self._wake = asyncio.Event()
-        self._moved = asyncio.Event()
+        self._defect: BaseException | None = None
+
+    # ------------------------------------------------------------ namespaces
 
     def keep_namespace(self, namespace: Namespace) -> None:
-        """Write a namespace's definition to the disk, so that its blocks can be found again."""
-        if self._files is None or self.is_disk_failed:
+        """Have a namespace's definition written to the disk, so that its blocks can be found again.
+
+        Returns at once. What fails is logged and counted; blocks of the namespace are not demoted before
+        its record is written.
+        """
+        namespace_id = namespace.namespace_id
+        if self._files is None or self.is_disk_failed or namespace_id in self._recorded:
             return
-        try:
+        work = asyncio.wrap_future(self._writers.submit(self._record, namespace))
+        work.add_done_callback(lambda ended: self._namespace_kept(namespace, ended))
+
+    def _record(self, namespace: Namespace) -> None:
+        # In a thread, and perhaps in two at once: recording it again changes nothing.
+        assert self._files is not None
+        namespace_id = namespace.namespace_id
+        if namespace_id not in self._recorded:
             self._files.record_namespace(namespace)
-        except NvmeFailed as error:
-            self._disk_failed(error)
+            self._recorded.add(namespace_id)
+
+    def _namespace_kept(self, namespace: Namespace, work: asyncio.Future[None]) -> None:
+        error = None if work.cancelled() else work.exception()
+        if error is None:
+            return
+        self.counters["namespaces_not_kept"] += 1
+        log.error("a namespace was not recorded", namespace=namespace.name, error=str(error))
+        self._judge(error)
+
+    # ------------------------------------------------------------ demotion
 
     def wake(self) -> None:
         """There may be something to demote."""
         self._wake.set()
 
-    async def wait_for_a_move(self, timeout_s: float) -> None:
-        """Until some move has ended, or the time is over: somebody else promotes what we need."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._moved.wait()
-
     async def run(self) -> None:
-        """Expire and demote until cancelled."""
+        """Expire and demote until cancelled.
+
+        Raises:
+            StoreCorrupt, or whatever else a move met that no disk and no caller can be blamed for.
+        """
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
                     await self._wake.wait()
             self._wake.clear()
+            if self._defect is not None:
+                raise self._defect
             self._store.expire(self._clock())
             if self._files is None or self.is_disk_failed:
                 continue
             moves = self._store.plan_demotions(BATCH_BLOCKS, self._clock())
             if moves:
-                await asyncio.gather(*(self._demote(move) for move in moves))
+                await asyncio.wait([self._begin(move) for move in moves])
                 self._wake.set()
 
-    async def _demote(self, move: Move) -> None:
-        is_done = False
-        try:
-            is_done = await self._in_thread(self._write, move)
-        finally:
-            self._finish(move, is_done)
+    # ------------------------------------------------------------ promotion
 
-    def _finish(self, move: Move, is_done: bool) -> None:
-        self._store.finish_move(move.move_id, is_done, self._clock())
-        self._moved.set()
-        self._moved = asyncio.Event()
+    def begin(self, moves: Sequence[Move]) -> list[asyncio.Future[None]]:
+        """Start promotions; they go on to their end whatever becomes of the caller.
+
+        Returns what is done when each has ended; wait for these, never cancel them. After a read from the
+        disk failed the moves are cancelled instead: see `can_promote`.
+        """
+        if not self.can_promote:
+            self._store.cancel_moves(moves, self._clock())
+            return []
+        return [self._begin(move) for move in moves]
 
     async def promote(self, moves: Sequence[Move]) -> None:
-        """Bring blocks into DRAM; when this returns each move has succeeded or its block is dropped."""
-        await asyncio.gather(*(self._promote(move) for move in moves))
+        """Bring blocks into DRAM; when this returns every move has ended, one way or the other."""
+        works = self.begin(moves)
+        if works:
+            await asyncio.wait(works)
 
-    async def _promote(self, move: Move) -> None:
-        is_done = False
+    async def wait_for_run(
+        self, namespace_id: bytes, hashes: Sequence[bytes], timeout_s: float
+    ) -> None:
+        """Until every promotion of these blocks that is under way has ended, or the time is over."""
+        works = [
+            work
+            for name in hashes
+            for work in self._promotions.get((namespace_id, name), {}).values()
+        ]
+        if works:
+            await asyncio.wait(works, timeout=timeout_s)
+        else:
+            await asyncio.sleep(min(timeout_s, POLL_S))
+
+    # ------------------------------------------------------------ on the event loop
+
+    def _begin(self, move: Move) -> asyncio.Future[None]:
+        is_promotion = move.target_tier == "dram"
+        if is_promotion:
+            submitted = self._readers.submit(self._read, move)
+        else:
+            namespace = self._store.namespace(move.namespace_id)
+            submitted = self._writers.submit(self._write, move, namespace)
+        work = asyncio.wrap_future(submitted)
+        if is_promotion:
+            self._promotions.setdefault(_block(move), {})[move.move_id] = work
+        # Before anybody can wait for it: whoever does finds the store settled.
+        work.add_done_callback(lambda ended: self._settle(move, ended))
+        return work
+
+    def _settle(self, move: Move, work: asyncio.Future[None]) -> None:
+        works = self._promotions.get(_block(move), {})
+        if works.pop(move.move_id, None) is not None and not works:
+            del self._promotions[_block(move)]
         try:
-            is_done = await self._in_thread(self._read, move)
-        finally:
-            self._finish(move, is_done)
-            if not is_done:
-                self._store.drop(move.namespace_id, move.block_hash, "checksum", self._clock())
+            self._finish(move, work)
+        except KvpoolError as defect:
+            self._fail(defect)
 
-    async def _in_thread(self, job: Callable[[Move], bool], move: Move) -> bool:
-        # Shielded: the slots of a move stay held until the I/O that may touch them is over.
-        future = asyncio.get_running_loop().run_in_executor(self._pool, job, move)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            await asyncio.wait([future])
-            raise
+    def _finish(self, move: Move, work: asyncio.Future[None]) -> None:
+        now = self._clock()
+        if work.cancelled():  # it never began: the mover was closed
+            self._store.cancel_moves([move], now)
+            return
+        error = work.exception()
+        self._store.finish_move(move.move_id, error is None, now)
+        if error is None:
+            kind = "bytes_promoted" if move.target_tier == "dram" else "bytes_demoted"
+            self.counters[kind] += move.length
+        elif isinstance(error, ChecksumMismatch):
+            self.counters["corrupt_blocks"] += 1
+            log.error("dropping a corrupt block", block=move.block_hash.hex(), error=str(error))
+            self._store.drop(move.namespace_id, move.block_hash, "checksum", now)
+        else:
+            if move.target_tier == "dram":
+                self.can_promote = False
+            self._judge(error)
 
-    def _write(self, move: Move) -> bool:
+    def _judge(self, error: BaseException) -> None:
+        if isinstance(error, NvmeFailed):
+            self.counters["disk_errors"] += 1
+            if not self.is_disk_failed:
+                self.is_disk_failed = True
+                log.error("NVMe tier is off after an error", error=str(error))
+        elif isinstance(error, KvpoolError):  # one record or place that the files refuse
+            self.counters["disk_refusals"] += 1
+            log.error("the NVMe files refused a move", error=str(error))
+        else:
+            self._fail(error)
+
+    def _fail(self, defect: BaseException) -> None:
+        """Have the owner of `run` see it."""
+        self._defect = self._defect or defect
+        self._wake.set()
+
+    # ------------------------------------------------------------ in threads
+
+    def _write(self, move: Move, namespace: Namespace) -> None:
         assert self._files is not None
         data = self._arenas[move.source.arena_id].view(move.source.offset, move.length)
         if checksum(data) != move.checksum:
-            self.counters["corrupt_blocks"] += 1
-            return False
-        try:
-            self._files.write(move.target, data)
-            self._files.record_put(
-                move.namespace_id,
-                move.block_hash,
-                move.parent,
-                move.part,
-                move.target,
-                move.length,
-                move.checksum,
-            )
-        except NvmeFailed as error:
-            self._disk_failed(error)
-            return False
-        self.counters["bytes_demoted"] += move.length
-        return True
+            raise ChecksumMismatch(f"part {move.part} in DRAM is not what was committed")
+        self._record(namespace)  # a block that no namespace explains could never be recovered
+        self._files.write(move.target, data)
+        self._files.record_put(
+            move.namespace_id,
+            move.block_hash,
+            move.parent,
+            move.part,
+            move.target,
+            move.length,
+            move.checksum,
+        )
 
-    def _read(self, move: Move) -> bool:
+    def _read(self, move: Move) -> None:
         assert self._files is not None
         target = self._arenas[move.target.arena_id].view(move.target.offset, move.length)
-        try:
-            self._files.read(move.source, target)
-        except NvmeFailed as error:
-            self._disk_failed(error)
-            return False
+        self._files.read(move.source, target)
         if checksum(target) != move.checksum:
-            self.counters["corrupt_blocks"] += 1
-            log.error("a block on NVMe failed its checksum", block=move.block_hash.hex())
-            with contextlib.suppress(NvmeFailed):
+            with contextlib.suppress(NvmeFailed):  # a record too many is found out again
                 self._files.record_removed(move.namespace_id, move.block_hash)
-            return False
-        self.counters["bytes_promoted"] += move.length
-        return True
-
-    def _disk_failed(self, error: KvpoolError) -> None:
-        self.counters["disk_errors"] += 1
-        if not self.is_disk_failed:
-            self.is_disk_failed = True
-            log.error("NVMe tier is off after an error; going on with DRAM alone", error=str(error))
+            raise ChecksumMismatch(f"part {move.part} on NVMe is not what was written")
 
     def close(self) -> None:
-        """Wait for the I/O under way."""
-        self._pool.shutdown(wait=True)
+        """Wait for the I/O under way; what has not begun never will."""
+        for pool in (self._readers, self._writers):
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _block(move: Move) -> tuple[bytes, bytes]:
+    return move.namespace_id, move.block_hash

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,6 @@ log = structlog.get_logger(__name__)
 
 TIER_CODES = {tier: code for code, tier in enumerate(m.TIERS)}
 PROMOTING = "promoting"  # the store's reason for a pin that needs moves first
-PROMOTION_ROUNDS = 8
 PROMOTION_TIMEOUT_S = 5.0
 MAX_PROTECTION_S = 31_536_000  # a year; longer is for ever
 
@@ -181,26 +180,42 @@ class NodeService:
         if self.refuses_readers():
             return m.PinReply(0, 0, b"", b"", b"", 0.0, "draining")
         hashes = unpack_hashes(request.hashes)
+        if not self.mover.can_promote:
+            return self._pin_ready(request, hashes, client_id, "disk_failed")
         result = self._pin(request, hashes, client_id)
         if result.miss_reason != PROMOTING:
             return self._pinned(result)
-        return self._promote_and_pin(request, hashes, client_id, result)
+        # Begun now: the client may be gone before the coroutine has its first turn, or any.
+        self.mover.begin(result.promote)
+        return self._promote_and_pin(request, hashes, client_id)
 
     async def _promote_and_pin(
-        self, request: m.Pin, hashes: list[bytes], client_id: str, result: PinResult
+        self, request: m.Pin, hashes: list[bytes], client_id: str
     ) -> m.PinReply:
+        # Any number of rounds: others promote the same run, or evict of it, beside this call.
         deadline = self._clock() + PROMOTION_TIMEOUT_S
-        for _ in range(PROMOTION_ROUNDS):
-            if result.promote:
-                await self.mover.promote(result.promote)
-            else:
-                await self.mover.wait_for_a_move(max(0.0, deadline - self._clock()))
+        while (remaining := deadline - self._clock()) > 0:
+            await self.mover.wait_for_run(request.namespace_id, hashes, remaining)
+            if not self.mover.can_promote:
+                return self._pin_ready(request, hashes, client_id, "disk_failed")
             result = self._pin(request, hashes, client_id)
             if result.miss_reason != PROMOTING:
                 return self._pinned(result)
-        # What was promoted went again before it could be pinned: too little DRAM for this run.
-        self.store.cancel_moves(result.promote, self._clock())
-        return m.PinReply(0, 0, b"", b"", b"", 0.0, "no_room")
+            self.mover.begin(result.promote)
+        return self._pin_ready(request, hashes, client_id, PROMOTING)
+
+    def _pin_ready(
+        self, request: m.Pin, hashes: list[bytes], client_id: str, reason: str
+    ) -> m.PinReply:
+        """Lease what leads the run and stands in DRAM; `reason` is why the rest of it cannot come."""
+        tiers = self.store.lookup(request.namespace_id, hashes)
+        if "nvme" not in tiers:
+            return self._pinned(self._pin(request, hashes, client_id))
+        ready = tiers.index("nvme")
+        self.counters["misses"] += len(hashes) - ready
+        self.counters[f"miss:{reason}"] += 1
+        result = self._pin(request, hashes[:ready], client_id)
+        return self._pinned(replace(result, miss_reason=reason))
 
     def _pin(self, request: m.Pin, hashes: list[bytes], client_id: str) -> PinResult:
         return self.store.pin(
@@ -238,22 +253,22 @@ class NodeService:
 
     async def report_corrupt(self, request: m.ReportCorrupt) -> m.Ok:
         """A reader saw wrong bytes. Verified here before anything is dropped: a claim is no proof."""
+        if self.store.lookup(request.namespace_id, [request.block_hash]) != ["dram"]:
+            return m.Ok()  # gone, or on NVMe alone: that copy is verified whenever it is read
         result = self.store.pin(
             request.namespace_id, [request.block_hash], "", 5.0, self._clock(), None
         )
-        if result.promote:
-            self.store.cancel_moves(result.promote, self._clock())
-        if not result.found:
-            return m.Ok()
         length = self.store.part_bytes(request.namespace_id)
-        sums = await asyncio.to_thread(
-            lambda: [checksum(self._view(place, length)) for place in result.places]
-        )
-        self.store.release(result.lease_id, self._clock())
-        if sums != list(result.checksums):
-            self.counters["corrupt_blocks"] += 1
-            log.error("dropping a corrupt block", block=request.block_hash.hex())
-            self.store.drop(request.namespace_id, request.block_hash, "checksum", self._clock())
+        try:
+            sums = await asyncio.to_thread(
+                lambda: [checksum(self._view(place, length)) for place in result.places]
+            )
+            if sums != list(result.checksums):
+                self.counters["corrupt_blocks"] += 1
+                log.error("dropping a corrupt block", block=request.block_hash.hex())
+                self.store.drop(request.namespace_id, request.block_hash, "checksum", self._clock())
+        finally:
+            self.store.release(result.lease_id, self._clock())
         return m.Ok()
 
     def lookup(self, request: m.NodeLookup) -> m.NodeLookupReply:
