@@ -14,6 +14,8 @@ import xxhash
 from kvpool.errors import InvalidArgument
 from kvpool.wire.messages import Sampling
 
+GREEDY_BELOW = 1e-5  # a smaller temperature is 0 in effect, and may be 0 in float32
+
 
 def draw(logits: torch.Tensor, sampling: Sampling, *, position: int) -> int:
     """The token that `sampling` picks.
@@ -29,14 +31,16 @@ def draw(logits: torch.Tensor, sampling: Sampling, *, position: int) -> int:
         raise InvalidArgument(f"temperature is {sampling.temperature}", hint="0 or more")
     if not 0.0 < sampling.top_p <= 1.0:
         raise InvalidArgument(f"top_p is {sampling.top_p}", hint="above 0 and at most 1")
-    if sampling.temperature == 0.0:
+    if sampling.temperature < GREEDY_BELOW:
         return int(logits.argmax())
-    # subtracting the maximum first keeps a tiny temperature from overflowing
+    # subtracting the maximum first keeps a small temperature from overflowing
     scaled = (logits - logits.max()) / sampling.temperature
     chances, tokens = torch.softmax(scaled, dim=-1).sort(descending=True, stable=True)
     # the fewest tokens that reach top_p together: one stays while those before it do not reach it
     before = chances.cumsum(dim=-1) - chances
-    chances = torch.where(before < sampling.top_p, chances, 0.0)
+    is_kept = before < sampling.top_p
+    is_kept[0] = True  # also where top_p is 0 in float32
+    chances = torch.where(is_kept, chances, 0.0)
     generator = torch.Generator().manual_seed(_seed(sampling.seed, position))
     return int(tokens[torch.multinomial(chances, 1, generator=generator)])
 
