@@ -190,6 +190,12 @@ class EngineFailed(KvpoolError):
     retryable = True
 
 
+def brief(value: object, limit: int = 200) -> str:
+    """`value` as text of at most `limit` characters, for messages that quote what a caller sent."""
+    text = str(value)
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
 def _tree(root: type[KvpoolError]) -> dict[str, type[KvpoolError]]:
     found = {root.code: root}
     for sub in root.__subclasses__():

@@ -1,4 +1,7 @@
-"""The HTTP side that every process has: health, metrics, errors, limits, and running it in our own loop."""
+"""The HTTP side that every process has: health, metrics, errors, and running it in our own loop.
+
+The limit on bodies stands in `kvpool.http_body`.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,12 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.exceptions import HTTPException
 
-from kvpool.errors import KvpoolError, Overloaded, PortInUse
+from kvpool.errors import KvpoolError, Overloaded, PortInUse, brief
+from kvpool.http_body import BODY_TIMEOUT_S, BodyLimit
+
+MAX_MESSAGE = 1000  # characters of an error's text; what it quotes is cut shorter where it is made
 
 
 def base_app(
@@ -23,6 +30,7 @@ def base_app(
     not_ready: Callable[[], str],
     *,
     max_body_bytes: int,
+    body_timeout_s: float = BODY_TIMEOUT_S,
 ) -> FastAPI:
     """A FastAPI app with `/healthz`, `/readyz`, `/metrics`, typed errors and a limit on bodies.
 
@@ -30,6 +38,7 @@ def base_app(
         title: shown in the OpenAPI page.
         not_ready: returns why the process is not ready, or "" when it is.
         max_body_bytes: a longer request body is answered 413.
+        body_timeout_s: a body that comes slower than `BodyLimit` allows is answered 408.
     """
     app = FastAPI(title=title, docs_url="/docs", redoc_url=None)
 
@@ -54,17 +63,25 @@ def base_app(
     async def invalid(_request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if part != "body")
-        return _error(400, "invalid_argument", f"{where or 'body'}: {first['msg']}", {})
+        message = f"{brief(where) or 'body'}: {brief(first['msg'])}"
+        return plain_error(400, "invalid_argument", message)
 
-    @app.middleware("http")
-    async def limit_body(request: Request, call_next: Any) -> Any:
-        length = request.headers.get("content-length", "0")
-        if request.method in ("POST", "PUT") and "content-length" not in request.headers:
-            return _error(411, "invalid_argument", "a Content-Length header is needed", {})
-        if not length.isdigit() or int(length) > max_body_bytes:
-            return _error(413, "invalid_argument", f"body over {max_body_bytes} bytes", {})
-        return await call_next(request)
+    @app.exception_handler(HTTPException)
+    async def http(_request: Request, error: HTTPException) -> Response:
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http")
+        return plain_error(error.status_code, code, str(error.detail), dict(error.headers or {}))
 
+    @app.exception_handler(Exception)  # uvicorn logs it; what it says stays here
+    async def unforeseen(_request: Request, error: Exception) -> Response:
+        text = f"internal error ({type(error).__name__}); see the server's log"
+        return plain_error(500, "internal", text)
+
+    def refuse_body(status: int, text: str) -> Response:
+        return plain_error(status, "invalid_argument", text, {"Connection": "close"})
+
+    app.add_middleware(
+        BodyLimit, max_bytes=max_body_bytes, timeout_s=body_timeout_s, refuse=refuse_body
+    )
     return app
 
 
@@ -73,11 +90,16 @@ def error_response(error: KvpoolError) -> Response:
     headers = {}
     if isinstance(error, Overloaded):
         headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
-    return _error(error.http_status, error.code, str(error), headers)
+    return plain_error(error.http_status, error.code, str(error), headers)
 
 
-def _error(status: int, code: str, message: str, headers: dict[str, str]) -> Response:
-    body = {"error": {"message": message, "type": code, "code": code, "param": None}}
+def plain_error(
+    status: int, code: str, message: str, headers: dict[str, str] | None = None
+) -> Response:
+    """The same shape for what is no `KvpoolError`."""
+    # A lone surrogate that somebody sent must not keep the answer from being encoded.
+    text = brief(message, MAX_MESSAGE).encode("utf-8", "replace").decode()
+    body = {"error": {"message": text, "type": code, "code": code, "param": None}}
     return JSONResponse(body, status_code=status, headers=headers)
 
 
