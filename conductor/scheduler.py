@@ -135,6 +135,9 @@ class KvCentric:
         }
         if request.mode != "local" and not short:
             found += self._remote(request, estimate, state, fitting)
+        if not found and request.mode == "disaggregated" and request.pin_prefill is None:
+            # All blocks stand in the pool, or none is full, or nobody is there to compute them.
+            found += [estimate.local(worker) for worker in fitting]
         if not found:
             return refuse(request, "no_prefill_choice", policy.retry_after_s)
         found.sort(key=lambda c: (bool(c.rejected), c.decode not in short, *estimate.rank(c)))
@@ -179,6 +182,8 @@ class KvCentric:
     ) -> Decision:
         best = found[0]
         reason = "forced" if request.mode else "short" if is_short else "cost"
+        if request.mode not in ("", best.mode):
+            reason = "nothing_remote"
         target = None
         if best.mode == "disaggregated":
             new_blocks = request.full_blocks - best.reuse_blocks

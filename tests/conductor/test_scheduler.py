@@ -331,14 +331,27 @@ def test_an_idle_worker_that_was_never_measured_is_given_a_chance() -> None:
         ({"excluded": frozenset(["d1"])}, "no_decode_worker"),
         ({"pin_decode": "p1"}, "no_decode_worker"),
         ({"namespace_id": b"x" * 16}, "no_decode_worker"),
-        ({"mode": "disaggregated", "excluded": frozenset(["p1", "p2"])}, "no_prefill_choice"),
-        ({"mode": "disaggregated", "prompt_tokens": BLOCK - 1}, "no_prefill_choice"),
+        ({"mode": "disaggregated", "pin_prefill": "p9"}, "no_prefill_choice"),
         ({"mode": "local", "pin_prefill": "p1"}, "no_prefill_choice"),
     ],
 )
 def test_a_refusal_says_why(changes: dict[str, Any], reason: str) -> None:
     decision = schedule(request(**changes), view(PD), 0.0)
     assert (decision.mode, decision.reason) == ("refused", reason)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"excluded": frozenset(["p1", "p2"])},
+        {"prompt_tokens": BLOCK - 1},
+        {"segments": pool_has(16)},
+    ],
+    ids=["nobody prefills", "no full block", "all blocks stored"],
+)
+def test_a_forced_remote_prefill_of_nothing_is_served_locally(changes: dict[str, Any]) -> None:
+    decision = schedule(request(mode="disaggregated", **changes), view(PD), 0.0)
+    assert (decision.mode, decision.decode, decision.reason) == ("local", "d1", "nothing_remote")
 
 
 def test_a_prompt_longer_than_every_model_is_refused_for_good() -> None:
@@ -571,7 +584,7 @@ def _check(one: ScheduleRequest, state: ClusterView, decision: Decision) -> None
             assert chosen.role in roles
             assert worker_id not in one.excluded
     assert one.pin_decode in (None, decision.decode)
-    assert one.mode in ("", decision.mode)
+    assert one.mode in ("", decision.mode) or decision.reason == "nothing_remote"
     assert 0 <= decision.reuse_blocks * BLOCK < one.prompt_tokens
     if decision.mode == "disaggregated":
         assert decision.prefill != decision.decode
