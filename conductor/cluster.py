@@ -15,18 +15,19 @@ import structlog
 from conductor.cost import CostModel
 from conductor.index import Index
 from conductor.membership import Membership, MembershipConfig, State
+from conductor.namespaces import KnownNamespaces
 from conductor.requests import InFlight
 from conductor.scheduler import IDLE, ClusterView, NodeView, Policy, WorkerView
-from kvpool.errors import LayoutMismatch, StaleEpoch, UnknownNamespace
+from conductor.watches import Watches
+from kvpool.errors import StaleEpoch, UnknownNamespace
 from kvpool.hashing import unpack_hashes
-from kvpool.layout import Namespace
 from kvpool.wire import Session, WireServer
 from kvpool.wire import messages as m
 
 log = structlog.get_logger(__name__)
 
 RECLAIM_BLOCKS = 8_000  # about 0.6 µs a block: 5 ms a slice at most
-MAX_NAMESPACES = 100_000
+FORGET_REQUESTS_AFTER_S = 3600.0
 UNKNOWN_ROOM = 1 << 62  # a node that has not reported yet may have room
 
 
@@ -54,9 +55,10 @@ class Cluster:
         self.index = index
         self.nodes: Membership[m.NodeDescriptor, m.NodeStatsReply] = Membership(config, now)
         self.workers: Membership[m.WorkerDescriptor, m.WorkerLoad] = Membership(config, now)
-        self.namespaces: dict[bytes, Namespace] = {}
+        self.namespaces = KnownNamespaces()
         self.cost = CostModel()
         self.in_flight = InFlight()
+        self.watches = Watches()  # over calls to nodes and workers
         self.policy = policy
         self.counters: Counter[str] = Counter()
         self.clock = clock
@@ -79,7 +81,7 @@ class Cluster:
             m.ReportMiss: lambda r, _s: self.report_miss(r),
             m.Standing: lambda r, _s: self.standing(r),
             m.Nodes: lambda _r, _s: self.node_list(),
-            m.Namespaces: lambda _r, _s: m.NamespacesReply(list(self.namespaces.values())),
+            m.Namespaces: lambda r, _s: m.NamespacesReply(self.namespaces.page(r.offset, r.limit)),
             m.PoolStats: lambda _r, _s: self.stats(),
         }
         for message, handler in handlers.items():
@@ -96,7 +98,7 @@ class Cluster:
         except StaleEpoch:
             return self._reply(resync=True)
         for namespace in request.namespaces:
-            self._add_namespace(namespace)
+            self.namespaces.add(namespace)
         log.info(
             "node joined",
             node=node.node_id,
@@ -164,7 +166,7 @@ class Cluster:
             LayoutMismatch: another worker serves this model, revision, tenant and salt with another layout.
         """
         worker = request.descriptor
-        self._add_namespace(worker.namespace)
+        self.namespaces.add(worker.namespace)
         try:
             self.workers.join(worker.worker_id, worker.epoch, worker, self.clock())
         except StaleEpoch:
@@ -202,29 +204,7 @@ class Cluster:
 
     def register_namespace(self, request: m.RegisterNamespace) -> m.NamespaceReply:
         """Raises LayoutMismatch."""
-        return m.NamespaceReply(self._add_namespace(request.namespace))
-
-    def _add_namespace(self, namespace: Namespace) -> bytes:
-        namespace_id = namespace.namespace_id
-        if namespace_id in self.namespaces:
-            return namespace_id
-        for known in self.namespaces.values():
-            same = (known.model, known.revision, known.tenant, known.salt) == (
-                namespace.model,
-                namespace.revision,
-                namespace.tenant,
-                namespace.salt,
-            )
-            if same and known.layout != namespace.layout:
-                raise LayoutMismatch(
-                    f"{namespace.name} is known under another layout: "
-                    + "; ".join(known.layout.differences(namespace.layout)),
-                    hint="all engines of a namespace must agree; a changed one needs another revision",
-                )
-        if len(self.namespaces) >= MAX_NAMESPACES:
-            self.namespaces.pop(next(iter(self.namespaces)))  # nodes and workers name theirs again
-        self.namespaces[namespace_id] = namespace
-        return namespace_id
+        return m.NamespaceReply(self.namespaces.add(request.namespace))
 
     def lookup(self, request: m.Lookup) -> m.LookupReply:
         """Leading blocks that live nodes hold, and where.
@@ -338,7 +318,10 @@ class Cluster:
         return [node.descriptor for node in self.nodes.readable()]
 
     def sweep(self) -> None:
-        """Suspect the silent, forget the dead, free memory in slices. Call it every `sweep_s`."""
+        """Suspect the silent, forget the dead, end vain waits, free memory in slices.
+
+        Call it every `sweep_s`.
+        """
         now = self.clock()
         for member in self.nodes.sweep(now).died:
             log.warning("node is dead, its blocks are forgotten", node=member)
@@ -346,6 +329,9 @@ class Cluster:
         for member in self.workers.sweep(now).died:
             log.warning("worker is dead", worker=member)
             self._forget_worker(member)
+        self.watches.check()
+        for request_id in self.in_flight.expire(now - FORGET_REQUESTS_AFTER_S):
+            log.warning("request never ended, its load is forgotten", request_id=request_id)
         self.index.expire_suspicions(now)
         self.index.reclaim(RECLAIM_BLOCKS)
 

@@ -262,6 +262,15 @@ class Membership(Generic[D, R]):
     def get(self, member_id: str) -> Member[D, R] | None:
         return self._members.get(member_id)
 
+    def why_lost(self, member_id: str, epoch: int) -> str:
+        """Why no answer is to be expected from this life of a member; "" when one is."""
+        member = self._members.get(member_id)
+        if member is None:
+            return "left or died"
+        if member.epoch != epoch:
+            return "restarted"
+        return "fell silent" if member.is_silent else ""
+
     def members(self) -> list[Member[D, R]]:
         """All of them, in order of their ids."""
         return [self._members[member_id] for member_id in sorted(self._members)]
