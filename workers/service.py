@@ -19,7 +19,13 @@ import structlog
 
 from kvpool.client import AsyncPool, GetResult
 from kvpool.client.node_link import reservation_of
-from kvpool.errors import InvalidArgument, KvpoolError, Overloaded, UnknownNamespace
+from kvpool.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    KvpoolError,
+    Overloaded,
+    UnknownNamespace,
+)
 from kvpool.hashing import unpack_hashes
 from kvpool.layout import Namespace
 from kvpool.wire import Final, WireServer
@@ -227,10 +233,13 @@ class WorkerService:
                 if request.local_prefix:
                     await self._keep_locally(sequence, hashes)
                 self._decoding[id(request)] = len(tokens)
-                reason = "length"
+                reason, is_first = "length", True
                 async for token, is_last in self._tokens(request, sequence, progress, deadline):
                     if is_last:
                         reason = "stop"
+                    elif is_first:
+                        yield m.GenerateChunk([token], _report("", progress, sequence))
+                        is_first = False
                     else:
                         yield m.GenerateChunk([token])
                 if stored is not None:
@@ -240,19 +249,7 @@ class WorkerService:
                 if sequence is not None:
                     await self._thread.run(self._engine.close, sequence)
         self._publish(progress)
-        yield Final(
-            m.GenerateReply(
-                reason,
-                progress.pool_tokens,
-                progress.local_tokens,
-                sequence.computed_tokens,
-                progress.fallback_reason,
-                progress.phases,
-                progress.bytes_read,
-                progress.verified_blocks,
-                progress.bytes_written,
-            )
-        )
+        yield Final(_report(reason, progress, sequence))
 
     # ------------------------------------------------------------ steps
 
@@ -404,11 +401,17 @@ class WorkerService:
     async def _tokens(
         self, request: m.Generate, sequence: SequenceState, progress: _Progress, deadline: float
     ) -> AsyncIterator[tuple[int, bool]]:
-        """Tokens as they are drawn; (token, True) ends the text and is not part of it."""
+        """Tokens as they are drawn; (token, True) ends the text and is not part of it.
+
+        Raises:
+            DeadlineExceeded: the text is not complete, though nobody asked for it to be shorter.
+        """
         sampling = request.sampling
         count = 0
         started = time.monotonic()
-        while count < sampling.max_tokens and time.monotonic() < deadline:
+        while count < sampling.max_tokens:
+            if time.monotonic() >= deadline:
+                raise DeadlineExceeded(f"{count} of {sampling.max_tokens} tokens came in time")
             token = await self._thread.run(self._engine.next_token, sequence, sampling)
             if token in self._engine.eos_token_ids and not sampling.ignore_eos:
                 yield token, True
@@ -483,3 +486,17 @@ class WorkerService:
             self._on_phase(name, seconds)
         for transport, count in progress.bytes_read.items():
             self.counters[f"bytes_read:{transport}"] += count
+
+
+def _report(reason: str, progress: _Progress, sequence: SequenceState) -> m.GenerateReply:
+    return m.GenerateReply(
+        reason,
+        progress.pool_tokens,
+        progress.local_tokens,
+        sequence.computed_tokens,
+        progress.fallback_reason,
+        progress.phases,
+        progress.bytes_read,
+        progress.verified_blocks,
+        progress.bytes_written,
+    )
