@@ -7,80 +7,34 @@ the tokens that were already given out: a request is never lost.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
 
-import numpy as np
 import structlog
 
 from conductor.cluster import Cluster
+from conductor.jobs import Job, Result
+from conductor.links import Links
+from conductor.remote_prefill import RemotePrefill
 from conductor.requests import Decision, Outcome, RequestLog
 from conductor.scheduler import ScheduleRequest, schedule
+from conductor.segments import cut
 from kvpool.errors import (
     DeadlineExceeded,
     EngineFailed,
-    InvalidArgument,
     KvpoolError,
     Overloaded,
     Unavailable,
 )
 from kvpool.hashing import hash_chain, pack_hashes, token_bytes
-from kvpool.layout import Namespace
-from kvpool.wire import WireClient
 from kvpool.wire import messages as m
 
 log = structlog.get_logger(__name__)
 
 MAX_ATTEMPTS = 3
 MODES = {"auto": "", "remote": "disaggregated", "local": "local"}
-RESERVE_TIMEOUT_S = 1.0
-RESERVATION_MARGIN_S = 15.0
-
-
-@dataclass(slots=True)
-class Job:
-    """One request as the gateway works on it."""
-
-    request_id: str
-    namespace: Namespace
-    prompt: list[int]
-    sampling: m.Sampling
-    deadline: float  # monotonic seconds
-    pool: str = "on"  # "on", "off", "local"
-    prefill: str = "auto"  # "auto", "remote", "local"
-    pin_decode: str | None = None
-    local_prefix_tokens: int = 0
-    hashes: list[bytes] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Result:
-    """What became of a request; filled in as it goes."""
-
-    decision: Decision | None = None
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str = ""
-    planned_blocks: int = 0
-    pool_tokens: int = 0
-    local_tokens: int = 0
-    computed_tokens: int = 0
-    prefill_reused_tokens: int = 0
-    ttft_s: float = 0.0
-    tpot_s: float = 0.0
-    verified_blocks: int = 0
-    fallback_reason: str = ""
-    phases: dict[str, float] = field(default_factory=dict)
-    bytes_read: dict[str, int] = field(default_factory=dict)
-    bytes_written: dict[str, int] = field(default_factory=dict)
-
-    def add_bytes(self, read: dict[str, int], written: dict[str, int]) -> None:
-        """Count bytes moved, by transport."""
-        for target, source in ((self.bytes_read, read), (self.bytes_written, written)):
-            for name, count in source.items():
-                target[name] = target.get(name, 0) + count
+WAIT_S = 60.0  # default of the longest waits for a prefill and for a first token
 
 
 class Gateway:
@@ -89,6 +43,8 @@ class Gateway:
     Args:
         default_ttft_s, default_tpot_s: objectives of requests that name none.
         max_active: more at once are refused.
+        prefill_timeout_s: longest wait for a remote prefill.
+        first_token_timeout_s: longest wait for a decode worker's first token.
     """
 
     def __init__(
@@ -99,6 +55,8 @@ class Gateway:
         default_ttft_s: float,
         default_tpot_s: float,
         max_active: int,
+        prefill_timeout_s: float = WAIT_S,
+        first_token_timeout_s: float = WAIT_S,
     ) -> None:
         self.cluster = cluster
         self.request_log = request_log
@@ -106,12 +64,13 @@ class Gateway:
         self._ttft_s = default_ttft_s
         self._tpot_s = default_tpot_s
         self._max_active = max_active
-        self._links: dict[str, WireClient] = {}
+        self._first_token_timeout_s = first_token_timeout_s
+        self._links = Links(cluster)
+        self._remote_prefill = RemotePrefill(cluster, self._links, prefill_timeout_s)
 
     async def close(self) -> None:
         """Close the connections to workers and nodes."""
-        for link in self._links.values():
-            await link.close()
+        await self._links.close()
 
     def admit(self, job: Job, result: Result) -> None:
         """Decide where the job runs, before anything is sent to the caller.
@@ -142,14 +101,17 @@ class Gateway:
     ) -> AsyncGenerator[list[int], None]:
         """Token ids as they come. Call `admit` first.
 
+        A reader that leaves early has cancelled the request, unless it called `result.stop()`.
+
         Raises:
             DeadlineExceeded, Unavailable, EngineFailed: nothing worked, with the last reason.
         """
         status = "cancelled"
         self.active += 1
         try:
-            async for token_ids in self._attempts(job, result, received_at):
-                yield token_ids
+            async with contextlib.aclosing(self._attempts(job, result, received_at)) as pieces:
+                async for token_ids in pieces:
+                    yield token_ids
             status = "ok"
         except KvpoolError as error:
             status = "failed"
@@ -158,7 +120,7 @@ class Gateway:
         finally:
             self.active -= 1
             self.cluster.in_flight.finished(job.request_id)
-            self._finish(job, result, status)
+            self._finish(job, result, "ok" if result.is_stopped else status)
 
     async def _attempts(
         self, job: Job, result: Result, received_at: float
@@ -171,11 +133,12 @@ class Gateway:
             try:
                 segments = await self._prepare(job, decision, result)
                 self.cluster.in_flight.prefilled(job.request_id, self.cluster.clock())
-                async for token_ids in self._decode(job, decision, segments, result):
-                    if not result.token_ids:
-                        result.ttft_s = time.monotonic() - received_at
-                    result.token_ids += token_ids
-                    yield token_ids
+                is_last = attempt == MAX_ATTEMPTS - 1
+                decoded = self._decode(job, decision, segments, result, is_last=is_last)
+                async with contextlib.aclosing(decoded) as pieces:
+                    async for token_ids in pieces:
+                        result.add_tokens(token_ids, time.monotonic() - received_at)
+                        yield token_ids
                 return
             except (Unavailable, EngineFailed, Overloaded, DeadlineExceeded) as error:
                 assert decision.decode is not None
@@ -240,7 +203,10 @@ class Gateway:
         layout = job.namespace.layout
         if decision.mode == "disaggregated":
             try:
-                return await self._prefill(job, decision, host, result)
+                segments, reply = await self._remote_prefill.run(job, decision, host, result)
+                result.planned_blocks = sum(segment.count for segment in segments)
+                self._learn_prefill(decision, reply)
+                return segments
             except KvpoolError as error:
                 self._count_fallback(result, f"prefill:{error.code}")
                 log.warning(
@@ -252,113 +218,30 @@ class Gateway:
         limit = decision.reuse_blocks
         if decision.mode != "local" or limit == (len(job.prompt) - 1) // layout.block_tokens:
             limit = len(job.hashes)  # all: of a prompt of whole blocks the last token is recomputed
-        segments = _cut(found, limit)
+        segments = cut(found, limit)
         result.planned_blocks = sum(segment.count for segment in segments)
         return segments
 
-    async def _prefill(
-        self, job: Job, decision: Decision, decode_host: str, result: Result
-    ) -> list[m.Segment]:
-        """Reserve first, prefill second. No reservation, no remote prefill."""
+    def _learn_prefill(self, decision: Decision, reply: m.PrefillReply) -> None:
         assert decision.prefill is not None
-        if decision.target_node is None:
-            raise Unavailable("no node can take the blocks")
-        prefiller = self.cluster.workers.get(decision.prefill)
-        target = self.cluster.nodes.get(decision.target_node)
-        if prefiller is None or target is None:
-            raise Unavailable("the prefill worker or the node left meanwhile")
-        namespace_id = job.namespace.namespace_id
-        reuse = _cut(
-            self.cluster.segments(namespace_id, job.hashes, prefiller.descriptor.host),
-            decision.reuse_blocks,
-        )
-        have = sum(segment.count for segment in reuse)
-        grant, existing = await self._reserve(job, prefiller.member_id, target.descriptor, have)
-        # Of a chain that others write at the same time, only the part before theirs can be planned for.
-        granted = set(np.frombuffer(grant.indices, dtype="<u4").tolist()) if grant else set()
-        message = m.Prefill(
-            job.request_id,
-            namespace_id,
-            bytes(token_bytes(job.prompt)),
-            pack_hashes(job.hashes),
-            reuse,
-            self.cluster.live_nodes(),
-            grant,
-            max(0.1, job.deadline - time.monotonic()),
-        )
-        started = time.monotonic()
-        try:
-            reply: m.PrefillReply = await self._link(prefiller.descriptor.address).call(
-                message, max(0.1, job.deadline - time.monotonic())
-            )
-        except (KvpoolError, asyncio.CancelledError):
-            if grant is not None:
-                # The worker may be writing still: the slots go through quarantine.
-                abort = m.Abort(grant.reservation.reservation_id, False)
-                with contextlib.suppress(KvpoolError):
-                    await self._link(target.descriptor.address).send(abort)
-            raise
-        result.prefill_reused_tokens = reply.reused_tokens
-        result.add_bytes(reply.bytes_read, reply.bytes_written)
-        for name, seconds in reply.phases.items():
-            result.phases[f"prefill:{name}"] = seconds
-        result.phases["remote_prefill_time"] = time.monotonic() - started
         self._learn(
-            prefiller.descriptor,
+            decision.prefill,
             reply.computed_tokens,
             reply.reused_tokens,
             reply.phases,
             reply.bytes_read,
         )
-        node_id = target.member_id
-        covered = dict.fromkeys(existing, node_id)
-        if reply.committed_blocks:
-            covered |= dict.fromkeys(granted, node_id)
-        near = self.cluster.segments(namespace_id, job.hashes, decode_host)
-        prefix = _cut(near, have) if have else []
-        segments = _extend(prefix, covered, len(job.hashes))
-        result.planned_blocks = sum(segment.count for segment in segments)
-        return segments
-
-    async def _reserve(
-        self, job: Job, writer_id: str, node: m.NodeDescriptor, have: int
-    ) -> tuple[m.Grant | None, list[int]]:
-        """Slots for the blocks from `have` on; also which of them that node holds already.
-
-        Raises:
-            NoRoom, Unavailable, DeadlineExceeded: no reservation, so no remote prefill.
-        """
-        wanted = job.hashes[have:]
-        if not wanted:
-            return None, []
-        left_s = max(0.1, job.deadline - time.monotonic())
-        request = m.Reserve(
-            job.namespace.namespace_id,
-            pack_hashes(wanted),
-            job.hashes[have - 1] if have else b"",
-            0,
-            min(left_s, 45.0) + RESERVATION_MARGIN_S,
-            writer_id,
-        )
-        link = self._link(node.address)
-        timeout_s = min(RESERVE_TIMEOUT_S, left_s)
-        await link.call(m.RegisterNamespace(job.namespace), timeout_s)
-        reply: m.ReserveReply = await link.call(request, timeout_s)
-        statuses = reply.statuses
-        if m.BlockStatus.NO_ROOM in statuses:
-            if reply.reservation_id:
-                await link.send(m.Abort(reply.reservation_id, True))
-            raise Unavailable(f"node {node.node_id} has no room for {len(wanted)} blocks")
-        granted = [have + i for i, s in enumerate(statuses) if s == m.BlockStatus.GRANTED]
-        existing = [have + i for i, s in enumerate(statuses) if s == m.BlockStatus.EXISTS]
-        if not granted:
-            return None, existing
-        return m.Grant(node, reply, np.array(granted, dtype="<u4").tobytes()), existing
 
     # ------------------------------------------------------------ decode
 
     async def _decode(
-        self, job: Job, decision: Decision, segments: list[m.Segment], result: Result
+        self,
+        job: Job,
+        decision: Decision,
+        segments: list[m.Segment],
+        result: Result,
+        *,
+        is_last: bool,
     ) -> AsyncGenerator[list[int], None]:
         assert decision.decode is not None
         worker = self.cluster.workers.get(decision.decode)
@@ -376,6 +259,7 @@ class Gateway:
             job.sampling.seed,
             job.sampling.ignore_eos,
         )
+        left_s = job.left_s()
         message = m.Generate(
             job.request_id,
             job.namespace.namespace_id,
@@ -384,40 +268,40 @@ class Gateway:
             segments,
             self.cluster.live_nodes(),
             sampling,
-            max(0.1, job.deadline - time.monotonic()),
+            left_s,
             use_pool=job.pool == "on",
             local_prefix=job.pool == "local",
             local_prefix_tokens=job.local_prefix_tokens,
         )
-        link = self._link(worker.descriptor.address)
+        first_within_s = self._first_token_timeout_s
+        if not is_last and self._links.has_other(worker):
+            first_within_s = min(first_within_s, left_s / 2)  # the rest is for the other
         reply: m.GenerateReply | None = None
-        left_s = max(0.1, job.deadline - time.monotonic())
-        async with contextlib.aclosing(link.stream(message, left_s)) as items:
-            async for item in items:
-                if isinstance(item, m.GenerateChunk):
-                    yield item.token_ids
-                else:
-                    reply = item
-        if reply is None:
+        is_complete = False
+        try:
+            stream = self._links.stream(worker, message, job.deadline, first_within_s)
+            async with contextlib.aclosing(stream) as items:
+                async for item in items:
+                    if isinstance(item, m.GenerateChunk):
+                        reply = item.so_far or reply
+                        yield item.token_ids
+                    else:
+                        reply, is_complete = item, True
+        finally:
+            if reply is not None:
+                self._take(job, decision.decode, segments, reply, result)
+        if not is_complete:
             raise Unavailable(f"worker {decision.decode} ended the stream without a result")
-        self._take(job, worker.descriptor, segments, reply, result)
 
     def _take(
         self,
         job: Job,
-        worker: m.WorkerDescriptor,
+        worker_id: str,
         segments: Sequence[m.Segment],
         reply: m.GenerateReply,
         result: Result,
     ) -> None:
-        result.finish_reason = reply.finish_reason
-        result.pool_tokens = reply.pool_tokens
-        result.local_tokens = reply.local_tokens
-        result.computed_tokens = reply.computed_tokens
-        result.verified_blocks += reply.verified_blocks
-        result.phases.update(reply.phases)
-        result.tpot_s = reply.phases.get("per_token_decode_time", 0.0)
-        result.add_bytes(reply.bytes_read, reply.bytes_written)
+        result.take(reply)
         if reply.fallback_reason:
             self._count_fallback(result, reply.fallback_reason)
             size = job.namespace.layout.block_bytes
@@ -430,12 +314,12 @@ class Gateway:
                     )
                     break
         self._learn(
-            worker, reply.computed_tokens, reply.pool_tokens, reply.phases, reply.bytes_read
+            worker_id, reply.computed_tokens, reply.pool_tokens, reply.phases, reply.bytes_read
         )
 
     def _learn(
         self,
-        worker: m.WorkerDescriptor,
+        worker_id: str,
         computed: int,
         reused: int,
         phases: dict[str, float],
@@ -444,7 +328,7 @@ class Gateway:
         """Feed what was measured to the cost model."""
         cost = self.cluster.cost
         if phases.get("prefill_compute_time"):
-            cost.observe_prefill(worker.worker_id, computed, reused, phases["prefill_compute_time"])
+            cost.observe_prefill(worker_id, computed, reused, phases["prefill_compute_time"])
         if len(bytes_read) == 1 and phases.get("kv_cache_transfer_time"):
             [(transport, count)] = bytes_read.items()
             seconds = phases["kv_cache_transfer_time"]
@@ -483,52 +367,3 @@ class Gateway:
             ttft_s=round(result.ttft_s, 4),
             fallback=result.fallback_reason,
         )
-
-    def _link(self, address: str) -> WireClient:
-        link = self._links.get(address)
-        if link is None:
-            link = self._links[address] = WireClient(
-                address, self.cluster.conductor_id, kind="conductor", epoch=self.cluster.epoch
-            )
-        return link
-
-
-def check_prompt(prompt: Sequence[int], max_prompt_tokens: int, max_new: int, limit: int) -> None:
-    """Refuse prompts that no worker could take.
-
-    Raises:
-        InvalidArgument: empty, over the configured limit, or over the model's context.
-    """
-    if not prompt:
-        raise InvalidArgument("the prompt is empty")
-    if len(prompt) > max_prompt_tokens:
-        raise InvalidArgument(
-            f"the prompt has {len(prompt)} tokens", hint=f"the limit here is {max_prompt_tokens}"
-        )
-    if len(prompt) + max_new > limit:
-        raise InvalidArgument(
-            f"prompt and answer need {len(prompt)} + {max_new} tokens",
-            hint=f"the model's context is {limit}; shorten the prompt or lower max_tokens",
-        )
-
-
-def _cut(segments: Sequence[m.Segment], limit: int) -> list[m.Segment]:
-    """The segments up to block `limit`."""
-    kept = []
-    for segment in segments:
-        count = min(segment.count, limit - segment.start)
-        if count > 0:
-            kept.append(m.Segment(segment.node_id, segment.start, count, segment.tier))
-    return kept
-
-
-def _extend(segments: Sequence[m.Segment], covered: dict[int, str], blocks: int) -> list[m.Segment]:
-    """`segments` followed by the covered blocks, as far as they go without a gap."""
-    out = list(segments)
-    at = sum(segment.count for segment in out)
-    while at < blocks and at in covered:
-        start = at
-        while at < blocks and covered.get(at) == covered[start]:
-            at += 1
-        out.append(m.Segment(covered[start], start, at - start, "dram"))
-    return out

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CollectorRegistry
 
+from conductor.answer import Answer, EventResponse, unless_left
 from conductor.cluster import Cluster
-from conductor.gateway import Gateway, Job, Result, check_prompt
+from conductor.gateway import Gateway
+from conductor.jobs import Job, Result, check_prompt
 from conductor.metrics import RequestMetrics
-from conductor.openai_api import ChatRequest, CompletionRequest, Shape, usage
+from conductor.openai_api import ChatRequest, CompletionRequest, read_prompt, read_request
 from conductor.requests import RequestLog
-from conductor.tokenizer import TextStream, Tokenizer
+from conductor.tokenizer import Tokenizer
 from kvpool.config import ConductorConfig
-from kvpool.errors import InvalidArgument, KvpoolError, NotFound, Unavailable
-from kvpool.http import base_app, error_response
+from kvpool.errors import InvalidArgument, NotFound, Unavailable, brief
+from kvpool.http import base_app
 from kvpool.wire import messages as m
 from kvpool.wire.plain import named
 
 DEFAULT_MAX_TOKENS = 128
+CLIENT_LEFT = 499  # nginx's status for it; nobody reads it
 
 
 class HttpApi:
@@ -58,19 +60,27 @@ class HttpApi:
             "kvpool conductor", registry, not_ready, max_body_bytes=self._config.max_body_bytes
         )
 
-        @app.post("/v1/chat/completions", response_model=None)
-        async def chat(body: ChatRequest, request: Request) -> Response:
+        schemas = _add_schemas(app, ChatRequest, CompletionRequest)
+
+        @app.post("/v1/chat/completions", response_model=None, openapi_extra=schemas[ChatRequest])
+        async def chat(request: Request) -> Response:
+            body = read_request(await request.body(), ChatRequest)
             if self._tokenizer is None:
                 raise _no_tokenizer()
             messages = [message.plain() for message in body.messages]
             prompt = await asyncio.to_thread(self._tokenizer.encode_chat, messages)
             limit = body.max_completion_tokens or body.max_tokens
-            return await self._serve(body, prompt, limit, request, is_chat=True)
+            return await self._serve(body, prompt, limit, request)
 
-        @app.post("/v1/completions", response_model=None)
-        async def completions(body: CompletionRequest, request: Request) -> Response:
-            prompt = await self._plain_prompt(body.prompt)
-            return await self._serve(body, prompt, body.max_tokens, request, is_chat=False)
+        @app.post("/v1/completions", response_model=None, openapi_extra=schemas[CompletionRequest])
+        async def completions(request: Request) -> Response:
+            body = read_request(await request.body(), CompletionRequest)
+            prompt = read_prompt(body.prompt, self._config.max_prompt_tokens)
+            if isinstance(prompt, str):
+                if self._tokenizer is None:
+                    raise _no_tokenizer()
+                prompt = await asyncio.to_thread(self._tokenizer.encode, prompt)
+            return await self._serve(body, prompt, body.max_tokens, request)
 
         @app.get("/v1/models")
         async def models() -> dict[str, Any]:
@@ -93,7 +103,9 @@ class HttpApi:
         async def explain(request_id: str) -> Response:
             record = self._request_log.get(request_id)
             if record is None:
-                raise NotFound(f"request {request_id!r} is not among the last ones decided here")
+                raise NotFound(
+                    f"request {brief(request_id)!r} is not among the last ones decided here"
+                )
             return _json(record)
 
         @app.get("/", response_class=HTMLResponse)
@@ -102,25 +114,12 @@ class HttpApi:
 
         return app
 
-    async def _plain_prompt(self, prompt: str | list[int] | list[str]) -> list[int]:
-        if isinstance(prompt, list) and all(isinstance(item, int) for item in prompt):
-            return [int(item) for item in prompt]
-        if isinstance(prompt, list):
-            if len(prompt) != 1:
-                raise InvalidArgument(f"{len(prompt)} prompts in one request", hint="send one")
-            prompt = str(prompt[0])
-        if self._tokenizer is None:
-            raise _no_tokenizer()
-        return await asyncio.to_thread(self._tokenizer.encode, prompt)
-
     async def _serve(
         self,
         body: ChatRequest | CompletionRequest,
         prompt: list[int],
         max_tokens: int | None,
         request: Request,
-        *,
-        is_chat: bool,
     ) -> Response:
         received_at = time.monotonic()
         worker = self._worker_for(body.model)
@@ -153,13 +152,23 @@ class HttpApi:
         )
         result = Result()
         self._gateway.admit(job, result)
-        answer = _Answer(self, body, job, result, worker.model, received_at, is_chat=is_chat)
+        answer = Answer(
+            self._gateway,
+            self._metrics,
+            self._tokenizer,
+            body,
+            job,
+            result,
+            worker.model,
+            received_at,
+        )
         headers = answer.headers()
         if body.stream:
-            return StreamingResponse(
-                answer.events(), media_type="text/event-stream", headers=headers
-            )
-        return JSONResponse(await answer.whole(request), headers=headers)
+            return EventResponse(answer.events(), headers)
+        document = await unless_left(request, answer.whole())
+        if document is None:
+            return Response(status_code=CLIENT_LEFT)
+        return JSONResponse(document, headers=headers)
 
     def _worker_for(self, model: str) -> m.WorkerDescriptor:
         workers = [worker.descriptor for worker in self._cluster.workers]
@@ -169,134 +178,7 @@ class HttpApi:
             if not model or worker.model == model:
                 return worker
         served = ", ".join(sorted({worker.model for worker in workers}))
-        raise NotFound(f"model {model!r} is not served here", hint=f"served: {served}")
-
-
-class _Answer:
-    """Turns the tokens of one job into a response."""
-
-    def __init__(
-        self,
-        api: HttpApi,
-        body: ChatRequest | CompletionRequest,
-        job: Job,
-        result: Result,
-        model: str,
-        received_at: float,
-        *,
-        is_chat: bool,
-    ) -> None:
-        self._api = api
-        self._job = job
-        self._result = result
-        self._received_at = received_at
-        self._shape = Shape(job.request_id, model, is_chat=is_chat)
-        self._text = TextStream(api._tokenizer) if api._tokenizer is not None else None
-        self._stops = body.stops()
-        self._with_ids = body.kvpool.return_token_ids
-        self._with_usage = bool((body.stream_options or {}).get("include_usage"))
-
-    def headers(self) -> dict[str, str]:
-        """The decision, for whoever wants to know."""
-        decision = self._result.decision
-        assert decision is not None
-        return {
-            "X-Request-Id": self._job.request_id,
-            "X-Kvpool-Mode": decision.mode,
-            "X-Kvpool-Prefill": decision.prefills_on or "",
-            "X-Kvpool-Decode": decision.decode or "",
-            "X-Kvpool-Planned-Reuse-Blocks": str(decision.reuse_blocks),
-        }
-
-    async def events(self) -> AsyncIterator[str]:
-        """Server-sent events. Closing the iterator cancels everything down to the reservations."""
-        is_first = True
-        finish = None
-        try:
-            async for text, is_stopped in self._pieces():
-                if text or is_first:
-                    yield _event(self._shape.chunk(text, None, is_first=is_first))
-                    is_first = False
-                if is_stopped:
-                    finish = "stop"
-                    break
-        except KvpoolError as error:
-            yield f"data: {bytes(error_response(error).body).decode()}\n\n"
-            yield "data: [DONE]\n\n"
-            return
-        yield _event(self._shape.chunk("", finish or self._result.finish_reason, is_first=is_first))
-        last = self._shape.usage_chunk(self._usage())
-        if self._with_usage or self._with_ids:
-            yield _event({**last, "kvpool": self._report()})
-        yield "data: [DONE]\n\n"
-
-    async def whole(self, request: Request) -> dict[str, Any]:
-        """The complete response."""
-        text, finish = "", None
-        async for piece, is_stopped in self._pieces():
-            text += piece
-            if is_stopped:
-                finish = "stop"
-                break
-            if await request.is_disconnected():
-                break
-        reason = finish or self._result.finish_reason or "stop"
-        return {
-            **self._shape.whole(text, reason, self._usage()),
-            "kvpool": self._report(),
-        }
-
-    async def _pieces(self) -> AsyncIterator[tuple[str, bool]]:
-        """Text as it becomes certain; True with the piece that a stop string ended."""
-        held = ""
-        keep = max((len(stop) for stop in self._stops), default=1) - 1
-        run = self._api._gateway.run(self._job, self._result, self._received_at)
-        try:
-            async for ids in run:
-                held += self._text.push(ids) if self._text else ""
-                at = min((i for s in self._stops if (i := held.find(s)) >= 0), default=-1)
-                if at >= 0:
-                    yield held[:at], True
-                    return
-                cut = len(held) - keep
-                # The first token is announced even when its text is still held back.
-                yield held[: max(0, cut)], False
-                held = held[max(0, cut) :]
-            yield held + (self._text.finish() if self._text else ""), False
-        finally:
-            await run.aclose()
-            self._api._metrics.observe(self._result)
-
-    def _usage(self) -> dict[str, Any]:
-        result = self._result
-        cached = max(result.pool_tokens, result.prefill_reused_tokens, result.local_tokens)
-        return usage(len(self._job.prompt), len(result.token_ids), cached)
-
-    def _report(self) -> dict[str, Any]:
-        """What the pool did for this request."""
-        result = self._result
-        decision = result.decision
-        report: dict[str, Any] = {
-            "request_id": self._job.request_id,
-            "mode": decision.mode if decision else "",
-            "prefill_worker": decision.prefills_on if decision else "",
-            "decode_worker": decision.decode if decision else "",
-            "pool_tokens": result.pool_tokens,
-            "prefill_reused_tokens": result.prefill_reused_tokens,
-            "local_tokens": result.local_tokens,
-            "computed_tokens": result.computed_tokens,
-            "ttft_s": result.ttft_s,
-            "tpot_s": result.tpot_s,
-            "phases": result.phases,
-            "bytes_read": result.bytes_read,
-            "bytes_written": result.bytes_written,
-            "verified_blocks": result.verified_blocks,
-            "fallback_reason": result.fallback_reason,
-        }
-        if self._with_ids:
-            report["token_ids"] = result.token_ids
-            report["prompt_tokens"] = len(self._job.prompt)
-        return report
+        raise NotFound(f"model {brief(model)!r} is not served here", hint=f"served: {served}")
 
 
 def _no_tokenizer() -> Unavailable:
@@ -306,8 +188,23 @@ def _no_tokenizer() -> Unavailable:
     )
 
 
-def _event(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body, separators=(',', ':'))}\n\n"
+def _add_schemas(app: FastAPI, *shapes: type) -> dict[type, dict[str, Any]]:
+    """Tell the OpenAPI page of bodies that FastAPI does not decode; by shape, what its route adds."""
+    references, components = msgspec.json.schema_components(
+        shapes, ref_template="#/components/schemas/{name}"
+    )
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = generate()
+        document.setdefault("components", {}).setdefault("schemas", {}).update(components)
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
+    return {
+        shape: {"requestBody": {"content": {"application/json": {"schema": reference}}}}
+        for shape, reference in zip(shapes, references, strict=True)
+    }
 
 
 def _json(value: Any) -> Response:

@@ -9,7 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from conductor.cluster import Cluster
-from conductor.gateway import Gateway, Result
+from conductor.gateway import Gateway
+from conductor.jobs import Result
 from kvpool.metrics import LATENCY_BUCKETS
 
 

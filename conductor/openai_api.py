@@ -1,16 +1,24 @@
-"""The OpenAI-compatible request and response shapes that the gateway understands. No logic of serving."""
+"""The OpenAI-compatible request and response shapes that the gateway understands. No logic of serving.
+
+Requests are decoded by msgspec, which ends at the first mistake: a body with half a million of them costs
+no more than one with one, and the error quotes none of it.
+"""
 
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+import msgspec
+from msgspec import Meta
 
-from kvpool.errors import InvalidArgument
+from kvpool.errors import InvalidArgument, brief
+
+Positive = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0)]
 
 
-class PoolOptions(BaseModel):
+class PoolOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The `kvpool` field of a request: how the pool is to be used for it.
 
     `pool`: "on" (default); "off" recomputes everything; "local" uses the decode engine's own prefix
@@ -18,27 +26,31 @@ class PoolOptions(BaseModel):
     `prefill`: "remote" or "local" takes the choice from the scheduler, as does `decode_worker`.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     pool: Literal["on", "off", "local"] = "on"
     prefill: Literal["auto", "remote", "local"] = "auto"
-    decode_worker: Annotated[str, Field(max_length=128)] | None = None
-    local_prefix_tokens: Annotated[int, Field(ge=0)] = 0
+    decode_worker: Annotated[str, Meta(max_length=128)] | None = None
+    local_prefix_tokens: Natural = 0
     return_token_ids: bool = False
 
 
-class _Completion(BaseModel):
+class StreamOptions(msgspec.Struct, frozen=True):
+    """`include_usage`: end the stream with a report."""
+
+    include_usage: bool | None = None
+
+
+class _Completion(msgspec.Struct, frozen=True, kw_only=True):
     """What both endpoints share. Fields that we do not know are ignored, as OpenAI's clients expect."""
 
-    model: Annotated[str, Field(max_length=512)] = ""
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    model: Annotated[str, Meta(max_length=512)] = ""
+    max_tokens: Positive | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     seed: int | None = None
     stream: bool = False
-    stream_options: dict[str, Any] | None = None
+    stream_options: StreamOptions | None = None
     n: Literal[1] = 1
-    stop: Annotated[str, Field(max_length=256)] | list[str] | None = None
+    stop: str | list[str] | None = None
     ignore_eos: bool = False
     kvpool: PoolOptions = PoolOptions()
 
@@ -53,14 +65,18 @@ class _Completion(BaseModel):
             raise InvalidArgument("stop takes at most 4 texts of at most 256 characters")
         return tuple(text for text in given if text)
 
+    def wants_usage(self) -> bool:
+        """Whether a stream is to end with usage and report."""
+        return bool(self.stream_options and self.stream_options.include_usage)
 
-class TextPart(BaseModel):
+
+class TextPart(msgspec.Struct, frozen=True):
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(BaseModel):
-    role: Annotated[str, Field(min_length=1, max_length=32)]
+class ChatMessage(msgspec.Struct, frozen=True):
+    role: Annotated[str, Meta(min_length=1, max_length=32)]
     content: str | list[TextPart]
 
     def plain(self) -> dict[str, str]:
@@ -73,13 +89,67 @@ class ChatMessage(BaseModel):
         return {"role": self.role, "content": text}
 
 
-class ChatRequest(_Completion):
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+class ChatRequest(_Completion, frozen=True, kw_only=True):
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
+    max_completion_tokens: Positive | None = None
 
 
-class CompletionRequest(_Completion):
-    prompt: str | list[int] | list[str]
+class CompletionRequest(_Completion, frozen=True, kw_only=True):
+    """`prompt`, a text or a list of token ids, is decoded by `read_prompt`."""
+
+    prompt: msgspec.Raw
+
+
+TokenIds = list[Annotated[int, Meta(ge=0, lt=1 << 32)]]
+R = TypeVar("R", ChatRequest, CompletionRequest)
+T = TypeVar("T")
+
+
+def read_request(raw: bytes, shape: type[R]) -> R:
+    """A request from its body.
+
+    Raises:
+        InvalidArgument: it is not JSON, or the first field that is wrong.
+    """
+    return _decode(raw, shape, "", strict=False)
+
+
+def read_prompt(raw: msgspec.Raw, max_tokens: int) -> str | list[int]:
+    """A completion's prompt: a text (perhaps alone in a list), or token ids.
+
+    Raises:
+        InvalidArgument: anything else, more than one text, or more than `max_tokens` ids; which of a
+            list's items was wrong is named.
+    """
+    prompt = bytes(raw)
+    if prompt[:1] == b'"':
+        return _decode(prompt, str, "prompt")
+    if prompt[:1] != b"[":
+        raise InvalidArgument("prompt: neither a text nor a list of token ids")
+    if prompt[1:].lstrip()[:1] == b'"':
+        texts = _decode(prompt, list[str], "prompt")
+        if len(texts) != 1:
+            raise InvalidArgument(f"{len(texts)} prompts in one request", hint="send one")
+        return texts[0]
+    # Commas are counted before numbers are made: of what is too long nothing is built.
+    count = prompt.count(b",") + 1
+    if count > max_tokens:
+        raise InvalidArgument(f"the prompt has {count} items", hint=f"the limit is {max_tokens}")
+    return _decode(prompt, TokenIds, "prompt", expected=" (a token id)")
+
+
+def _decode(
+    raw: bytes, shape: type[T], where: str, *, strict: bool = True, expected: str = ""
+) -> T:
+    try:
+        return msgspec.json.decode(raw, type=shape, strict=strict)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `$")
+        path = (where + path.rstrip("`")).lstrip(".")
+        text = what[:1].lower() + what[1:]
+        raise InvalidArgument(f"{brief(path) or 'body'}: {brief(text)}{expected}") from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise InvalidArgument(f"the body is not JSON: {brief(error)}") from None
 
 
 class Shape:

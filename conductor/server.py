@@ -67,6 +67,8 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
         default_ttft_s=config.slo_ttft_s,
         default_tpot_s=config.slo_tpot_s,
         max_active=config.max_queued_requests,
+        prefill_timeout_s=config.prefill_timeout_s,
+        first_token_timeout_s=config.first_token_timeout_s,
     )
     registry = new_registry()
     registry.register(ConductorCollector(cluster, gateway))

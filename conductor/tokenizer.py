@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvpool.errors import ConfigError, InvalidArgument, ModelNotFound
+from kvpool.errors import ConfigError, InvalidArgument, ModelNotFound, brief
 
 _REPLACEMENT = "\ufffd"
 MAX_HELD_TOKENS = 8  # a character never takes more; what is still broken then is shown as it is
@@ -37,7 +37,12 @@ class Tokenizer:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a plain prompt."""
+        """Token ids of a plain prompt.
+
+        Raises:
+            InvalidArgument: it holds half of a surrogate pair, which is no text.
+        """
+        _check_text(text)
         ids: list[int] = self._tokenizer.encode(text)
         return ids
 
@@ -54,7 +59,10 @@ class Tokenizer:
         except (
             Exception
         ) as error:  # templates are programs of the model's; they raise what they like
-            raise InvalidArgument(f"the chat template refused the messages: {error}") from error
+            raise InvalidArgument(
+                f"the chat template refused the messages: {brief(error)}"
+            ) from error
+        _check_text(text)
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
@@ -62,6 +70,13 @@ class Tokenizer:
         """Text of token ids, without special tokens."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"the text is not Unicode: {brief(error)}") from None
 
 
 class TextStream:

@@ -183,6 +183,12 @@ class ConductorConfig(_Server):
         description="read what the pool has even where recomputation is predicted to be faster",
     )
     request_timeout_s: Seconds = 120.0
+    prefill_timeout_s: Seconds = Field(
+        60.0, description="longest wait for a remote prefill before the decode worker does it"
+    )
+    first_token_timeout_s: Seconds = Field(
+        60.0, description="longest wait for a decode worker's first token before another is tried"
+    )
     max_queued_requests: int = Field(256, ge=1, le=1_000_000)
     max_body_bytes: Bytes = Field(8 * MIB, ge=KIB, le=GIB)
     max_prompt_tokens: int = Field(131_072, ge=1, le=16_777_216)

@@ -14,6 +14,9 @@ import httpx
 import numpy as np
 import pytest
 
+from kvpool.errors import DeadlineExceeded
+from kvpool.wire import WireClient
+from kvpool.wire import messages as m
 from tests.integration.cluster import LAYOUT, Cluster, wait_until
 from tests.workers.tiny_model import MAX_TOKENS, VOCABULARY, save_tiny_llama
 
@@ -147,6 +150,15 @@ def test_a_prompt_of_whole_blocks_recomputes_only_its_last_token(cluster: Cluste
     assert (again["pool_tokens"], again["computed_tokens"]) == (6 * BLOCK - 1, 1)
 
 
+def test_a_remote_prefill_asked_for_a_stored_prompt_is_served_locally(cluster: Cluster) -> None:
+    tokens = prompt(11, 6 * BLOCK + 5)
+    first = complete(cluster, tokens, prefill="remote")["kvpool"]
+    assert first["mode"] == "disaggregated"
+    again = complete(cluster, tokens, prefill="remote")["kvpool"]
+    assert (again["mode"], again["pool_tokens"]) == ("local", 6 * BLOCK)
+    assert again["token_ids"] == first["token_ids"]
+
+
 def test_streaming_sends_events_and_the_report_last(cluster: Cluster) -> None:
     url = f"http://{cluster.conductor['http']}/v1/completions"
     ask = {**body(prompt(8, 40), max_tokens=5), "stream": True}
@@ -189,6 +201,64 @@ def test_a_client_that_leaves_frees_the_worker(cluster: Cluster) -> None:
     assert stats["requests:cancelled"] >= 1
 
 
+def test_a_client_that_leaves_without_streaming_frees_the_worker_too(cluster: Cluster) -> None:
+    url = f"http://{cluster.conductor['http']}/v1/completions"
+    before = cluster.stats()["counters"].get("requests:cancelled", 0)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(url, json=body(prompt(12, 40), max_tokens=400), timeout=0.15)
+
+    def cancelled() -> bool:
+        stats = cluster.stats()
+        is_idle = all(w["load"]["running"] == 0 for w in stats["workers"])
+        return is_idle and stats["counters"].get("requests:cancelled", 0) == before + 1
+
+    wait_until(cancelled, "the decode stops when nobody waits for its answer", timeout_s=5)
+
+
+def test_a_body_of_many_mistakes_holds_nobody_up(cluster: Cluster) -> None:
+    url = f"http://{cluster.conductor['http']}/v1/completions"
+    content = b'{"prompt":[' + b"{}," * 400_000 + b"1]}"
+    started = time.monotonic()
+    response = httpx.post(url, content=content, timeout=60)
+    assert time.monotonic() - started < 2.0  # each of them an error: seven seconds
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert "the prompt has 400001 items" in message
+    named = httpx.post(url, content=b'{"prompt":[' + b"{}," * 100_000 + b"1]}", timeout=60)
+    assert named.json()["error"]["message"].startswith("prompt[0]: expected `int`")
+
+
+@pytest.mark.parametrize("change", [{"temperature": 1e-300}, {"temperature": 1, "top_p": 1e-300}])
+def test_tiny_sampling_values_take_the_best_token(cluster: Cluster, change: dict[str, Any]) -> None:
+    url = f"http://{cluster.conductor['http']}/v1/completions"
+    tokens = prompt(13, 40)
+    response = httpx.post(url, json={**body(tokens), **change}, timeout=20)
+    assert response.status_code == 200, response.text
+    greedy = complete(cluster, tokens)["kvpool"]["token_ids"]
+    assert response.json()["kvpool"]["token_ids"] == greedy
+
+
+async def test_a_worker_says_when_its_time_was_over_before_the_text(cluster: Cluster) -> None:
+    client = WireClient(cluster.workers["decode-a"]["wire"], "test")
+    conductor = WireClient(cluster.conductor["wire"], "test")
+    stats = await conductor.call(m.PoolStats(), 5.0)
+    namespace_id = stats.workers[0].descriptor.namespace.namespace_id
+    tokens = np.array(prompt(14, 20), dtype="<u4").tobytes()
+    sampling = m.Sampling(400, ignore_eos=True)
+    request = m.Generate("r", namespace_id, tokens, b"", [], [], sampling, 0.2, use_pool=False)
+    items = []
+
+    async def read() -> None:
+        async for item in client.stream(request, 10.0):
+            items.append(item)
+
+    with pytest.raises(DeadlineExceeded, match=r"of 400 tokens"):
+        await read()
+    assert 0 < len(items) < 400
+    await client.close()
+    await conductor.close()
+
+
 @pytest.mark.parametrize(
     ("change", "status", "words"),
     [
@@ -219,7 +289,8 @@ def test_bodies_over_the_limit_and_broken_json_are_refused(cluster: Cluster) -> 
     url = f"http://{cluster.conductor['http']}/v1/completions"
     large = httpx.post(url, content=b"x" * (9 << 20), timeout=20)
     assert large.status_code == 413
-    assert httpx.post(url, content=b"{not json", timeout=20).status_code == 400
+    broken = httpx.post(url, content=b"{not json", timeout=20)
+    assert (broken.status_code, broken.json()["error"]["code"]) == (400, "invalid_argument")
 
 
 # ---------------------------------------------------------------- trouble
@@ -248,6 +319,38 @@ def test_a_prefill_worker_killed_in_mid_prefill_costs_no_request(own_cluster: Cl
             return bool(dram["reserved_bytes"] == dram["quarantined_bytes"] == 0)
 
         wait_until(settled, f"the dead writer's slots on {name} are free after quarantine")
+
+
+def test_a_stopped_prefill_worker_costs_only_the_time_to_suspect_it(own_cluster: Cluster) -> None:
+    cluster = own_cluster
+    cluster.kill("prefill", signal.SIGSTOP)
+    started = time.monotonic()
+    done = complete(cluster, prompt(24, 10 * BLOCK), prefill="remote")["kvpool"]
+    assert time.monotonic() - started < 10  # of a request timeout of 120
+    assert done["fallback_reason"] == "prefill:unavailable"
+    assert len(done["token_ids"]) == 12
+
+
+def test_a_stopped_decode_worker_costs_no_token(own_cluster: Cluster) -> None:
+    cluster = own_cluster
+    tokens = prompt(25, 3 * BLOCK)
+    victim = "decode-a"
+    options = {"decode_worker": cluster.workers[victim]["id"], "max_tokens": 300}
+    url = f"http://{cluster.conductor['http']}/v1/completions"
+    ask = {**body(tokens, **options), "stream": True}
+    events = []
+    started = time.monotonic()
+    with httpx.stream("POST", url, json=ask, timeout=60) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                events.append(line[6:])
+                if len(events) == 1:
+                    cluster.kill(victim, signal.SIGSTOP)
+    assert time.monotonic() - started < 20
+    report = json.loads(events[-2])["kvpool"]
+    assert report["decode_worker"] == cluster.workers["decode-b"]["id"]
+    assert report["fallback_reason"] == "decode:unavailable"
+    assert len(report["token_ids"]) == 300
 
 
 def test_a_decode_worker_killed_in_mid_answer_costs_no_token(own_cluster: Cluster) -> None:

@@ -1,0 +1,110 @@
+"""One request as the gateway works on it, and what became of it. Plain values."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from conductor.requests import Decision
+from kvpool.errors import DeadlineExceeded, InvalidArgument
+from kvpool.layout import Namespace
+from kvpool.wire import messages as m
+
+
+@dataclass(slots=True)
+class Job:
+    """One request as the gateway works on it."""
+
+    request_id: str
+    namespace: Namespace
+    prompt: list[int]
+    sampling: m.Sampling
+    deadline: float  # monotonic seconds
+    pool: str = "on"  # "on", "off", "local"
+    prefill: str = "auto"  # "auto", "remote", "local"
+    pin_decode: str | None = None
+    local_prefix_tokens: int = 0
+    hashes: list[bytes] = field(default_factory=list)
+
+    def left_s(self) -> float:
+        """Seconds to the deadline.
+
+        Raises:
+            DeadlineExceeded: there are none.
+        """
+        left_s = self.deadline - time.monotonic()
+        if left_s <= 0:
+            raise DeadlineExceeded("the request's time is over", hint="conductor.request_timeout_s")
+        return left_s
+
+
+@dataclass(slots=True)
+class Result:
+    """What became of a request; filled in as it goes."""
+
+    decision: Decision | None = None
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    is_stopped: bool = False  # by whoever reads the tokens: it has all that it wanted
+    planned_blocks: int = 0
+    pool_tokens: int = 0
+    local_tokens: int = 0
+    computed_tokens: int = 0
+    prefill_reused_tokens: int = 0
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
+    verified_blocks: int = 0
+    fallback_reason: str = ""
+    phases: dict[str, float] = field(default_factory=dict)
+    bytes_read: dict[str, int] = field(default_factory=dict)
+    bytes_written: dict[str, int] = field(default_factory=dict)
+
+    def stop(self) -> None:
+        """The answer is complete before the worker's stream is: a stop string was found."""
+        self.is_stopped = True
+        self.finish_reason = "stop"
+
+    def add_tokens(self, token_ids: Sequence[int], since_received_s: float) -> None:
+        """Tokens that came just now."""
+        if not self.token_ids:
+            self.ttft_s = since_received_s
+        self.token_ids += token_ids
+        if len(self.token_ids) > 1:
+            self.tpot_s = (since_received_s - self.ttft_s) / (len(self.token_ids) - 1)
+
+    def add_bytes(self, read: dict[str, int], written: dict[str, int]) -> None:
+        """Count bytes moved, by transport."""
+        for target, source in ((self.bytes_read, read), (self.bytes_written, written)):
+            for name, count in source.items():
+                target[name] = target.get(name, 0) + count
+
+    def take(self, reply: m.GenerateReply) -> None:
+        """Add what a decode worker reports, at its end or as it was when the reader left."""
+        self.finish_reason = reply.finish_reason or self.finish_reason
+        self.pool_tokens = reply.pool_tokens
+        self.local_tokens = reply.local_tokens
+        self.computed_tokens = reply.computed_tokens
+        self.verified_blocks += reply.verified_blocks
+        self.phases.update(reply.phases)
+        self.tpot_s = reply.phases.get("per_token_decode_time", self.tpot_s)
+        self.add_bytes(reply.bytes_read, reply.bytes_written)
+
+
+def check_prompt(prompt: Sequence[int], max_prompt_tokens: int, max_new: int, limit: int) -> None:
+    """Refuse prompts that no worker could take.
+
+    Raises:
+        InvalidArgument: empty, over the configured limit, or over the model's context.
+    """
+    if not prompt:
+        raise InvalidArgument("the prompt is empty")
+    if len(prompt) > max_prompt_tokens:
+        raise InvalidArgument(
+            f"the prompt has {len(prompt)} tokens", hint=f"the limit here is {max_prompt_tokens}"
+        )
+    if len(prompt) + max_new > limit:
+        raise InvalidArgument(
+            f"prompt and answer need {len(prompt)} + {max_new} tokens",
+            hint=f"the model's context is {limit}; shorten the prompt or lower max_tokens",
+        )

@@ -1,0 +1,140 @@
+"""Prefill on another worker than the one that decodes: reserve near the decoder, then compute there.
+
+It either returns what the decode worker should read or raises; what to do instead is the gateway's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import Any
+
+import numpy as np
+
+from conductor.cluster import Cluster
+from conductor.jobs import Job, Result
+from conductor.links import Links
+from conductor.membership import Member
+from conductor.requests import Decision
+from conductor.segments import cut, extend
+from kvpool.errors import KvpoolError, Unavailable
+from kvpool.hashing import pack_hashes, token_bytes
+from kvpool.wire import messages as m
+
+RESERVE_TIMEOUT_S = 1.0
+RESERVATION_MARGIN_S = 15.0
+LONGEST_RESERVATION_S = 45.0  # before the margin
+
+Node = Member[m.NodeDescriptor, m.NodeStatsReply]
+
+
+class RemotePrefill:
+    """Has prompts computed where the decision says.
+
+    Args:
+        timeout_s: longest wait for a prefill. Half of the request's time is kept for the fallback anyway.
+    """
+
+    def __init__(self, cluster: Cluster, links: Links, timeout_s: float) -> None:
+        self._cluster = cluster
+        self._links = links
+        self._timeout_s = timeout_s
+
+    async def run(
+        self, job: Job, decision: Decision, decode_host: str, result: Result
+    ) -> tuple[list[m.Segment], m.PrefillReply]:
+        """Reserve first, prefill second: no reservation, no remote prefill.
+
+        Returns:
+            What the decode worker should read, and the prefill worker's report.
+
+        Raises:
+            DeadlineExceeded, Unavailable: it is not to be had in time; the reservation was given back.
+            KvpoolError: what node or worker raised.
+        """
+        if decision.target_node is None or decision.prefill is None:
+            raise Unavailable("no node can take the blocks")
+        prefiller = self._cluster.workers.get(decision.prefill)
+        target = self._cluster.nodes.get(decision.target_node)
+        if prefiller is None or target is None:
+            raise Unavailable("the prefill worker or the node left meanwhile")
+        namespace_id = job.namespace.namespace_id
+        reuse = cut(
+            self._cluster.segments(namespace_id, job.hashes, prefiller.descriptor.host),
+            decision.reuse_blocks,
+        )
+        have = sum(segment.count for segment in reuse)
+        within_s = min(self._timeout_s, job.left_s() / 2)
+        deadline = time.monotonic() + within_s
+        grant, existing = await self._reserve(job, prefiller.member_id, target, have, within_s)
+        # Of a chain that others write at the same time, only the part before theirs can be planned for.
+        granted = set(np.frombuffer(grant.indices, dtype="<u4").tolist()) if grant else set()
+        within_s = max(0.0, deadline - time.monotonic())
+        message = m.Prefill(
+            job.request_id,
+            namespace_id,
+            bytes(token_bytes(job.prompt)),
+            pack_hashes(job.hashes),
+            reuse,
+            self._cluster.live_nodes(),
+            grant,
+            within_s,
+        )
+        started = time.monotonic()
+        try:
+            reply: m.PrefillReply = await self._links.call_worker(prefiller, message, within_s)
+        except (KvpoolError, asyncio.CancelledError):
+            if grant is not None:
+                # The worker may be writing still: the slots go through quarantine.
+                abort = m.Abort(grant.reservation.reservation_id, False)
+                with contextlib.suppress(KvpoolError):
+                    await self._links.to(target.descriptor.address).send(abort)
+            raise
+        result.prefill_reused_tokens = reply.reused_tokens
+        result.add_bytes(reply.bytes_read, reply.bytes_written)
+        for name, seconds in reply.phases.items():
+            result.phases[f"prefill:{name}"] = seconds
+        result.phases["remote_prefill_time"] = time.monotonic() - started
+        covered = dict.fromkeys(existing, target.member_id)
+        if reply.committed_blocks:
+            covered |= dict.fromkeys(granted, target.member_id)
+        near = self._cluster.segments(namespace_id, job.hashes, decode_host)
+        return extend(cut(near, have) if have else [], covered, len(job.hashes)), reply
+
+    async def _reserve(
+        self, job: Job, writer_id: str, node: Node, have: int, within_s: float
+    ) -> tuple[m.Grant | None, list[int]]:
+        """Slots for the blocks from `have` on; also which of them that node holds already.
+
+        Raises:
+            NoRoom, Unavailable, DeadlineExceeded: no reservation, so no remote prefill.
+        """
+        wanted = job.hashes[have:]
+        if not wanted:
+            return None, []
+        request = m.Reserve(
+            job.namespace.namespace_id,
+            pack_hashes(wanted),
+            job.hashes[have - 1] if have else b"",
+            0,
+            min(within_s, LONGEST_RESERVATION_S) + RESERVATION_MARGIN_S,
+            writer_id,
+        )
+        timeout_s = min(RESERVE_TIMEOUT_S, within_s)
+        await self._call(node, m.RegisterNamespace(job.namespace), timeout_s)
+        reply: m.ReserveReply = await self._call(node, request, timeout_s)
+        statuses = reply.statuses
+        if m.BlockStatus.NO_ROOM in statuses:
+            if reply.reservation_id:
+                abort = m.Abort(reply.reservation_id, True)
+                await self._links.to(node.descriptor.address).send(abort)
+            raise Unavailable(f"node {node.member_id} has no room for {len(wanted)} blocks")
+        granted = [have + i for i, s in enumerate(statuses) if s == m.BlockStatus.GRANTED]
+        existing = [have + i for i, s in enumerate(statuses) if s == m.BlockStatus.EXISTS]
+        if not granted:
+            return None, existing
+        return m.Grant(node.descriptor, reply, np.array(granted, dtype="<u4").tobytes()), existing
+
+    async def _call(self, node: Node, request: m.Message, timeout_s: float) -> Any:
+        return await self._links.call_node(node, request, timeout_s)

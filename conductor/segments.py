@@ -1,0 +1,29 @@
+"""Arithmetic on segments: which node holds which run of a chain. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvpool.wire.messages import Segment
+
+
+def cut(segments: Sequence[Segment], limit: int) -> list[Segment]:
+    """The segments up to block `limit`."""
+    kept = []
+    for segment in segments:
+        count = min(segment.count, limit - segment.start)
+        if count > 0:
+            kept.append(Segment(segment.node_id, segment.start, count, segment.tier))
+    return kept
+
+
+def extend(segments: Sequence[Segment], covered: Mapping[int, str], blocks: int) -> list[Segment]:
+    """`segments` followed by the covered blocks (index -> node), as far as they go without a gap."""
+    out = list(segments)
+    at = sum(segment.count for segment in out)
+    while at < blocks and at in covered:
+        start = at
+        while at < blocks and covered.get(at) == covered[start]:
+            at += 1
+        out.append(Segment(covered[start], start, at - start, "dram"))
+    return out
