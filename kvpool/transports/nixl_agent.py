@@ -56,7 +56,7 @@ def load_nixl() -> Any:
     with _preload_lock:
         if not _preloaded:
             with contextlib.suppress(OSError):
-                ctypes.CDLL("libnl-route-3.so.200", mode=ctypes.RTLD_GLOBAL)
+                ctypes.CDLL("libnl-route-3.so.200")  # not RTLD_GLOBAL: that crashes again
             _preloaded = True
     try:
         import nixl._api as api
