@@ -53,11 +53,13 @@ class Mooncake:
         if status != 0:
             raise RuntimeError(f"mooncake's setup answered {status}")
         self._addresses: tuple[int, int] = (0, 0)
+        self._buffers: tuple[np.ndarray, ...] = ()
 
     def use(self, source: np.ndarray, target: np.ndarray) -> None:
         for address in self._addresses:
             if address:
                 self.store.unregister_buffer(address)
+        self._buffers = (source, target)  # registered memory must stay where it is
         self._addresses = (source.ctypes.data, target.ctypes.data)
         for buffer in (source, target):
             self.store.register_buffer(buffer.ctypes.data, buffer.nbytes)
