@@ -341,6 +341,8 @@ class Gateway:
     def _finish(self, job: Job, result: Result, status: str) -> None:
         counters = self.cluster.counters
         counters[f"requests:{status}"] += 1
+        if status == "ok" and result.ttft_s <= self._ttft_s and result.tpot_s <= self._tpot_s:
+            counters["goodput_requests"] += 1  # DistServe: those that meet both objectives
         counters["prompt_tokens"] += len(job.prompt)
         counters["pool_tokens"] += max(result.pool_tokens, result.prefill_reused_tokens)
         counters["output_tokens"] += len(result.token_ids)

@@ -184,6 +184,8 @@ def test_explain_keeps_decision_candidates_and_outcome(cluster: Cluster) -> None
     assert len(record["decision"]["candidates"]) >= 2
     assert record["outcome"]["status"] == "ok"
     assert record["outcome"]["ttft_s"] > 0
+    counters = cluster.stats()["counters"]
+    assert 1 <= counters["goodput_requests"] <= counters["requests:ok"]
 
 
 def test_a_client_that_leaves_frees_the_worker(cluster: Cluster) -> None:
