@@ -34,8 +34,8 @@ class Layout(msgspec.Struct, frozen=True):
 
     The bytes of one part are a C-contiguous array of shape
     `[layers, kv_per_token, kv_heads / tp_size, block_tokens, head_dim]` of `dtype` for the default
-    `order`. `block_tokens` is a whole number of the engine's pages. Engines with another arrangement name it in `order`; kvpool never reorders bytes, so two
-    engines share blocks only when the whole layout is equal.
+    `order`. `block_tokens` is a whole number of the engine's pages. Engines with another arrangement name it
+    in `order`; kvpool never reorders bytes, so two engines share blocks only when the whole layout is equal.
 
     Raises:
         InvalidArgument: a size is not a positive integer, the dtype is unknown, `order` is no text or longer
