@@ -21,6 +21,7 @@ import numpy as np
 from kvpool.client import copies, protection
 from kvpool.client.buffers import block_spans
 from kvpool.client.copies import PrefetchResult, ReplicateResult
+from kvpool.client.deadlines import time_left
 from kvpool.client.misses import Misses
 from kvpool.client.node_link import Lease, NodeLink, Reservation
 from kvpool.client.placement import choose_nodes
@@ -191,11 +192,13 @@ class AsyncPool:
             request = m.Lookup(
                 namespace.namespace_id, pack_hashes(hashes), self.host_label, list(exclude)
             )
-            found: m.LookupReply = await self._conductor.call(request, _left(deadline))
+            found: m.LookupReply = await self._conductor.call(request, time_left(deadline))
             return found
         link = await self._the_node(deadline)
         reply: m.NodeLookupReply = await link.call(
-            m.NodeLookup(namespace.namespace_id, pack_hashes(hashes)), namespace, _left(deadline)
+            m.NodeLookup(namespace.namespace_id, pack_hashes(hashes)),
+            namespace,
+            time_left(deadline),
         )
         if not reply.found:
             return m.LookupReply(0, [])
@@ -209,7 +212,7 @@ class AsyncPool:
             link = await self._the_node(deadline)
             return [m.NodeInfo(link.node, "live", 0, 0)]
         if time.monotonic() - self._nodes_at > NODES_TTL_S:
-            reply: m.NodesReply = await self._conductor.call(m.Nodes(), _left(deadline))
+            reply: m.NodesReply = await self._conductor.call(m.Nodes(), time_left(deadline))
             self._nodes = reply.nodes
             self._nodes_at = time.monotonic()
         return self._nodes
@@ -268,7 +271,7 @@ class AsyncPool:
         if segments is None:
             if self._conductor is not None:
                 segments = (
-                    await self.lookup(namespace, hashes, timeout_s=_left(deadline))
+                    await self.lookup(namespace, hashes, timeout_s=time_left(deadline))
                 ).segments
             else:
                 link = await self._the_node(deadline)
@@ -301,7 +304,7 @@ class AsyncPool:
             part: one tensor-parallel part, or None for all.
         """
         deadline = time.monotonic() + (timeout_s or self.timeout_s)
-        found = await self.lookup(namespace, hashes, timeout_s=_left(deadline))
+        found = await self.lookup(namespace, hashes, timeout_s=time_left(deadline))
         parts = () if part is None else (part,)
         pinned = PinnedBlocks(namespace, tuple(hashes), [], float("inf"), "")
         try:
@@ -311,7 +314,7 @@ class AsyncPool:
                     namespace,
                     hashes[segment.start : segment.start + segment.count],
                     ttl_s=ttl_s,
-                    timeout_s=_left(deadline),
+                    timeout_s=time_left(deadline),
                     parts=parts,
                 )
                 pinned.held.append((link, lease, segment.start))
@@ -363,7 +366,7 @@ class AsyncPool:
                 addresses[rows],
                 owner,
                 verify=self.verify_checksums,
-                timeout_s=_left(deadline),
+                timeout_s=time_left(deadline),
             )
         return pinned.found
 
@@ -422,9 +425,9 @@ class AsyncPool:
             has_stopped = True
             try:
                 sums = await link.write(
-                    pieces, timeout_s=_left(deadline), deadline=reservation.deadline
+                    pieces, timeout_s=time_left(deadline), deadline=reservation.deadline
                 )
-                await link.commit(reservation.reservation_id, sums, timeout_s=_left(deadline))
+                await link.commit(reservation.reservation_id, sums, timeout_s=time_left(deadline))
             except BaseException as error:
                 # A write past its deadline may still arrive: the slots must be quarantined.
                 late = (error, error.__cause__)
@@ -470,8 +473,8 @@ class AsyncPool:
                     hashes,
                     parent=parent,
                     part=part,
-                    ttl_s=_left(deadline) + 1.0,
-                    timeout_s=_left(deadline),
+                    ttl_s=time_left(deadline) + 1.0,
+                    timeout_s=time_left(deadline),
                 )
             except Unavailable as why:  # nothing was written: another node is as good
                 error = why
@@ -584,7 +587,7 @@ class AsyncPool:
         existing = self._links.get(node_id)
         if existing is not None:
             return existing
-        for info in await self.nodes(timeout_s=_left(deadline)):
+        for info in await self.nodes(timeout_s=time_left(deadline)):
             if info.descriptor.node_id == node_id:
                 return self.link_to(info.descriptor)
         raise Unavailable(f"the pool has no node {node_id!r} now")
@@ -609,13 +612,13 @@ class AsyncPool:
         """
         deadline = time.monotonic() + (timeout_s or self.timeout_s)
         reached = 0
-        for info in await self.nodes(timeout_s=_left(deadline)):
+        for info in await self.nodes(timeout_s=time_left(deadline)):
             if info.state != "live":
                 continue
             link = self.link_to(info.descriptor)
             if not link.wire.is_connected:
                 try:
-                    await link.connect(_left(deadline))
+                    await link.connect(time_left(deadline))
                 except KvpoolError as error:
                     self.forget_node(info.descriptor.node_id, error)
                     continue
@@ -652,7 +655,7 @@ class AsyncPool:
             if link.wire.is_connected:
                 return link
         assert self._only_node is not None
-        return self.link_to(await self._only_node.call(m.Describe(), _left(deadline)))
+        return self.link_to(await self._only_node.call(m.Describe(), time_left(deadline)))
 
     async def _place(
         self, node_id: str | None, key: bytes, deadline: float
@@ -663,17 +666,10 @@ class AsyncPool:
         elif self._conductor is None:
             yield await self._the_node(deadline)
         else:
-            nodes = await self.nodes(timeout_s=_left(deadline))
+            nodes = await self.nodes(timeout_s=time_left(deadline))
             for info in choose_nodes(nodes, key, prefer_host=self.host_label):
                 yield self.link_to(info.descriptor)
 
     async def _ensure_registered(self, namespace: Namespace, deadline: float) -> None:
         if namespace.namespace_id not in self._known:
-            await self.register(namespace, timeout_s=_left(deadline))
-
-
-def _left(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise DeadlineExceeded("the call's deadline has passed")
-    return left
+            await self.register(namespace, timeout_s=time_left(deadline))

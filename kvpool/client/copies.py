@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvpool.client.deadlines import time_left
 from kvpool.client.node_link import NodeLink
 from kvpool.client.placement import replica_targets
-from kvpool.errors import DeadlineExceeded, KvpoolError
+from kvpool.errors import KvpoolError
 from kvpool.hashing import pack_hashes
 from kvpool.layout import Namespace
 from kvpool.wire import messages as m
@@ -62,14 +63,14 @@ async def replicate(
         return result
     target = await pool.link(to, deadline)
     request = m.NodeLookup(namespace.namespace_id, pack_hashes(hashes))
-    there: m.NodeLookupReply = await target.call(request, namespace, _left(deadline))
+    there: m.NodeLookupReply = await target.call(request, namespace, time_left(deadline))
     done = result.existing = there.found
     excluded = {to}
     try:
         while done < len(hashes):
             rest = hashes[done:]
             where = await pool.lookup(
-                namespace, rest, exclude=sorted(excluded), timeout_s=_left(deadline)
+                namespace, rest, exclude=sorted(excluded), timeout_s=time_left(deadline)
             )
             if not where.segments:
                 result.reason = result.reason or "not_in_index"
@@ -122,7 +123,7 @@ async def add_replicas(
     standing = 0
     failures: dict[str, str] = {}
     try:
-        nodes = await pool.nodes(timeout_s=_left(deadline))
+        nodes = await pool.nodes(timeout_s=time_left(deadline))
     except KvpoolError as error:
         return 0, {"": error.code}
     waiting = replica_targets(nodes, hashes[0], holder_id=holder.node.node_id)
@@ -167,7 +168,7 @@ async def _ask(
     source: m.NodeDescriptor,
     deadline: float,
 ) -> m.ReplicateReply:
-    left = _left(deadline)
+    left = time_left(deadline)
     request = m.Replicate(
         namespace.namespace_id, pack_hashes(hashes), parent, source, left * NODE_SHARE
     )
@@ -179,7 +180,7 @@ async def prefetch(
     pool: AsyncPool, namespace: Namespace, hashes: Sequence[bytes], deadline: float
 ) -> PrefetchResult:
     """See `AsyncPool.prefetch`."""
-    where = await pool.lookup(namespace, hashes, timeout_s=_left(deadline))
+    where = await pool.lookup(namespace, hashes, timeout_s=time_left(deadline))
     replies = await asyncio.gather(
         *(_prefetch_at(pool, namespace, hashes, segment, deadline) for segment in where.segments)
     )
@@ -206,15 +207,8 @@ async def _prefetch_at(
     request = m.Prefetch(namespace.namespace_id, pack_hashes(rows))
     try:
         link = await pool.link(segment.node_id, deadline)
-        reply: m.PrefetchReply = await link.call(request, namespace, _left(deadline))
+        reply: m.PrefetchReply = await link.call(request, namespace, time_left(deadline))
     except KvpoolError as error:
         pool.forget_node(segment.node_id, error)
         return m.PrefetchReply(0, 0, len(rows), error.code)
     return reply
-
-
-def _left(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise DeadlineExceeded("the call's deadline has passed")
-    return left

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from kvpool.client.deadlines import time_left
 from kvpool.errors import (
     ChecksumMismatch,
-    DeadlineExceeded,
     LeaseExpired,
     TransferFailed,
     Unavailable,
@@ -116,8 +116,8 @@ class NodeLink:
         try:
             return await self.wire.call(request, timeout_s)
         except UnknownNamespace:
-            await self.wire.call(m.RegisterNamespace(namespace), _left(deadline))
-            return await self.wire.call(request, _left(deadline))
+            await self.wire.call(m.RegisterNamespace(namespace), time_left(deadline))
+            return await self.wire.call(request, time_left(deadline))
 
     async def pin(
         self,
@@ -258,12 +258,12 @@ class NodeLink:
             targets = keep.ctypes.data + np.arange(len(addresses), dtype=np.int64) * size
         pieces = Pieces(targets, lease.places, lengths, keep)
         if verify:
-            sums = self.transport.read_and_sum(self.node, pieces, _left(deadline))
+            sums = self.transport.read_and_sum(self.node, pieces, time_left(deadline))
             wrong = np.flatnonzero(sums != lease.checksums)
             if len(wrong):
                 return int(wrong[0])
         else:
-            self.transport.read(self.node, pieces, _left(deadline))
+            self.transport.read(self.node, pieces, time_left(deadline))
         if keep is not owner:
             copy(addresses, targets, lengths)
         return -1
@@ -301,7 +301,7 @@ class NodeLink:
 
         def work() -> Sums:
             # Seen from the thread that writes: loading a transport or waiting for a turn takes time too.
-            return self.transport.write_and_sum(self.node, pieces, _left(until))
+            return self.transport.write_and_sum(self.node, pieces, time_left(until))
 
         return await self._off_loop(pieces.total_bytes, work)
 
@@ -344,10 +344,3 @@ async def _ended(future: asyncio.Future[Any]) -> None:
     while not future.done():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait([future])
-
-
-def _left(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise DeadlineExceeded("no time left for another call")
-    return left

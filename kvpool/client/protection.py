@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvpool.errors import DeadlineExceeded, InvalidArgument
+from kvpool.client.deadlines import time_left
+from kvpool.errors import InvalidArgument
 from kvpool.hashing import pack_hashes
 from kvpool.layout import Namespace
 from kvpool.wire import messages as m
@@ -42,11 +42,11 @@ async def _ask_all(
     pool: AsyncPool, namespace: Namespace, request: m.Protect, deadline: float
 ) -> dict[str, int]:
     """The same request to every node at once; the first error is raised when all have answered."""
-    node_ids = [info.descriptor.node_id for info in await pool.nodes(timeout_s=_left(deadline))]
+    node_ids = [info.descriptor.node_id for info in await pool.nodes(timeout_s=time_left(deadline))]
 
     async def ask(node_id: str) -> int:
         link = await pool.link(node_id, deadline)
-        reply: m.ProtectReply = await link.call(request, namespace, _left(deadline))
+        reply: m.ProtectReply = await link.call(request, namespace, time_left(deadline))
         return reply.count
 
     answers = await asyncio.gather(*map(ask, node_ids), return_exceptions=True)
@@ -56,10 +56,3 @@ async def _ask_all(
             raise answer
         counts[node_id] = answer
     return counts
-
-
-def _left(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise DeadlineExceeded("no time left to ask the nodes")
-    return left
