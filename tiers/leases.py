@@ -6,7 +6,6 @@ one-sided read may still be under way (invariant 3).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from kvpool.errors import LeaseExpired
@@ -97,7 +96,7 @@ class LeaseBook:
         holder.discard(lease_id)
         if not holder:
             del self._by_holder[lease.holder_id]
-        self._unpin(lease.blocks)
+        self._residency.unpin_run(lease.blocks)
         if len(self._due) > 1024 and len(self._due) > 2 * len(self._leases):
             self._due = [(le.deadline + self._grace_s, i) for i, le in self._leases.items()]
             self._due.sort()
@@ -126,11 +125,3 @@ class LeaseBook:
             self._residency.counters["leases_expired"] += 1
             ended += 1
         return ended
-
-    def _unpin(self, blocks: Sequence[Block]) -> None:
-        unpin = self._residency.unpin
-        for block in blocks:
-            if block.pins > 1:
-                block.pins -= 1
-            else:
-                unpin(block)

@@ -225,17 +225,25 @@ class Residency:
         """The copy may have become evictable, or changed its rank; offering in vain does no harm."""
         self._shelf(copy).offer(copy)
 
-    def unpin(self, block: Block) -> None:
-        """One lease less on the dram copy."""
-        block.pins -= 1
-        if block.pins:
+    def unpin_run(self, blocks: Sequence[Block]) -> None:
+        """One lease less on the dram copies of a run of one namespace."""
+        if not blocks:
             return
-        copy = block.copies[DRAM]
-        if copy is None:
-            raise StoreCorrupt(f"pinned block {block.name.hex()} has no dram copy")
-        space = block.space
-        self.tiers[DRAM].pinned_bytes -= space.slot_bytes[DRAM] * space.tp_size
-        self.settle_state(copy)
+        space = blocks[0].space
+        shelf = self.tiers[DRAM].shelf(space)
+        freed = 0
+        for block in blocks:
+            block.pins -= 1
+            if block.pins:
+                continue
+            freed += 1
+            copy = block.copies[DRAM]
+            if copy is None:
+                raise StoreCorrupt(f"pinned block {block.name.hex()} has no dram copy")
+            # Most copies were never asked to go while they were pinned, and still have their place.
+            if block.is_detached or block.keep_until != NEVER or copy not in shelf.policy:
+                self.settle_state(copy)
+        self.tiers[DRAM].pinned_bytes -= freed * space.slot_bytes[DRAM] * space.tp_size
 
     # ------------------------------------------------------------ leaving
 
