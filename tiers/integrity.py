@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tiers import eviction
 from tiers.blocks import DRAM, NEVER, NVME, Block, Copy
-from tiers.slots import StoreCorrupt
+from tiers.slots import Place, StoreCorrupt
 
 if TYPE_CHECKING:
     from tiers.leases import LeaseBook
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tiers.residency import Residency
     from tiers.room import Tier
 
-Slot = tuple[int, int]  # offset, bytes
+Slot = tuple[Place, int]  # where, bytes
 
 
 def check(
@@ -42,7 +42,7 @@ def check(
     _check_holders(blocks, copies, leases, reservations, moves)
     for block in blocks:
         _check_block(block)
-    quarantined = [(entry.place.offset, entry.slot_bytes) for entry in reservations.quarantined()]
+    quarantined = [(entry.place, entry.slot_bytes) for entry in reservations.quarantined()]
     for tier in residency.tiers:
         tier.slots.check_integrity()
         _check_tier(tier, copies, quarantined if tier.index == DRAM else [])
@@ -148,8 +148,8 @@ def _check_tier(tier: Tier, copies: list[Copy], quarantined: list[Slot]) -> None
             if place is None:
                 continue
             owned += 1
-            _require(tier.owners.get(place.offset) is copy, f"{place} belongs to another copy")
-            slots.append((place.offset, slot_bytes))
+            _require(tier.owners.get(place) is copy, f"{place} belongs to another copy")
+            slots.append((place, slot_bytes))
             if checksum is None:
                 reserved += slot_bytes
             else:
@@ -157,8 +157,9 @@ def _check_tier(tier: Tier, copies: list[Copy], quarantined: list[Slot]) -> None
                 pinned += slot_bytes if tier.index == DRAM and copy.block.pins else 0
     _require(owned == len(tier.owners), f"{tier.name}: {len(tier.owners)} owners of {owned} slots")
     slots.sort()
-    for (offset, size), (following, _) in pairwise(slots):
-        _require(offset + size <= following, f"{tier.name}: slots overlap at {following}")
+    for (place, size), (following, _) in pairwise(slots):
+        is_apart = place.arena_id != following.arena_id or place.offset + size <= following.offset
+        _require(is_apart, f"{tier.name}: slots overlap at {following}")
     states = (tier.reserved_bytes, tier.committed_bytes, tier.pinned_bytes, tier.quarantined_bytes)
     recount = (reserved, committed, pinned, sum(size for _, size in quarantined))
     _require(states == recount, f"{tier.name}: bytes by state {states} != {recount}")
@@ -180,8 +181,8 @@ def _check_ledger(tier: Tier, quarantined: list[Slot]) -> None:
     used: Counter[int] = Counter()
     for copy in tier.owners.values():
         used[copy.block.space.account] += copy.block.space.slot_bytes[tier.index]
-    for offset, slot_bytes in quarantined:
-        used[tier.quarantined_of[offset]] += slot_bytes
+    for place, slot_bytes in quarantined:
+        used[tier.quarantined_of[place]] += slot_bytes
     _require(len(tier.quarantined_of) == len(quarantined), "somebody pays for no quarantine")
     for account, charged in enumerate(tier.ledger.used):
         is_right = charged == used[account]

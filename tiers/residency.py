@@ -17,7 +17,8 @@ from tiers.limits import StoreConfig
 from tiers.policies import LazyHeap, policy_class
 from tiers.quotas import Accounts
 from tiers.room import Tier
-from tiers.slots import Place, SlotAllocator, StoreCorrupt
+from tiers.slot_pool import SlotPool
+from tiers.slots import Place, StoreCorrupt
 
 LEAVES_AT_A_TIME = 64  # between two looks for a slab that came free
 
@@ -26,18 +27,16 @@ class Residency:
     """Blocks, their copies and slots over all tiers.
 
     Args:
-        dram: slots of the arena that clients read and write.
-        nvme: slots of the slab file; None where the node has no disk tier.
+        dram: slots of the arenas that clients read and write.
+        nvme: slots of the slab files; None where the node has no disk tier.
         config: limits, policies and quotas.
 
     Raises:
         ConfigError: the quotas exceed dram.
     """
 
-    def __init__(
-        self, dram: SlotAllocator, nvme: SlotAllocator | None, config: StoreConfig
-    ) -> None:
-        self.accounts = Accounts(config.quotas, dram.capacity_bytes)
+    def __init__(self, dram: SlotPool, nvme: SlotPool | None, config: StoreConfig) -> None:
+        self.accounts = Accounts(config.quotas, dram.open_bytes)
         self._parked: list[Copy] = []
         arenas = [(DRAM, dram, config.eviction)]
         if nvme is not None:
@@ -189,12 +188,12 @@ class Residency:
         tier = self.tiers[copy.tier]
         slot_bytes = copy.block.space.slot_bytes[copy.tier]
         tier.reserved_bytes -= slot_bytes
-        del tier.owners[place.offset]
+        del tier.owners[place]
         copy.places[part] = None
         copy.filling -= 1
         if is_late_write_possible:  # invariant 2
             tier.quarantined_bytes += slot_bytes
-            tier.quarantined_of[place.offset] = copy.block.space.account
+            tier.quarantined_of[place] = copy.block.space.account
             self.counters["quarantined"] += 1
         else:
             tier.ledger.charge(copy.block.space.account, -slot_bytes)
@@ -206,7 +205,7 @@ class Residency:
         """Nobody can write to the slot any more: it is free."""
         tier = self.tiers[tier_index]
         tier.quarantined_bytes -= slot_bytes
-        tier.ledger.charge(tier.quarantined_of.pop(place.offset), -slot_bytes)
+        tier.ledger.charge(tier.quarantined_of.pop(place), -slot_bytes)
         tier.slots.free(place)
 
     def settle_state(self, copy: Copy) -> None:
@@ -342,7 +341,7 @@ class Residency:
         slot_bytes = copy.block.space.slot_bytes[copy.tier]
         tier.reserved_bytes += slot_bytes
         tier.ledger.charge(copy.block.space.account, slot_bytes)
-        tier.owners[place.offset] = copy
+        tier.owners[place] = copy
         copy.places[part] = place
 
     def _free_committed(self, copy: Copy) -> None:
@@ -350,7 +349,7 @@ class Residency:
         slot_bytes = copy.block.space.slot_bytes[copy.tier]
         for part, place in enumerate(copy.places):
             if place is not None and copy.checksums[part] is not None:
-                del tier.owners[place.offset]
+                del tier.owners[place]
                 tier.slots.free(place)
                 tier.committed_bytes -= slot_bytes
                 tier.ledger.charge(copy.block.space.account, -slot_bytes)

@@ -14,7 +14,8 @@ from tiers import eviction
 from tiers.blocks import DRAM, Copy, Space
 from tiers.eviction import DOUBLE, PLAIN, SOFT, Shelf
 from tiers.quotas import Accounts, Ledger
-from tiers.slots import SlotAllocator
+from tiers.slot_pool import SlotPool
+from tiers.slots import Place
 
 SLABS_WHEN_DUE = 64  # looked at while this size has something to give itself
 SLABS_AT_MOST = 4096  # looked at otherwise; more would be a pause of more than 5 ms
@@ -26,7 +27,7 @@ class Tier:
     Args:
         index: DRAM or NVME.
         name: what users call it.
-        slots: its arena.
+        slots: its arenas.
         policy: name of the eviction policy.
         accounts: who has which share.
         parked: see `Shelf`.
@@ -36,7 +37,7 @@ class Tier:
         self,
         index: int,
         name: str,
-        slots: SlotAllocator,
+        slots: SlotPool,
         policy: str,
         accounts: Accounts,
         parked: list[Copy],
@@ -49,9 +50,9 @@ class Tier:
         self.pinned_bytes = 0  # of the committed ones
         self.quarantined_bytes = 0
         self.kept_bytes = 0  # promised to protected blocks, whether they stand here or not
-        self.owners: dict[int, Copy] = {}  # offset -> copy; a quarantined slot has none
-        self.quarantined_of: dict[int, int] = {}  # offset -> account
-        self.ledger = Ledger(accounts, slots.capacity_bytes)
+        self.owners: dict[Place, Copy] = {}  # a quarantined slot has none
+        self.quarantined_of: dict[Place, int] = {}  # account
+        self.ledger = Ledger(accounts, slots.open_bytes)
         self.evicted_since_scan: Counter[int] = Counter()  # by slot size
         self.shelves: dict[tuple[int, int], Shelf] = {}  # by slot size and account
         self._look = self._next_look = 0  # the slab where looks at other sizes begin
@@ -75,7 +76,7 @@ class Tier:
     def some_slabs_of_others(self, space: Space, is_due_only: bool) -> Iterator[int]:
         """Slabs of other sizes, the same ones until `look_further`: no call scans a large arena."""
         count = SLABS_WHEN_DUE if is_due_only else SLABS_AT_MOST
-        slabs = self.slots.capacity_bytes // self.slots.slab_bytes
+        slabs = self.slots.slab_count
         self._next_look = (self._look + count) % slabs if count < slabs else 0
         return self.slots.slabs_of_others(space.slot_bytes[self.index], self._look, count)
 
@@ -139,7 +140,7 @@ def leaves_of_others(tier: Tier, space: Space, colder_than: int | None) -> Itera
     is_entitled = tier.ledger.is_entitled(space.account, slot_bytes)
     if not any(
         all(
-            (copy := tier.owners.get(place.offset)) is not None
+            (copy := tier.owners.get(place)) is not None
             and copy.block.space.account in donors
             and _may_take(copy, ranks[-1])
             for place in tier.slots.places_in(index)
@@ -205,7 +206,7 @@ def _coldest_slab_of_others(
     for index in tier.some_slabs_of_others(space, is_due_only):
         copies: dict[Copy, None] = {}
         for place in tier.slots.places_in(index):
-            copy = tier.owners.get(place.offset)
+            copy = tier.owners.get(place)
             if (
                 copy is None  # quarantined
                 or (colder_than is not None and copy.last_use >= colder_than)

@@ -224,6 +224,11 @@ class SlotAllocator:
         return self.slab_bytes // self.slot_size(slot_bytes)
 
     @property
+    def slab_count(self) -> int:
+        """Slabs in all."""
+        return len(self._slabs)
+
+    @property
     def free_bytes(self) -> int:
         """Bytes in no slot; slabs of another size and ends of slabs count as free."""
         return self.capacity_bytes - self.used_bytes

@@ -34,6 +34,7 @@ from tiers.protection import ProtectionBook
 from tiers.quotas import AccountUsage
 from tiers.reservations import ReservationBook
 from tiers.residency import Residency
+from tiers.slot_pool import SlotPool, pool_of
 from tiers.slots import Place, SlotAllocator, StoreCorrupt
 
 __all__ = [
@@ -51,19 +52,21 @@ class Store:
     """All blocks of one node, over its tiers.
 
     Args:
-        dram: slots of the arena that clients reach.
-        nvme: slots of the slab file, or None.
+        dram: slots of the arenas that clients reach.
+        nvme: slots of the slab files, or None.
         config: limits and times.
     """
 
     def __init__(
         self,
-        dram: SlotAllocator,
-        nvme: SlotAllocator | None = None,
+        dram: SlotAllocator | SlotPool,
+        nvme: SlotAllocator | SlotPool | None = None,
         config: StoreConfig | None = None,
     ) -> None:
         self.config = config = config or StoreConfig()
-        self._residency = Residency(dram, nvme, config)
+        self._residency = Residency(
+            pool_of(dram), pool_of(nvme) if nvme is not None else None, config
+        )
         self._leases = LeaseBook(self._residency, config.grace_s, config.first_id)
         self._reservations = ReservationBook(self._residency, config.quarantine_s, config.first_id)
         self._protections = ProtectionBook(self._residency, config.protected_share)
