@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,18 @@ class Pieces:
     def total_bytes(self) -> int:
         """Bytes over all runs."""
         return int(self.lengths.sum())
+
+    def groups(self, group_bytes: int) -> list[Pieces]:
+        """The same runs in order, cut between runs into groups of `group_bytes` or little more."""
+        ends = np.cumsum(self.lengths)
+        if not len(ends) or ends[-1] <= group_bytes:
+            return [self]
+        number = (ends - 1) // group_bytes  # of the group that the last byte of a run falls into
+        last = np.flatnonzero(np.diff(number, append=number[-1] + 1)) + 1
+        return [
+            Pieces(self.local[a:b], self.places[a:b], self.lengths[a:b], self.owner)
+            for a, b in itertools.pairwise([0, *last.tolist()])
+        ]
 
     def coalesced(self) -> Pieces:
         """The same bytes with neighbours joined that are contiguous on both sides."""

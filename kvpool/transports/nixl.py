@@ -11,8 +11,8 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ import structlog
 
 from kvpool.errors import DeadlineExceeded, KvpoolError, TransferFailed
 from kvpool.transports.base import Pieces, Transport
+from kvpool.transports.copying import Sums, sum_runs
 from kvpool.transports.nixl_agent import NixlAgent
 from kvpool.wire.messages import NodeDescriptor
 
@@ -29,6 +30,8 @@ log = structlog.get_logger(__name__)
 SPIN_S = 0.0005  # poll without sleeping for this long, then with pauses
 PAUSE_S = 0.0001
 PROBE_BYTES = 64
+# Checksums of one group are made while the next is under way; smaller ones cost more in posting.
+GROUP_BYTES = 8 << 20
 GRACE_S = 1.0  # beyond a transfer's deadline, for the thread to notice it
 
 
@@ -99,6 +102,29 @@ class NixlTransport(Transport):
 
     def write(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> None:
         self._transfer("WRITE", node, pieces, timeout_s)
+
+    def read_and_sum(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> Sums:
+        deadline = time.monotonic() + timeout_s
+        groups = pieces.groups(GROUP_BYTES)
+        sums: list[Sums] = []
+        with self._all_ended(deadline) as begun:
+            for group in groups:
+                begun.append(self._begin("READ", node, group, deadline))
+            for group, work in zip(groups, begun, strict=True):
+                self._await(work, deadline)
+                sums.append(sum_runs(group.local, group.lengths))
+        return np.concatenate(sums)
+
+    def write_and_sum(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> Sums:
+        deadline = time.monotonic() + timeout_s
+        sums: list[Sums] = []
+        with self._all_ended(deadline) as begun:
+            for group in pieces.groups(GROUP_BYTES):
+                sums.append(sum_runs(group.local, group.lengths))
+                begun.append(self._begin("WRITE", node, group, deadline))
+            for work in begun:
+                self._await(work, deadline)
+        return np.concatenate(sums)
 
     def forget(self, node_id: str) -> None:
         self._submit(lambda _future: self._unmeet(node_id))
@@ -187,19 +213,39 @@ class NixlTransport(Transport):
         )
 
     def _submit(self, function: Job, timeout_s: float = 30.0) -> None:
+        self._await(self._enqueue(function), time.monotonic() + timeout_s)
+
+    def _enqueue(self, function: Job) -> Future[None]:
         if self._closed:
             raise TransferFailed("the NIXL transport is closed")
         future: Future[None] = Future()
         self._jobs.put((function, future))
+        return future
+
+    def _await(self, future: Future[None], deadline: float) -> None:
         try:
-            future.result(timeout=timeout_s)
+            future.result(timeout=max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             if not future.cancel():
                 # Begun, and so bounded by its own deadline: wait for what became of it.
                 with contextlib.suppress(TimeoutError):
                     future.result(timeout=GRACE_S)
                     return
-            raise DeadlineExceeded(f"NIXL's thread was busy for {timeout_s:g} s") from None
+            raise DeadlineExceeded("NIXL's thread was busy until the deadline") from None
+
+    @contextlib.contextmanager
+    def _all_ended(self, deadline: float) -> Iterator[list[Future[None]]]:
+        """Within it transfers may be begun; when it is left none of them touches memory any more.
+
+        Those that outlived their deadline are the exception, as everywhere: they are in quarantine.
+        """
+        begun: list[Future[None]] = []
+        try:
+            yield begun
+        finally:
+            for work in begun:
+                if not work.cancel():
+                    wait([work], timeout=max(0.0, deadline - time.monotonic()) + GRACE_S)
 
     @property
     def _raw(self) -> Any:
@@ -255,13 +301,19 @@ class NixlTransport(Transport):
     def _transfer(
         self, operation: str, node: NodeDescriptor, pieces: Pieces, timeout_s: float
     ) -> None:
-        if len(pieces.lengths) == 0:
-            return
         deadline = time.monotonic() + timeout_s
+        self._await(self._begin(operation, node, pieces, deadline), deadline)
+
+    def _begin(
+        self, operation: str, node: NodeDescriptor, pieces: Pieces, deadline: float
+    ) -> Future[None]:
+        """Hand a transfer to the agent's thread."""
+        if len(pieces.lengths) == 0:
+            nothing: Future[None] = Future()
+            nothing.set_result(None)
+            return nothing
         joined = pieces.coalesced()
-        self._submit(
-            lambda future: self._post(operation, node, joined, deadline, future), timeout_s
-        )
+        return self._enqueue(lambda future: self._post(operation, node, joined, deadline, future))
 
     def _post(
         self,

@@ -95,7 +95,7 @@ class ShmTransport(Transport):
     def _addresses(self, node: NodeDescriptor, pieces: Pieces) -> np.ndarray:
         attached = self._attach(node)
         out = np.empty(len(pieces.lengths), dtype=np.int64)
-        for arena_id in np.unique(pieces.places[:, 0]):
+        for arena_id in set(pieces.places[:, 0].tolist()):
             if int(arena_id) not in attached.bases:
                 raise TransferFailed(f"node {node.node_id} has no arena {arena_id}")
             base, size = attached.bases[int(arena_id)]
