@@ -17,7 +17,10 @@ from tiers.slots import Place
 
 DRAM = 0
 NVME = 1
-TIER_NAMES = ("dram", "nvme")
+HBM = 2
+TIER_NAMES = ("dram", "nvme", "hbm")
+BEST_FIRST = (HBM, DRAM, NVME)  # the order in which a copy is looked for
+NEVER_USED = -1
 NEVER = -math.inf  # `Block.keep_until` of a block that nobody protects
 FOREVER = math.inf  # of one that is never evicted
 
@@ -25,7 +28,19 @@ FOREVER = math.inf  # of one that is never evicted
 class Copy:
     """One block in one tier. A part without a place stands not here; without a checksum it is reserved."""
 
-    __slots__ = ("block", "checksums", "committed", "filling", "places", "reading", "tier")
+    __slots__ = (
+        "block",
+        "checksums",
+        "committed",
+        "filling",
+        "pins",
+        "places",
+        "reading",
+        "refused_use",
+        "tier",
+        "whole_checksums",
+        "whole_places",
+    )
 
     def __init__(self, block: Block, tier: int) -> None:
         tp_size = block.space.tp_size
@@ -36,6 +51,12 @@ class Copy:
         self.committed = 0  # parts
         self.filling = 0  # parts reserved by a writer or by a move into this copy
         self.reading = 0  # moves that read from this copy
+        self.pins = 0  # leases on this copy
+        # Of a whole copy, part by part: what a pin hands out without further work.
+        self.whole_places: tuple[Place, ...] = ()
+        self.whole_checksums: tuple[int, ...] = ()
+        # The block's last use when the tier below had no room for it: see `eviction.is_spared`.
+        self.refused_use = NEVER_USED
 
     @property
     def is_whole(self) -> bool:
@@ -69,7 +90,6 @@ class Block:
     """One prefix hash of one namespace, and where it stands."""
 
     __slots__ = (
-        "checksums",
         "copies",
         "depth",
         "is_detached",
@@ -78,8 +98,6 @@ class Block:
         "last_use",
         "name",
         "parent",
-        "pins",
-        "places",
         "space",
     )
 
@@ -91,13 +109,9 @@ class Block:
         self.parent = parent  # prefix hash of the block before, b"" at the start
         self.last_use = last_use  # tick of the last pin or commit; unique, larger is more recent
         self.depth = depth  # known blocks before it when it came; an estimate for policies
-        self.pins = 0  # leases on the dram copy
         self.keep_until = NEVER  # monotonic seconds: soft protection; FOREVER: hard protection
         self.is_shielded = False  # needed by the call under way: not evicted to make its room
-        self.copies: list[Copy | None] = [None, None]  # by tier
-        # Of a whole dram copy, part by part: what a pin hands out without further work.
-        self.places: tuple[Place, ...] = ()
-        self.checksums: tuple[int, ...] = ()
+        self.copies: list[Copy | None] = [None] * len(TIER_NAMES)  # by tier
         self.is_detached = False  # dropped, but some slot is still read or written
 
 
@@ -124,13 +138,13 @@ class Space:
         self.tp_size = namespace.layout.tp_size
         self.part_bytes = namespace.layout.part_bytes
         self.block_tokens = namespace.layout.block_tokens
-        self.slot_bytes = slot_bytes  # by tier
+        self.slot_bytes = slot_bytes  # by tier; 0 for one that the node has not got
         self.account = account  # whose quota its slots count against
         self.blocks: dict[bytes, Block] = {}
-        self.visible: tuple[dict[bytes, Block], ...] = ({}, {})  # by tier
+        self.visible: tuple[dict[bytes, Copy], ...] = tuple({} for _ in TIER_NAMES)  # whole ones
         # By tier: parent hash -> how many of its children have a copy there (invariant 6). Counted even
         # while the parent is elsewhere, so that it is right from the moment that the parent arrives.
-        self.children: tuple[dict[bytes, int], ...] = ({}, {})
+        self.children: tuple[dict[bytes, int], ...] = tuple({} for _ in TIER_NAMES)
         self.kept_children: dict[bytes, int] = {}  # parent hash -> how many of them are protected
 
 
@@ -176,8 +190,8 @@ class PinResult:
     """Answer to `pin`: places and checksums block by block, within a block by part as asked.
 
     `miss_reason` says why block number `found` could not be leased: "never_stored", "evicted",
-    "in_progress", "checksum", "no_room", or "promoting": blocks of the run stand only in nvme; carry out
-    `promote` (empty when somebody else's moves are under way), then pin again.
+    "in_progress", "checksum", "no_room", or "promoting": blocks of the run stand only where the caller
+    cannot read; carry out `promote` (empty when somebody else's moves are under way), then pin again.
     """
 
     lease_id: int  # 0: nothing is leased

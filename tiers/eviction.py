@@ -8,7 +8,7 @@ Decides only; taking a copy out of its tier is the store's.
 
 from __future__ import annotations
 
-from tiers.blocks import DRAM, FOREVER, NEVER, NVME, Copy
+from tiers.blocks import DRAM, FOREVER, HBM, NEVER, NVME, Copy
 from tiers.policies import EvictionPolicy, LazyHeap, create
 
 PLAIN = 0  # in the policy's order
@@ -18,7 +18,7 @@ SOFT = 2  # protected for a while: only when nothing else can go, by recency
 
 def is_held(copy: Copy) -> bool:
     """Somebody reads or writes this copy's slots: a lease, a reservation or a move (invariant 1)."""
-    return copy.filling > 0 or copy.reading > 0 or (copy.tier == DRAM and copy.block.pins > 0)
+    return copy.filling > 0 or copy.reading > 0 or copy.pins > 0
 
 
 def has_descendant(copy: Copy) -> bool:
@@ -39,17 +39,34 @@ def is_standing(copy: Copy) -> bool:
 
 def is_hard(copy: Copy) -> bool:
     """The block is protected without an end: it is never evicted."""
-    return copy.block.keep_until == FOREVER
+    return copy.block.keep_until == FOREVER and copy.tier != HBM
 
 
 def is_soft(copy: Copy) -> bool:
     """The block is protected for a while: it goes only when nothing else can."""
-    return NEVER < copy.block.keep_until < FOREVER
+    return NEVER < copy.block.keep_until < FOREVER and copy.tier != HBM
+
+
+def is_spared(copy: Copy) -> bool:
+    """The only copy of a block, in hbm: it goes down first, and only then from here.
+
+    Unless the tier below had no room for it, all there being used since, and it is not used again. A
+    protected block is promised to stay on the node, not in hbm: it waits for that room however long.
+    """
+    if copy.tier != HBM or not copy.is_whole or has_backing(copy):
+        return False
+    block = copy.block
+    return block.keep_until != NEVER or copy.refused_use != block.last_use
+
+
+def has_backing(copy: Copy) -> bool:
+    """The block stands whole in some other tier as well."""
+    return any(c is not None and c is not copy and c.is_whole for c in copy.block.copies)
 
 
 def is_takable(copy: Copy) -> bool:
     """The copy stands, nobody holds it, and it is not to be kept; descendants are another matter."""
-    return is_standing(copy) and not is_held(copy) and not is_hard(copy)
+    return is_standing(copy) and not is_held(copy) and not is_hard(copy) and not is_spared(copy)
 
 
 def is_evictable(copy: Copy) -> bool:

@@ -11,10 +11,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from tiers import eviction
-from tiers.blocks import DRAM, NEVER, NVME, Block, Copy
+from tiers.blocks import HBM, NEVER, TIER_NAMES, Block, Copy
 from tiers.slots import Place, StoreCorrupt
 
 if TYPE_CHECKING:
+    from tiers.boundary import Boundary
     from tiers.leases import LeaseBook
     from tiers.moves import MoveBook
     from tiers.protection import ProtectionBook
@@ -42,21 +43,20 @@ def check(
     _check_holders(blocks, copies, leases, reservations, moves)
     for block in blocks:
         _check_block(block)
-    quarantined = [(entry.place, entry.slot_bytes) for entry in reservations.quarantined()]
-    for tier in residency.tiers:
+    for tier in residency.tiers.values():
+        quarantined = [
+            (entry.place, entry.slot_bytes)
+            for entry in reservations.quarantined()
+            if entry.tier == tier.index
+        ]
         tier.slots.check_integrity()
-        _check_tier(tier, copies, quarantined if tier.index == DRAM else [])
+        _check_tier(tier, copies, quarantined)
         _check_candidates(residency, tier, copies)
-        _check_ledger(tier, quarantined if tier.index == DRAM else [])
+        _check_ledger(tier, quarantined)
     _check_children(residency)
     _check_protection(residency, blocks, protections)
-    clean = sum(
-        block.space.slot_bytes[DRAM] * block.space.tp_size
-        for block in blocks
-        if not block.is_detached
-        and all(copy is not None and copy.is_whole for copy in block.copies)
-    )
-    _require(clean == residency.clean_bytes, f"clean bytes {residency.clean_bytes} != {clean}")
+    for boundary in residency.boundaries.values():
+        _check_boundary(boundary, blocks, moves)
 
 
 def _require(holds: bool, message: str) -> None:
@@ -83,15 +83,11 @@ def _check_holders(
     moves: MoveBook,
 ) -> None:
     """Invariant 1: every hold is somebody's, and whoever holds, holds."""
-    known = set(blocks)
-    pins = Counter(block for lease in leases.values() for block in lease.blocks)
-    _require(set(pins) <= known, "a lease is on a block that is gone")
-    for block in blocks:
-        _require(block.pins == pins[block], f"{block.name.hex()}: {block.pins} pins")
-        dram = block.copies[DRAM]
-        _require(
-            not block.pins or (dram is not None and dram.is_whole), "a pinned block is not in dram"
-        )
+    pins = Counter(copy for lease in leases.values() for copy in lease.copies)
+    _require(set(pins) <= set(copies), "a lease is on a copy that is gone")
+    for pinned in copies:
+        _require(pinned.pins == pins[pinned], f"{pinned.block.name.hex()}: {pinned.pins} pins")
+        _require(not pinned.pins or pinned.is_whole, "a pinned copy is not whole")
     filling: Counter[Copy] = Counter()
     reading: Counter[Copy] = Counter()
     for grant in reservations.values():
@@ -127,12 +123,14 @@ def _check_block(block: Block) -> None:
     for tier_index, visible in enumerate(block.space.visible):
         copy = block.copies[tier_index]
         is_whole = copy is not None and copy.is_whole and not block.is_detached
-        is_visible = visible.get(block.name) is block
+        shown = visible.get(block.name)
+        is_visible = shown is not None and shown.block is block
         _require(is_visible == is_whole, f"{name}: visible {is_visible}, whole {is_whole}")
-    dram = block.copies[DRAM]
-    if dram is not None and dram.is_whole:
-        _require(list(block.places) == dram.places, f"{name}: hands out old places")
-        _require(list(block.checksums) == dram.checksums, f"{name}: hands out old checksums")
+        _require(not is_visible or shown is copy, f"{name}: an old copy is visible")
+        if copy is not None and copy.is_whole:
+            _require(list(copy.whole_places) == copy.places, f"{name}: hands out old places")
+            is_current = list(copy.whole_checksums) == copy.checksums
+            _require(is_current, f"{name}: hands out old checksums")
 
 
 def _check_tier(tier: Tier, copies: list[Copy], quarantined: list[Slot]) -> None:
@@ -154,7 +152,7 @@ def _check_tier(tier: Tier, copies: list[Copy], quarantined: list[Slot]) -> None
                 reserved += slot_bytes
             else:
                 committed += slot_bytes
-                pinned += slot_bytes if tier.index == DRAM and copy.block.pins else 0
+                pinned += slot_bytes if copy.pins else 0
     _require(owned == len(tier.owners), f"{tier.name}: {len(tier.owners)} owners of {owned} slots")
     slots.sort()
     for (place, size), (following, _) in pairwise(slots):
@@ -176,6 +174,26 @@ def _check_candidates(residency: Residency, tier: Tier, copies: list[Copy]) -> N
             _require(copy in shelf, f"{copy.block.name.hex()} can never be evicted")
 
 
+def _check_boundary(boundary: Boundary, blocks: list[Block], moves: MoveBook) -> None:
+    """What would be lost is known, and its demotion not forgotten."""
+    name, index = boundary.upper.name, boundary.upper.index
+    clean = 0
+    waiting = boundary.waiting()
+    cleaning = [source for _, source, target in moves.values() if target.tier == boundary.target]
+    for block in blocks:
+        copy = block.copies[index]
+        if copy is None or not copy.is_whole or block.is_detached:
+            continue
+        below = [block.copies[tier] for tier in boundary.lower]
+        if any(lower is not None and lower.is_whole for lower in below):
+            clean += copy.size_bytes
+        elif copy not in waiting and not any(below):
+            _require(False, f"{block.name.hex()} of {name} can never be demoted")
+    _require(clean == boundary.clean_bytes, f"{name}: {boundary.clean_bytes} != {clean} clean")
+    parts = sum(source.block.space.slot_bytes[index] for source in cleaning if source.tier == index)
+    _require(parts == boundary.cleaning_bytes, f"{name}: bytes under demotion are miscounted")
+
+
 def _check_ledger(tier: Tier, quarantined: list[Slot]) -> None:
     """Every slot counts for one account, in quarantine too."""
     used: Counter[int] = Counter()
@@ -195,8 +213,9 @@ def _check_protection(
     """What is promised is counted, and no block is protected longer than what it builds on."""
     kept = {block for block in blocks if block.keep_until != NEVER}
     _require(kept == set(protections.values()), "protected blocks are misfiled")
-    for tier in residency.tiers:
-        promised = sum(b.space.slot_bytes[tier.index] * b.space.tp_size for b in kept)
+    for tier in residency.tiers.values():
+        promising = kept if tier.index != HBM else set()
+        promised = sum(b.space.slot_bytes[tier.index] * b.space.tp_size for b in promising)
         _require(tier.kept_bytes == promised, f"{tier.name}: {tier.kept_bytes} != {promised} kept")
     for space in residency.spaces.values():
         children = Counter(b.parent for b in kept if b.space is space and b.parent)
@@ -206,7 +225,7 @@ def _check_protection(
 def _check_children(residency: Residency) -> None:
     """Invariant 6: every copy counts with its parent."""
     for space in residency.spaces.values():
-        for tier_index in (DRAM, NVME):
+        for tier_index in range(len(TIER_NAMES)):
             children = Counter(
                 block.parent
                 for block in space.blocks.values()

@@ -9,19 +9,19 @@ from __future__ import annotations
 from heapq import heappop, heappush
 
 from kvpool.errors import LeaseExpired
-from tiers.blocks import DRAM, Block, Space
+from tiers.blocks import Copy, Space
 from tiers.residency import Residency
 
 
 class Lease:
-    """A promise that `blocks` keep their dram places until `deadline`, and `grace_s` beyond."""
+    """A promise that `copies` keep their places until `deadline`, and `grace_s` beyond."""
 
-    __slots__ = ("blocks", "deadline", "holder_id", "lease_id")
+    __slots__ = ("copies", "deadline", "holder_id", "lease_id")
 
-    def __init__(self, lease_id: int, holder_id: str, blocks: list[Block], deadline: float) -> None:
+    def __init__(self, lease_id: int, holder_id: str, copies: list[Copy], deadline: float) -> None:
         self.lease_id = lease_id
         self.holder_id = holder_id
-        self.blocks = blocks
+        self.copies = copies
         self.deadline = deadline  # monotonic seconds, as announced
 
 
@@ -50,25 +50,28 @@ class LeaseBook:
         """All leases, in force or in grace."""
         return list(self._leases.values())
 
-    def grant(self, space: Space, blocks: list[Block], holder_id: str, deadline: float) -> int:
-        """Pin the dram copies of a run of one chain, note their use, and return the lease's number."""
+    def grant(self, space: Space, copies: list[Copy], holder_id: str, deadline: float) -> int:
+        """Pin the copies of a run of one chain, note their use, and return the lease's number."""
         fresh = 0
+        in_hbm: list[Copy] = []
         residency = self._residency
-        tick = residency.advance(len(blocks))  # inlined `touch`: one pass over the run
-        for block in blocks:
-            block.last_use = tick
+        tick = residency.advance(len(copies))  # inlined `touch`: one pass over the run
+        for copy in copies:
+            copy.block.last_use = tick
             tick -= 1
-            if block.pins:
-                block.pins += 1
+            if copy.pins:
+                copy.pins += 1
             else:
-                block.pins = 1
+                copy.pins = 1
                 fresh += 1
+                if copy.tier:  # not dram: rare, and for that out of the way
+                    in_hbm.append(copy)
         if residency.wants_uses:
-            residency.note_uses(blocks)
-        residency.tiers[DRAM].pinned_bytes += fresh * space.slot_bytes[DRAM] * space.tp_size
+            residency.note_uses([copy.block for copy in copies])
+        residency.note_pins(space, fresh - len(in_hbm), len(in_hbm))
         lease_id = self._next_id
         self._next_id += 1
-        self._leases[lease_id] = Lease(lease_id, holder_id, blocks, deadline)
+        self._leases[lease_id] = Lease(lease_id, holder_id, copies, deadline)
         self._by_holder.setdefault(holder_id, set()).add(lease_id)
         heappush(self._due, (deadline + self._grace_s, lease_id))
         return lease_id
@@ -96,7 +99,7 @@ class LeaseBook:
         holder.discard(lease_id)
         if not holder:
             del self._by_holder[lease.holder_id]
-        self._residency.unpin_run(lease.blocks)
+        self._residency.unpin_run(lease.copies)
         if len(self._due) > 1024 and len(self._due) > 2 * len(self._leases):
             self._due = [(le.deadline + self._grace_s, i) for i, le in self._leases.items()]
             self._due.sort()

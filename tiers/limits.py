@@ -27,11 +27,13 @@ class StoreConfig:
     max_namespaces: int = 4096
     dram_high_watermark: float = 0.9  # share in use above which demotion begins
     dram_low_watermark: float = 0.7  # share that demotion makes dispensable down to
-    write_through: bool = False  # every committed block goes to nvme too
+    hbm_high_watermark: float = 0.9  # the same for hbm, whose blocks go down to dram
+    hbm_low_watermark: float = 0.7
+    write_through: bool = False  # every block of dram goes to nvme too
     move_retry_s: float = 5.0  # wait after a failed demotion
     ghost_hashes: int = 65_536  # gone hashes whose reason is remembered
     max_pending_events: int = 1_000_000  # kept for a slow or absent reader of events
-    eviction: str = DEFAULT  # policy of dram, by name (`tiers.policies`)
+    eviction: str = DEFAULT  # policy of dram and hbm, by name (`tiers.policies`)
     nvme_eviction: str = DEFAULT
     protected_share: float = 0.5  # of each tier that may be promised to protected blocks
     # By tenant or namespace id (hex): a share (float) of each tier, or bytes (int) of dram (`tiers.quotas`).
@@ -45,11 +47,12 @@ class StoreConfig:
         for name in ("max_lease_s", "max_reservation_s", "max_blocks_per_call", "max_namespaces"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be positive")
-        if not 0 <= self.dram_low_watermark <= self.dram_high_watermark <= 1:
-            raise ConfigError(
-                f"dram watermarks {self.dram_low_watermark} and {self.dram_high_watermark}",
-                hint="0 <= low <= high <= 1",
-            )
+        for tier in ("dram", "hbm"):
+            low, high = (getattr(self, f"{tier}_{end}_watermark") for end in ("low", "high"))
+            if not 0 <= low <= high <= 1:
+                raise ConfigError(
+                    f"{tier} watermarks {low} and {high}", hint="0 <= low <= high <= 1"
+                )
         policy_class(self.eviction)
         policy_class(self.nvme_eviction)
         if not 0 <= self.protected_share <= 1:

@@ -1,17 +1,18 @@
-"""Moves between dram and nvme: which copies to make, and what their end means. Decides, copies nothing.
+"""Moves between tiers: which copies to make, and what their end means. Decides, copies nothing.
 
-Promotion brings a run into dram, because only dram copies can be leased. Demotion cleans: it gives the
-coldest dram copies a second one in nvme, so that evicting them later loses nothing. The dram copy stays until
-its room is needed. Both slots of a move are held until it is finished. Pure: no I/O, no clock.
+Promotion brings a run where its reader can read it: into dram, from nvme or from hbm, or into hbm for those who
+ask for that. Demotion cleans: it gives the coldest copies of dram a second one in nvme, and those of hbm one
+in dram, so that evicting them later loses nothing. The first copy stays until its room is needed. Both slots
+of a move are held until it is finished. Pure: no I/O, no clock.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvpool.errors import InvalidArgument
-from tiers.blocks import DRAM, NVME, TIER_NAMES, Block, Copy, Move, Space
+from tiers.blocks import BEST_FIRST, HBM, TIER_NAMES, Copy, Move, Space
+from tiers.boundary import Boundary
 from tiers.residency import Residency
 
 
@@ -20,29 +21,14 @@ class MoveBook:
 
     Args:
         residency: where the slots are.
-        high_watermark: share of dram in use above which demotion begins.
-        low_watermark: share of dram that demotion makes dispensable down to.
-        is_write_through: demote every block, whatever the watermarks.
         retry_s: seconds before a block whose demotion failed is tried again.
     """
 
-    def __init__(
-        self,
-        residency: Residency,
-        high_watermark: float,
-        low_watermark: float,
-        is_write_through: bool,
-        retry_s: float,
-    ) -> None:
+    def __init__(self, residency: Residency, retry_s: float) -> None:
         self._residency = residency
-        self._high = high_watermark
-        self._low = low_watermark
-        self._is_write_through = is_write_through
         self._retry_s = retry_s
         self._next_id = 1
         self._moves: dict[int, tuple[Move, Copy, Copy]] = {}
-        self._cleaning_bytes = 0  # dram bytes of the parts whose demotion is under way
-        self._retry: deque[tuple[float, Copy]] = deque()
 
     def __len__(self) -> int:
         return len(self._moves)
@@ -52,66 +38,90 @@ class MoveBook:
         return list(self._moves.values())
 
     def promote_run(
-        self, space: Space, hashes: Sequence[bytes]
-    ) -> tuple[list[Block], list[Move], str]:
-        """Start promoting what the leading run has in nvme only.
+        self, space: Space, hashes: Sequence[bytes], readable: Collection[int], target: int
+    ) -> tuple[list[Copy], list[Move], str]:
+        """Start bringing into `target` what the leading run has in no tier of `readable`, best first.
 
-        Returns the blocks that can be leased now, the moves, and "promoting" when there are any (own or
+        Returns the copies that can be leased now, the moves, and "promoting" when there are any (own or
         others'), "no_room" when the run was cut for want of it, else "".
         """
-        dram, nvme = space.visible
-        run: list[Block] = []
+        run: list[tuple[Copy, bool]] = []
         for name in hashes:
-            block = dram.get(name) or nvme.get(name)
-            if block is None:
+            copy = whole_copy(space, readable, name)
+            is_ready = copy is not None
+            copy = copy or whole_copy(space, BEST_FIRST, name)
+            if copy is None:
                 break
-            run.append(block)
-        self._residency.touch(run)
+            run.append((copy, is_ready))
+        blocks = [copy.block for copy, _ in run]
+        self._residency.touch(blocks)
         moves: list[Move] = []
         is_waiting = False
-        with self._residency.shield(run):
-            for position, block in enumerate(run):
-                if block.name in dram:
+        with self._residency.shield(blocks):
+            for position, (copy, is_ready) in enumerate(run):
+                if is_ready:
                     continue
-                if block.copies[DRAM] is not None:
+                if copy.block.copies[target] is not None:
                     is_waiting = True
                     continue
-                started = self._begin(block, NVME, DRAM, None)
+                started = self._begin(copy, target, None)
                 if started is None:
                     if not is_waiting:
-                        return run[:position], [], "no_room"
+                        return [ready for ready, _ in run[:position]], [], "no_room"
                     break
                 is_waiting = True
                 moves += started
-        return ([], moves, "promoting") if is_waiting else (run, [], "")
+        if is_waiting:
+            return [], moves, "promoting"
+        return [copy for copy, _ in run], [], ""
 
-    def plan_demotions(self, max_blocks: int, now: float) -> list[Move]:
-        """Moves for the coldest dram blocks that have no nvme copy, `max_blocks` at most.
+    def plan_demotions(self, max_blocks: int, now: float, sources: Collection[int]) -> list[Move]:
+        """Moves for the coldest blocks of each source that stand in no tier below it, `max_blocks` of each.
 
         A block takes the place of a colder one only: else a full disk would be rewritten for ever.
         """
-        residency = self._residency
-        if len(residency.tiers) < 2:
-            return []
-        while self._retry and self._retry[0][0] <= now:
-            residency.dirty.offer(self._retry.popleft()[1])
         moves: list[Move] = []
-        skipped: set[Block] = set()  # pinned: hot, and not worth a write yet
+        for index, boundary in reversed(self._residency.boundaries.items()):  # from below
+            if index in sources:
+                boundary.offer_again(now)
+                moves += self._plan(boundary, max_blocks, now)
+        return moves
+
+    def _plan(self, boundary: Boundary, max_blocks: int, now: float) -> list[Move]:
+        moves: list[Move] = []
+        skipped: set[Copy] = set()  # pinned: hot, and not worth a write yet
         planned = 0
-        while planned < max_blocks and self._is_demotion_due():
-            copy = residency.dirty.lowest(lambda copy: copy.block in skipped)
+        while planned < max_blocks and boundary.is_due:
+            copy = boundary.dirty.lowest(lambda copy: copy in skipped)
             if copy is None:
                 break
-            block = copy.block
-            if block.pins and not self._is_write_through:
-                skipped.add(block)
+            if copy.pins and not boundary.is_write_through:
+                skipped.add(copy)
                 continue
-            planned_moves = self._begin(block, DRAM, NVME, block.last_use)
-            if planned_moves is None:
+            if self._is_room_coming(boundary, copy):
                 break
             planned += 1
-            moves += planned_moves
+            planned_moves = self._begin(copy, boundary.target, copy.last_use)
+            if planned_moves is not None:
+                moves += planned_moves
+            elif copy.tier == HBM:
+                # All below is hotter: it may go from here when room is needed (`eviction.is_spared`).
+                copy.refused_use = copy.last_use
+                boundary.retry_later(copy, now + self._retry_s)
+                self._residency.counters["demotion_refused"] += 1
+                self._residency.settle_state(copy)
+            else:
+                break
         return moves
+
+    def _is_room_coming(self, boundary: Boundary, copy: Copy) -> bool:
+        """The tier below is being cleaned itself: what made room there now would be lost."""
+        below = self._residency.boundaries.get(boundary.target)
+        return (
+            below is not None
+            and below.cleaning_bytes > 0
+            and below.dispensable_bytes < copy.size_bytes
+        )
 
     def finish(self, move_id: int, is_ok: bool | None, now: float) -> None:
         """The bytes of one move are in place, or never will be; nothing touches its slots any more.
@@ -126,45 +136,37 @@ class MoveBook:
             raise InvalidArgument(f"no move {move_id} is under way")
         move, source, target = self._moves.pop(move_id)
         residency = self._residency
-        kind = "promoted" if target.tier == DRAM else "demoted"
-        if target.tier == NVME:
-            self._cleaning_bytes -= source.block.space.slot_bytes[DRAM]
+        is_up = BEST_FIRST.index(target.tier) < BEST_FIRST.index(source.tier)
+        boundary = self._crossed(source, target.tier)
+        if boundary is not None:
+            boundary.cleaning_bytes -= source.block.space.slot_bytes[source.tier]
         source.reading -= 1
         if is_ok:
             if residency.fill(target, move.part, move.checksum):
+                kind = "promoted" if is_up else "demoted"
                 residency.counters[kind] += 1
+                residency.counters[f"{kind}:{move.target_tier}"] += 1
         else:
             residency.counters["moves_cancelled" if is_ok is None else "moves_failed"] += 1
             residency.vacate(target, move.part, is_late_write_possible=False)
         if not target.filling:
             residency.discard_partial(target)  # some other part failed
         residency.settle_state(source)
-        if not is_ok and source.tier == DRAM:
-            self._retry.append((now + self._retry_s, source))
+        if boundary is not None and not target.filling and not target.is_whole:
+            boundary.retry_later(source, now + self._retry_s)
 
     # ------------------------------------------------------------ within
 
-    def _is_demotion_due(self) -> bool:
-        if self._is_write_through:
-            return True
-        dram = self._residency.tiers[DRAM]
-        capacity = dram.slots.capacity_bytes
-        if dram.free_bytes >= (1.0 - self._high) * capacity:
-            return False
-        dispensable = dram.free_bytes + self._residency.clean_bytes + self._cleaning_bytes
-        return dispensable < (1.0 - self._low) * capacity
+    def _crossed(self, source: Copy, target_tier: int) -> Boundary | None:
+        """The boundary that a move cleans by crossing it."""
+        boundary = self._residency.boundaries.get(source.tier)
+        return boundary if boundary is not None and boundary.target == target_tier else None
 
-    def _begin(
-        self,
-        block: Block,
-        source_tier: int,
-        target_tier: int,
-        colder_than: int | None,
-    ) -> list[Move] | None:
-        source = block.copies[source_tier]
-        if source is None or not source.is_whole:
+    def _begin(self, source: Copy, target_tier: int, colder_than: int | None) -> list[Move] | None:
+        block = source.block
+        if not source.is_whole:
             raise InvalidArgument(
-                f"block {block.name.hex()} is not whole in {TIER_NAMES[source_tier]}"
+                f"block {block.name.hex()} is not whole in {TIER_NAMES[source.tier]}"
             )
         residency, space = self._residency, block.space
         source.reading += space.tp_size  # before room is made: the source is never the victim
@@ -188,7 +190,7 @@ class MoveBook:
                 space.namespace_id,
                 block.name,
                 part,
-                TIER_NAMES[source_tier],
+                TIER_NAMES[source.tier],
                 place,
                 TIER_NAMES[target_tier],
                 to,
@@ -199,7 +201,17 @@ class MoveBook:
             self._moves[self._next_id] = (move, source, target)
             self._next_id += 1
             moves.append(move)
-        if target_tier == NVME:
-            residency.dirty.discard(source)  # comes back when the move fails, after a while
-            self._cleaning_bytes += space.slot_bytes[DRAM] * space.tp_size
+        boundary = self._crossed(source, target_tier)
+        if boundary is not None:
+            boundary.dirty.discard(source)  # comes back when the move fails, after a while
+            boundary.cleaning_bytes += space.slot_bytes[source.tier] * space.tp_size
         return moves
+
+
+def whole_copy(space: Space, tiers: Collection[int], name: bytes) -> Copy | None:
+    """The block's whole copy in the first of the tiers that has one."""
+    for tier in tiers:
+        copy = space.visible[tier].get(name)
+        if copy is not None:
+            return copy
+    return None

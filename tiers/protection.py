@@ -1,8 +1,8 @@
 """Protection: blocks that go last (for a while) or never, such as those of system prompts. Pure.
 
 Protection is of a block, wherever it stands, and of no caller: whoever ends it, ends it for all. It is promised
-for each tier as if the block stood there, within a bounded share of each, so that the promise stays
-good when the block moves. A protected block's parent is protected as long: it could not go first anyway
+for each tier but hbm as if the block stood there, within a bounded share of each, so that the promise stays
+good when the block moves. A small hbm would bound it for all: from there a protected block goes down, not away. A protected block's parent is protected as long: it could not go first anyway
 (invariant 6), and is counted for it.
 """
 
@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
 from kvpool.errors import InvalidArgument, NoRoom
-from tiers.blocks import FOREVER, NEVER, Block, Space
+from tiers.blocks import FOREVER, HBM, NEVER, Block, Space
 from tiers.residency import Residency
+from tiers.room import Tier
 
 
 class ProtectionBook:
@@ -65,7 +66,7 @@ class ProtectionBook:
                     hint="name the chain from its start",
                 )
         fresh = [block for block in blocks if block.keep_until == NEVER]
-        for tier in self._residency.tiers:
+        for tier in self._promising_tiers():
             size = space.slot_bytes[tier.index] * space.tp_size
             limit = self._share * tier.slots.capacity_bytes
             if fresh and tier.kept_bytes + size * len(fresh) > limit:
@@ -108,6 +109,9 @@ class ProtectionBook:
 
     # ------------------------------------------------------------ within
 
+    def _promising_tiers(self) -> list[Tier]:
+        return [tier for tier in self._residency.tiers.values() if tier.index != HBM]
+
     def _wait_for(self, block: Block) -> None:
         if block.keep_until == FOREVER:
             return
@@ -132,7 +136,7 @@ class ProtectionBook:
 
     def _charge(self, block: Block, sign: int) -> None:
         space = block.space
-        for tier in self._residency.tiers:
+        for tier in self._promising_tiers():
             tier.kept_bytes += sign * space.slot_bytes[tier.index] * space.tp_size
         if sign > 0:
             self._kept.add(block)
@@ -155,7 +159,7 @@ class ProtectionBook:
 def _visible(space: Space, hashes: Sequence[bytes]) -> Iterator[Block]:
     for name in hashes:
         for names in space.visible:
-            block = names.get(name)
-            if block is not None:
-                yield block
+            copy = names.get(name)
+            if copy is not None:
+                yield copy.block
                 break

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tiers.blocks import DRAM, NVME, Space
+from tiers.blocks import NVME, Space
 from tiers.residency import Residency
 from tiers.slots import Place
 
@@ -17,11 +17,11 @@ def recover_part(
     checksum: int,
 ) -> bool:
     """Enter one part at its place in nvme; False when the place or the part is taken or impossible."""
-    if len(residency.tiers) < 2 or not 0 <= part < space.tp_size:
+    if NVME not in residency.tiers or not 0 <= part < space.tp_size:
         return False
     block = residency.block(space, block_hash, parent)
     copy = block.copies[NVME]
-    is_known = block.copies[DRAM] is not None or (
+    is_known = any(other is not None and other is not copy for other in block.copies) or (
         copy is not None and copy.places[part] is not None
     )
     if is_known or not residency.claim(block, NVME, part, place):

@@ -13,9 +13,9 @@ from heapq import heappop, heappush
 
 from kvpool.errors import InvalidArgument, ReservationGone
 from kvpool.wire.messages import BlockStatus
-from tiers.blocks import DRAM, NVME, Block, Copy, Space
+from tiers.blocks import DRAM, HBM, NVME, Block, Copy, Space
 from tiers.residency import Residency
-from tiers.slots import Place, StoreCorrupt
+from tiers.slots import Place
 
 
 class Grant:
@@ -37,9 +37,10 @@ class Grant:
 class Quarantined:
     """One slot that a writer may still write to."""
 
-    __slots__ = ("is_over", "place", "slot_bytes", "until")
+    __slots__ = ("is_over", "place", "slot_bytes", "tier", "until")
 
-    def __init__(self, place: Place, slot_bytes: int, until: float) -> None:
+    def __init__(self, tier: int, place: Place, slot_bytes: int, until: float) -> None:
+        self.tier = tier
         self.place = place
         self.slot_bytes = slot_bytes
         self.until = until
@@ -86,11 +87,13 @@ class ReservationBook:
         part: int,
         writer_id: str,
         deadline: float,
+        tier: int = DRAM,
     ) -> tuple[int, list[int], list[Place]]:
         """Hold slots for what is not here of a run of one chain.
 
         Returns the reservation's number (0 when nothing was granted), a `BlockStatus` per block and the
         places of the granted ones. Neither the run nor what it builds on is evicted to make its room.
+        With tier HBM, what finds no room there is granted in dram; parts of one block stand together.
         """
         known = [b for b in map(space.blocks.get, hashes) if b is not None]
         self._residency.touch([block for block in known if _has_part(block, part)])
@@ -99,15 +102,15 @@ class ReservationBook:
         statuses: list[int] = []
         with self._residency.shield({*known, *_ancestors(space, parent)}):
             for name in hashes:
-                status, place = self._reserve_part(space, name, parent, part)
+                status, copy = self._reserve_part(space, name, parent, part, tier)
                 if status == BlockStatus.NO_ROOM:
                     statuses += [status] * (len(hashes) - len(statuses))
                     self._residency.counters["no_room"] += 1
                     break
                 statuses.append(status)
-                if place is not None:
+                if copy is not None and (place := copy.places[part]) is not None:
                     places.append(place)
-                    copies.append(_dram_copy(space.blocks[name]))
+                    copies.append(copy)
                 parent = name
         reservation_id = 0
         if copies:
@@ -217,22 +220,28 @@ class ReservationBook:
         return reservation_id
 
     def _reserve_part(
-        self, space: Space, name: bytes, parent: bytes, part: int
-    ) -> tuple[int, Place | None]:
-        if name in space.visible[DRAM] or name in space.visible[NVME]:
+        self, space: Space, name: bytes, parent: bytes, part: int, tier: int
+    ) -> tuple[int, Copy | None]:
+        if any(name in names for names in space.visible):
             return BlockStatus.EXISTS, None
-        block = self._residency.block(space, name, parent)
-        copy = block.copies[DRAM]
-        if copy is not None and copy.places[part] is not None:
-            is_committed = copy.checksums[part] is not None
-            return (BlockStatus.EXISTS if is_committed else BlockStatus.IN_PROGRESS), None
-        recovered = block.copies[NVME]
-        place = self._residency.hold(block, DRAM, part)
-        if place is None:
-            return BlockStatus.NO_ROOM, None
-        if recovered is not None:  # in part, before a restart: the new writer's bytes replace it
-            self._residency.discard_partial(recovered)
-        return BlockStatus.GRANTED, place
+        residency = self._residency
+        begun = _begun_copy(space.blocks.get(name))
+        if begun is not None:
+            if begun.places[part] is not None:
+                is_committed = begun.checksums[part] is not None
+                return (BlockStatus.EXISTS if is_committed else BlockStatus.IN_PROGRESS), None
+            tier = begun.tier  # a copy is whole in one tier or in none
+        tiers = (HBM, DRAM) if tier == HBM and begun is None else (tier,)
+        for index in tiers:
+            if index not in residency.tiers:
+                continue
+            block = residency.block(space, name, parent)  # anew: in vain, its record went again
+            recovered = block.copies[NVME]
+            if residency.hold(block, index, part) is not None:
+                if recovered is not None:  # in part, before a restart: the new bytes replace it
+                    residency.discard_partial(recovered)
+                return BlockStatus.GRANTED, block.copies[index]
+        return BlockStatus.NO_ROOM, None
 
     def _live(self, reservation_id: int, now: float) -> Grant:
         grant = self._grants.get(reservation_id)
@@ -268,7 +277,7 @@ class ReservationBook:
             return
         until = now + self._quarantine_s
         entries = [
-            Quarantined(place, copy.block.space.slot_bytes[DRAM], until)
+            Quarantined(copy.tier, place, copy.block.space.slot_bytes[copy.tier], until)
             for place, copy in zip(places, open_copies, strict=True)
         ]
         self._quarantine.extend(entries)
@@ -302,18 +311,17 @@ class ReservationBook:
         for entry in entries:
             if not entry.is_over:
                 entry.is_over = True
-                self._residency.end_quarantine(DRAM, entry.place, entry.slot_bytes)
+                self._residency.end_quarantine(entry.tier, entry.place, entry.slot_bytes)
 
 
 def _has_part(block: Block, part: int) -> bool:
     return any(copy is not None and copy.checksums[part] is not None for copy in block.copies)
 
 
-def _dram_copy(block: Block) -> Copy:
-    copy = block.copies[DRAM]
-    if copy is None:
-        raise StoreCorrupt(f"granted block {block.name.hex()} has no dram copy")
-    return copy
+def _begun_copy(block: Block | None) -> Copy | None:
+    """Where writers have begun with a block; what was recovered from nvme in part is nobody's."""
+    copies = block.copies if block is not None else []
+    return next((copies[tier] for tier in (HBM, DRAM) if copies and copies[tier]), None)
 
 
 def _ancestors(space: Space, parent: bytes) -> Iterator[Block]:

@@ -11,10 +11,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from tiers import eviction, room
-from tiers.blocks import DRAM, NEVER, NVME, TIER_NAMES, Block, Copy, Ghosts, Space, StoreEvent
+from tiers.blocks import DRAM, HBM, NEVER, NVME, TIER_NAMES, Block, Copy, Ghosts, Space, StoreEvent
+from tiers.boundary import Boundary
 from tiers.eviction import Shelf
 from tiers.limits import StoreConfig
-from tiers.policies import LazyHeap, policy_class
+from tiers.policies import policy_class
 from tiers.quotas import Accounts
 from tiers.room import Tier
 from tiers.slot_pool import SlotPool
@@ -29,22 +30,28 @@ class Residency:
     Args:
         dram: slots of the arenas that clients read and write.
         nvme: slots of the slab files; None where the node has no disk tier.
+        hbm: slots of the arena in device memory; None where the node has none.
         config: limits, policies and quotas.
 
     Raises:
         ConfigError: the quotas exceed dram.
     """
 
-    def __init__(self, dram: SlotPool, nvme: SlotPool | None, config: StoreConfig) -> None:
+    def __init__(
+        self, dram: SlotPool, nvme: SlotPool | None, hbm: SlotPool | None, config: StoreConfig
+    ) -> None:
         self.accounts = Accounts(config.quotas, dram.open_bytes)
         self._parked: list[Copy] = []
         arenas = [(DRAM, dram, config.eviction)]
         if nvme is not None:
             arenas.append((NVME, nvme, config.nvme_eviction))
-        self.tiers = [
-            Tier(index, TIER_NAMES[index], slots, policy, self.accounts, self._parked)
+        if hbm is not None:
+            arenas.append((HBM, hbm, config.eviction))
+        self.tiers = {
+            index: Tier(index, TIER_NAMES[index], slots, policy, self.accounts, self._parked)
             for index, slots, policy in arenas
-        ]
+        }
+        self.boundaries = _boundaries(self.tiers, config)  # by upper tier, highest first
         # Some policy goes by uses: whoever touches blocks says so (`note_uses`).
         self.wants_uses = any(policy_class(policy).wants_uses for _, _, policy in arenas)
         self.on_gone: Callable[[Block], None] = lambda block: (
@@ -56,9 +63,6 @@ class Residency:
         self.dropped = Ghosts(config.ghost_hashes)
         self._events: deque[StoreEvent] = deque(maxlen=config.max_pending_events)
         self.counters: Counter[str] = Counter()
-        self.clean_bytes = 0  # of dram copies whose block stands in nvme too
-        # Whole dram copies without an nvme copy, for demotion. They may be pinned: moves set those aside.
-        self.dirty = LazyHeap[Copy](lambda copy: copy.block.last_use, _is_dirty)
         self._tick = 0
 
     # ------------------------------------------------------------ blocks
@@ -117,7 +121,7 @@ class Residency:
 
     def forget_if_gone(self, block: Block) -> None:
         """Drop the record of a block that stands nowhere."""
-        if block.copies[DRAM] is None and block.copies[NVME] is None:
+        if not any(block.copies):
             if block.keep_until != NEVER:
                 self.on_gone(block)
             if block.is_detached:
@@ -224,25 +228,33 @@ class Residency:
         """The copy may have become evictable, or changed its rank; offering in vain does no harm."""
         self._shelf(copy).offer(copy)
 
-    def unpin_run(self, blocks: Sequence[Block]) -> None:
-        """One lease less on the dram copies of a run of one namespace."""
-        if not blocks:
+    def unpin_run(self, copies: Sequence[Copy]) -> None:
+        """One lease less on the copies of a run of one namespace."""
+        if not copies:
             return
-        space = blocks[0].space
-        shelf = self.tiers[DRAM].shelf(space)
-        freed = 0
-        for block in blocks:
-            block.pins -= 1
-            if block.pins:
+        space = copies[0].block.space
+        policies = {index: tier.shelf(space).policy for index, tier in self.tiers.items()}
+        freed = freed_of_hbm = 0
+        for copy in copies:
+            copy.pins -= 1
+            if copy.pins:
                 continue
             freed += 1
-            copy = block.copies[DRAM]
-            if copy is None:
-                raise StoreCorrupt(f"pinned block {block.name.hex()} has no dram copy")
+            if copy.tier:  # not dram
+                freed_of_hbm += 1
+            block = copy.block
+            if block.copies[copy.tier] is not copy:
+                raise StoreCorrupt(f"pinned block {block.name.hex()} left {TIER_NAMES[copy.tier]}")
             # Most copies were never asked to go while they were pinned, and still have their place.
-            if block.is_detached or block.keep_until != NEVER or copy not in shelf.policy:
+            if block.is_detached or block.keep_until != NEVER or copy not in policies[copy.tier]:
                 self.settle_state(copy)
-        self.tiers[DRAM].pinned_bytes -= freed * space.slot_bytes[DRAM] * space.tp_size
+        self.note_pins(space, freed_of_hbm - freed, -freed_of_hbm)
+
+    def note_pins(self, space: Space, of_dram: int, of_hbm: int) -> None:
+        """So many copies of each tier are pinned now, or (less than none) no more."""
+        for index, count in ((DRAM, of_dram), (HBM, of_hbm)):
+            if count:
+                self.tiers[index].pinned_bytes += count * space.slot_bytes[index] * space.tp_size
 
     # ------------------------------------------------------------ leaving
 
@@ -358,28 +370,19 @@ class Residency:
 
     def _show(self, copy: Copy) -> None:
         block = copy.block
-        space = block.space
-        space.visible[copy.tier][block.name] = block
-        if copy.tier == DRAM:
-            block.places = tuple(place for place in copy.places if place is not None)
-            block.checksums = tuple(c for c in copy.checksums if c is not None)
-        if block.name in space.visible[DRAM] and block.name in space.visible[NVME]:
-            self.clean_bytes += space.slot_bytes[DRAM] * space.tp_size
-        elif copy.tier == DRAM and len(self.tiers) > 1:
-            self.dirty.offer(copy)
+        block.space.visible[copy.tier][block.name] = copy
+        copy.whole_places = tuple(place for place in copy.places if place is not None)
+        copy.whole_checksums = tuple(c for c in copy.checksums if c is not None)
+        for boundary in self.boundaries.values():
+            cleaned = boundary.shown(copy)
+            if cleaned is not None and cleaned is not copy and not eviction.is_held(cleaned):
+                self.offer(cleaned)  # it may have been spared until now
         self._note("stored", copy)
 
     def _hide(self, copy: Copy) -> None:
-        block = copy.block
-        space = block.space
-        if block.name in space.visible[DRAM] and block.name in space.visible[NVME]:
-            self.clean_bytes -= space.slot_bytes[DRAM] * space.tp_size
-        del space.visible[copy.tier][block.name]
-        dram = block.copies[DRAM]
-        if copy.tier == DRAM:
-            self.dirty.discard(copy)
-        elif dram is not None and block.name in space.visible[DRAM]:
-            self.dirty.offer(dram)
+        for boundary in self.boundaries.values():
+            boundary.hidden(copy)
+        del copy.block.space.visible[copy.tier][copy.block.name]
         self._note("removed", copy)
 
     def _note(self, kind: str, copy: Copy) -> None:
@@ -419,8 +422,21 @@ class Residency:
         return evicted > 0
 
 
-def _is_dirty(copy: Copy) -> bool:
-    return eviction.is_standing(copy) and copy.is_whole and copy.block.copies[NVME] is None
+def _boundaries(tiers: dict[int, Tier], config: StoreConfig) -> dict[int, Boundary]:
+    made: dict[int, Boundary] = {}
+    if HBM in tiers:
+        high, low = config.hbm_high_watermark, config.hbm_low_watermark
+        made[HBM] = Boundary(tiers[HBM], DRAM, (DRAM, NVME), high, low)
+    if NVME in tiers:
+        made[DRAM] = Boundary(
+            tiers[DRAM],
+            NVME,
+            (NVME,),
+            config.dram_high_watermark,
+            config.dram_low_watermark,
+            is_write_through=config.write_through,
+        )
+    return made
 
 
 def _has_children(space: Space, name: bytes) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from tiers import eviction
-from tiers.blocks import DRAM, Copy, Space
+from tiers.blocks import NVME, Copy, Space
 from tiers.eviction import DOUBLE, PLAIN, SOFT, Shelf
 from tiers.quotas import Accounts, Ledger
 from tiers.slot_pool import SlotPool
@@ -25,7 +25,7 @@ class Tier:
     """One tier's slots, who stands in them, and bytes by state (slot sizes, so rounded up).
 
     Args:
-        index: DRAM or NVME.
+        index: DRAM, NVME or HBM.
         name: what users call it.
         slots: its arenas.
         policy: name of the eviction policy.
@@ -167,7 +167,7 @@ def leaves_of_others(tier: Tier, space: Space, colder_than: int | None) -> Itera
 
 def _ranks(tier: Tier, colder_than: int | None) -> tuple[int, ...]:
     """Who may go at all, first to last. A demotion can wait: it takes nobody who is protected."""
-    ranks = (PLAIN,) if tier.index == DRAM else (PLAIN, DOUBLE)
+    ranks = (PLAIN, DOUBLE) if tier.index == NVME else (PLAIN,)
     return (*ranks, SOFT) if tier.kept_bytes and colder_than is None else ranks
 
 

@@ -9,7 +9,8 @@ answers. Not thread-safe: one thread owns it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from kvpool.errors import InvalidArgument, LayoutMismatch, NoRoom, UnknownNamespace
 from kvpool.hashing import HASH_BYTES
@@ -17,10 +18,11 @@ from kvpool.layout import Namespace
 from kvpool.wire.messages import TierUsage
 from tiers import integrity, recovery
 from tiers.blocks import (
+    BEST_FIRST,
     DRAM,
-    NVME,
+    HBM,
     TIER_NAMES,
-    Block,
+    Copy,
     Move,
     PinResult,
     Reservation,
@@ -29,7 +31,7 @@ from tiers.blocks import (
 )
 from tiers.leases import LeaseBook
 from tiers.limits import StoreConfig
-from tiers.moves import MoveBook
+from tiers.moves import MoveBook, whole_copy
 from tiers.protection import ProtectionBook
 from tiers.quotas import AccountUsage
 from tiers.reservations import ReservationBook
@@ -54,6 +56,7 @@ class Store:
     Args:
         dram: slots of the arenas that clients reach.
         nvme: slots of the slab files, or None.
+        hbm: slots of the arena in device memory, or None; of the same slab size as dram.
         config: limits and times.
     """
 
@@ -62,21 +65,20 @@ class Store:
         dram: SlotAllocator | SlotPool,
         nvme: SlotAllocator | SlotPool | None = None,
         config: StoreConfig | None = None,
+        *,
+        hbm: SlotAllocator | SlotPool | None = None,
     ) -> None:
         self.config = config = config or StoreConfig()
         self._residency = Residency(
-            pool_of(dram), pool_of(nvme) if nvme is not None else None, config
+            pool_of(dram),
+            pool_of(nvme) if nvme is not None else None,
+            pool_of(hbm) if hbm is not None else None,
+            config,
         )
         self._leases = LeaseBook(self._residency, config.grace_s, config.first_id)
         self._reservations = ReservationBook(self._residency, config.quarantine_s, config.first_id)
         self._protections = ProtectionBook(self._residency, config.protected_share)
-        self._moves = MoveBook(
-            self._residency,
-            config.dram_high_watermark,
-            config.dram_low_watermark,
-            config.write_through,
-            config.move_retry_s,
-        )
+        self._moves = MoveBook(self._residency, config.move_retry_s)
 
     # ------------------------------------------------------------ namespaces
 
@@ -103,7 +105,8 @@ class Store:
         if len(spaces) >= self.config.max_namespaces:
             raise NoRoom(f"{len(spaces)} namespaces are known", hint="raise max_namespaces")
         part_bytes = namespace.layout.part_bytes
-        slot_bytes = tuple(tier.slots.slot_size(part_bytes) for tier in self._residency.tiers)
+        tiers = map(self._residency.tiers.get, range(len(TIER_NAMES)))
+        slot_bytes = tuple(tier.slots.slot_size(part_bytes) if tier else 0 for tier in tiers)
         account = self._residency.accounts.number_of(namespace)
         spaces[namespace_id] = Space(namespace, slot_bytes, account)
         return namespace_id
@@ -135,7 +138,7 @@ class Store:
             UnknownNamespace.
         """
         visible = self._space(namespace_id, 0).visible
-        return {name: block.parent for names in visible for name, block in names.items()}
+        return {name: copy.block.parent for names in visible for name, copy in names.items()}
 
     # ------------------------------------------------------------ reading
 
@@ -145,16 +148,27 @@ class Store:
         Raises:
             UnknownNamespace, InvalidArgument: too many hashes.
         """
-        dram, nvme = self._space(namespace_id, len(hashes)).visible
+        dram, nvme, hbm = self._space(namespace_id, len(hashes)).visible
         found: list[str] = []
         for name in hashes:
-            if name in dram:
+            if name in hbm:
+                found.append("hbm")
+            elif name in dram:
                 found.append("dram")
             elif name in nvme:
                 found.append("nvme")
             else:
                 break
         return found
+
+    def standing(self, namespace_id: bytes, block_hash: bytes) -> list[str]:
+        """All tiers in which a block is visible, best first.
+
+        Raises:
+            UnknownNamespace.
+        """
+        visible = self._space(namespace_id, 1).visible
+        return [TIER_NAMES[tier] for tier in BEST_FIRST if block_hash in visible[tier]]
 
     def pin(
         self,
@@ -164,69 +178,81 @@ class Store:
         ttl_s: float,
         now: float,
         parts: Sequence[int] | None = None,
+        tier: str = "",
     ) -> PinResult:
         """Lease the longest leading run that is here and whole; see `PinResult` for what comes back.
 
-        Where the run stands in nvme only, nothing is leased and the moves to make come in `promote`: carry
-        them out, report each by `finish_move`, and pin again.
+        Where the run stands only where the caller cannot read, nothing is leased and the moves to make come
+        in `promote`: carry them out, report each by `finish_move`, and pin again.
 
         Args:
             ttl_s: seconds, cut to `max_lease_s`; `ttl_s` of the result is what was given.
             parts: tensor-parallel parts whose places are wanted; None or empty for all.
+            tier: "" or "dram" for places in dram, which anybody can read; "hbm" where the caller can read
+                device memory: places lie there or in dram, and the lease holds that copy alone.
 
         Raises:
-            UnknownNamespace, InvalidArgument: too many hashes, a ttl that is not positive, or parts that
-                do not exist.
+            UnknownNamespace, InvalidArgument: too many hashes, a ttl that is not positive, or parts or a
+                tier that do not exist.
         """
         space = self._space(namespace_id, len(hashes))
         ttl_s = _ttl(ttl_s, self.config.max_lease_s)
         wanted = self._wanted_parts(space, parts)
-        find = space.visible[DRAM].get
-        blocks: list[Block] = []
+        is_device_wanted = self._memory_tier(tier) == HBM
+        readable = (HBM, DRAM) if is_device_wanted else (DRAM,)
+        find: Callable[[bytes], Copy | None] = space.visible[DRAM].get
+        if is_device_wanted:
+            find = partial(whole_copy, space, readable)
+        copies: list[Copy] = []
         for name in hashes:
-            block = find(name)
-            if block is None:
+            copy = find(name)
+            if copy is None:
                 break
-            blocks.append(block)
+            copies.append(copy)
         reason = ""
-        if len(blocks) < len(hashes):
-            if hashes[len(blocks)] in space.visible[NVME]:
+        if len(copies) < len(hashes):
+            if any(hashes[len(copies)] in names for names in space.visible):
                 self.expire(now)
-                blocks, promote, reason = self._moves.promote_run(space, hashes)
+                copies, promote, reason = self._moves.promote_run(space, hashes, readable, DRAM)
                 if reason == "promoting":
                     return PinResult(0, 0, [], [], [], 0.0, reason, promote)
-            reason = reason or self._miss_reason(space, hashes, len(blocks))
+            reason = reason or self._miss_reason(space, hashes, len(copies))
             counters = self._residency.counters
-            counters["misses"] += len(hashes) - len(blocks)
+            counters["misses"] += len(hashes) - len(copies)
             if reason:
                 counters[f"miss:{reason}"] += 1
-        if not blocks:
+        if not copies:
             return PinResult(0, 0, [], [], [], 0.0, reason, [])
-        self._residency.counters["hits"] += len(blocks)
-        lease_id = self._leases.grant(space, blocks, holder_id, now + ttl_s)
+        self._residency.counters["hits"] += len(copies)
+        lease_id = self._leases.grant(space, copies, holder_id, now + ttl_s)
         if wanted is None:
-            places = [place for block in blocks for place in block.places]
-            checksums = [checksum for block in blocks for checksum in block.checksums]
+            places = [place for copy in copies for place in copy.whole_places]
+            checksums = [checksum for copy in copies for checksum in copy.whole_checksums]
         else:
-            places = [block.places[part] for block in blocks for part in wanted]
-            checksums = [block.checksums[part] for block in blocks for part in wanted]
-        tiers = ["dram"] * len(blocks)
-        return PinResult(lease_id, len(blocks), places, checksums, tiers, ttl_s, reason, [])
+            places = [copy.whole_places[part] for copy in copies for part in wanted]
+            checksums = [copy.whole_checksums[part] for copy in copies for part in wanted]
+        tiers = ["dram"] * len(copies)
+        if is_device_wanted:
+            tiers = [TIER_NAMES[copy.tier] for copy in copies]
+        return PinResult(lease_id, len(copies), places, checksums, tiers, ttl_s, reason, [])
 
     def promote(
-        self, namespace_id: bytes, hashes: Sequence[bytes], now: float
+        self, namespace_id: bytes, hashes: Sequence[bytes], now: float, tier: str = ""
     ) -> tuple[list[Move], str]:
-        """Start bringing what the leading run has in nvme only into dram, without a lease.
+        """Start bringing what the leading run has not in `tier` ("" is dram) there, without a lease.
 
         Returns the moves to carry out (see `finish_move`), and "no_room" when not even the first block
-        that needs room could have it.
+        that needs room could have it, or the node has no such tier.
 
         Raises:
-            UnknownNamespace, InvalidArgument: too many hashes.
+            UnknownNamespace, InvalidArgument: too many hashes, or neither "dram" nor "hbm".
         """
         space = self._space(namespace_id, len(hashes))
+        target = self._memory_tier(tier)
+        if target not in self._residency.tiers:
+            return [], "no_room"
         self.expire(now)
-        _, moves, reason = self._moves.promote_run(space, hashes)
+        _, moves, reason = self._moves.promote_run(space, hashes, (target,), target)
         return moves, "no_room" if reason == "no_room" else ""
 
     def renew(self, lease_id: int, ttl_s: float, now: float) -> float:
@@ -252,6 +278,7 @@ class Store:
         writer_id: str,
         ttl_s: float,
         now: float,
+        tier: str = "",
     ) -> Reservation:
         """Reserve slots for one part of the blocks of a run that are not here, evicting when needed.
 
@@ -259,10 +286,12 @@ class Store:
             hashes: a run of one chain.
             parent: hash of the block before the first, b"" at the start of a chain.
             ttl_s: seconds, cut to `max_reservation_s`.
+            tier: "" or "dram"; "hbm" asks for slots in device memory, and grants what finds no room there
+                in dram: the places say which.
 
         Raises:
-            UnknownNamespace, InvalidArgument: too many hashes, not 16 bytes each, no such part, or a ttl
-                that is not positive.
+            UnknownNamespace, InvalidArgument: too many hashes, not 16 bytes each, no such part or tier, or
+                a ttl that is not positive.
         """
         space = self._space(namespace_id, len(hashes))
         ttl_s = _ttl(ttl_s, self.config.max_reservation_s)
@@ -272,7 +301,7 @@ class Store:
             raise InvalidArgument(f"block hashes have {HASH_BYTES} bytes each")
         self.expire(now)
         reservation_id, statuses, places = self._reservations.reserve_run(
-            space, hashes, parent, part, writer_id, now + ttl_s
+            space, hashes, parent, part, writer_id, now + ttl_s, self._memory_tier(tier)
         )
         return Reservation(
             reservation_id, statuses, places, space.slot_bytes[DRAM], ttl_s, now + ttl_s
@@ -387,13 +416,18 @@ class Store:
 
     # ------------------------------------------------------------ moves and recovery
 
-    def plan_demotions(self, max_blocks: int, now: float) -> list[Move]:
-        """Moves that give the coldest dram blocks a copy in nvme; each must be ended by `finish_move`.
+    def plan_demotions(
+        self, max_blocks: int, now: float, sources: Sequence[str] = ("hbm", "dram")
+    ) -> list[Move]:
+        """Moves that give the coldest blocks of hbm a copy in dram, and those of dram one in nvme.
+
+        At most `max_blocks` of each; every move must be ended by `finish_move`.
 
         Apply the nvme "removed" events of `take_events` before writing to the targets: their slots may
         have held those blocks until now.
         """
-        return self._moves.plan_demotions(max_blocks, now)
+        indexes = [TIER_NAMES.index(name) for name in sources]
+        return self._moves.plan_demotions(max_blocks, now, indexes)
 
     def finish_move(self, move_id: int, ok: bool, now: float) -> None:
         """The bytes of a move are in place (`ok`), or will never be.
@@ -451,7 +485,7 @@ class Store:
         slices = [
             (space.namespace_id, TIER_NAMES[tier.index], list(space.visible[tier.index]))
             for space in self._residency.spaces.values()
-            for tier in self._residency.tiers
+            for tier in self._residency.tiers.values()
         ]
         return ((space_id, tier, name) for space_id, tier, names in slices for name in names)
 
@@ -473,14 +507,14 @@ class Store:
                 sum(len(space.visible[tier.index]) for space in spaces),
                 tier.kept_bytes,
             )
-            for tier in self._residency.tiers
+            for tier in self._residency.tiers.values()
         ]
 
     def accounts(self) -> list[AccountUsage]:
         """What each tenant or namespace with a quota, and all others together, use of each tier."""
         return [
             AccountUsage(name, tier.name, tier.ledger.quotas[number], tier.ledger.used[number])
-            for tier in self._residency.tiers
+            for tier in self._residency.tiers.values()
             for number, name in enumerate(self._residency.accounts.names)
         ]
 
@@ -528,6 +562,13 @@ class Store:
                 f"{count} blocks in one call", hint=f"at most {self.config.max_blocks_per_call}"
             )
         return space
+
+    @staticmethod
+    def _memory_tier(name: str) -> int:
+        """The tier that a reader or writer names."""
+        if name not in ("", "dram", "hbm"):
+            raise InvalidArgument(f"no memory tier is called {name!r}", hint="dram or hbm")
+        return HBM if name == "hbm" else DRAM
 
     def _wanted_parts(self, space: Space, parts: Sequence[int] | None) -> Sequence[int] | None:
         if not parts:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from kvpool.errors import LeaseExpired, NoRoom, ReservationGone
 from kvpool.layout import Layout, Namespace
 from kvpool.wire.messages import BlockStatus
-from tiers.blocks import Move
+from tiers.blocks import TIER_NAMES, Move
 from tiers.slots import Place, SlotAllocator
 from tiers.store import Store, StoreConfig
 
@@ -30,10 +30,13 @@ CONFIG = StoreConfig(
     quarantine_s=5.0,
     dram_high_watermark=0.5,
     dram_low_watermark=0.25,
+    hbm_high_watermark=0.5,
+    hbm_low_watermark=0.25,
     move_retry_s=1.0,
     ghost_hashes=8,
 )
 NAMESPACES = (SMALL, LARGE)
+HBM_ARENA = 9
 Block = tuple[bytes, bytes]  # namespace id, hash
 Page = tuple[str, int]  # tier, page number
 
@@ -70,6 +73,7 @@ class Grant:
     part: int
     blocks: list[bytes]
     places: list[Place]
+    tiers: list[str]
     deadline: float
     writer: str
     open: set[int] = field(default_factory=set)
@@ -89,10 +93,17 @@ class ModelledStore:
     """A store and the model beside it; the verbs drive both and compare."""
 
     def __init__(
-        self, config: StoreConfig = CONFIG, dram_slabs: int = 4, nvme_slabs: int = 4
+        self,
+        config: StoreConfig = CONFIG,
+        dram_slabs: int = 4,
+        nvme_slabs: int = 4,
+        hbm_slabs: int = 3,
     ) -> None:
         self.store = Store(
-            SlotAllocator(dram_slabs * SLAB, SLAB), SlotAllocator(nvme_slabs * SLAB, SLAB), config
+            SlotAllocator(dram_slabs * SLAB, SLAB),
+            SlotAllocator(nvme_slabs * SLAB, SLAB) if nvme_slabs else None,
+            config,
+            hbm=SlotAllocator(hbm_slabs * SLAB, SLAB, HBM_ARENA) if hbm_slabs else None,
         )
         self.config = config
         self.now = 0.0
@@ -102,6 +113,8 @@ class ModelledStore:
         self.leases: dict[int, Lease] = {}
         self.moves: dict[int, Move] = {}
         self.committed: dict[Block, set[int]] = {}
+        self.part_tiers: dict[tuple[Block, int], str] = {}  # of parts granted last
+        self.lost_from_hbm = 0
         self.residents: set[tuple[str, Block]] = set()
         self.parents: dict[Block, bytes] = {}
         self.live_parts: dict[tuple[Block, int], int] = {}  # granted and open -> reservation
@@ -124,6 +137,7 @@ class ModelledStore:
         part: int,
         writer: str,
         ttl: float,
+        tier: str = "",
     ) -> int:
         whole = chains(namespace)[chain]
         run = whole[start : start + count]
@@ -132,7 +146,8 @@ class ModelledStore:
         parent = whole[start - 1] if start else b""
         self._expire_own()
         self._note_accounts()
-        result = self.store.reserve(space, run, parent, part, writer, ttl, self.now)
+        result = self.store.reserve(space, run, parent, part, writer, ttl, self.now, tier)
+        tiers = [_tier_of(place) for place in result.places]
         granted = [b for b, s in zip(run, result.statuses, strict=True) if s == BlockStatus.GRANTED]
         self._require(len(granted) == len(result.places), "one place for each granted block")
         self._require(
@@ -145,14 +160,22 @@ class ModelledStore:
             )
         for index, place in enumerate(result.places):
             self._grant(
-                ("res", result.reservation_id, index), "dram", place, namespace, result.deadline
+                ("res", result.reservation_id, index),
+                tiers[index],
+                place,
+                namespace,
+                result.deadline,
             )
         if granted:
-            grant = Grant(namespace, part, granted, result.places, result.deadline, writer)
+            grant = Grant(namespace, part, granted, result.places, tiers, result.deadline, writer)
             grant.open = set(range(len(granted)))
             self.grants[result.reservation_id] = grant
-            for block in granted:
+            for block, granted_tier in zip(granted, tiers, strict=True):
+                is_asked = tier == "hbm" or granted_tier == "dram"
+                is_joined = namespace.layout.tp_size > 1  # another part stands there
+                self._require(is_asked or is_joined, f"{block!r} was granted in {granted_tier}")
                 self.live_parts[(space, block), part] = result.reservation_id
+                self.part_tiers[(space, block), part] = granted_tier
         self._after(asking=namespace, needed=whole[: start + count])
         return result.reservation_id
 
@@ -182,6 +205,9 @@ class ModelledStore:
                 self.committed.setdefault(block, set()).add(grant.part)
         for name in visible:
             self._require_whole((space, name))
+            parts = range(grant.namespace.layout.tp_size)
+            tiers = {self.part_tiers[(space, name), part] for part in parts}
+            self._require(len(tiers) == 1, f"parts of {name!r} stand in {tiers}")
         if not grant.open:
             del self.grants[reservation]
         self._after()
@@ -216,14 +242,22 @@ class ModelledStore:
                 self.memory[page] = ("garbage", key, self.now)
         self._after()
 
-    def pin(self, namespace: Namespace, chain: int, count: int, holder: str, ttl: float) -> None:
+    def pin(
+        self,
+        namespace: Namespace,
+        chain: int,
+        count: int,
+        holder: str,
+        ttl: float,
+        tier: str = "",
+    ) -> None:
         run = chains(namespace)[chain][:count]
         space = self.ids[namespace.model]
         tiers = self.store.lookup(space, run)
         for name in run[: len(tiers)]:
             self._require_whole((space, name))
         self._note_accounts()
-        result = self.store.pin(space, run, holder, ttl, self.now)
+        result = self.store.pin(space, run, holder, ttl, self.now, None, tier)
         self._take_moves(result.promote)
         self._require(result.found <= len(tiers), "a pin finds no more than a lookup")
         tp_size = namespace.layout.tp_size
@@ -233,7 +267,11 @@ class ModelledStore:
             pages: list[Page] = []
             for position, place in enumerate(result.places):
                 block, part = run[position // tp_size], position % tp_size
-                for i, page in enumerate(self._pages("dram", place, namespace)):
+                where = _tier_of(place)
+                self._require(where == result.tiers[position // tp_size], "tiers tell the places")
+                best = tiers[position // tp_size] if tier == "hbm" else "dram"
+                self._require(where == best or best == "nvme", f"handed out {where}, not {best}")
+                for i, page in enumerate(self._pages(where, place, namespace)):
                     expected.append((page, (space, block, part, i)))
                     pages.append(page)
             deadline = self.now + result.ttl_s
@@ -244,6 +282,14 @@ class ModelledStore:
             )
         elif result.miss_reason != "promoting" and run:
             self._require(bool(result.miss_reason), "every miss has a reason")
+        self._after(asking=namespace, needed=run)
+
+    def promote(self, namespace: Namespace, chain: int, count: int, tier: str) -> None:
+        run = chains(namespace)[chain][:count]
+        self._note_accounts()
+        moves, _ = self.store.promote(self.ids[namespace.model], run, self.now, tier)
+        self._require(all(move.target_tier == tier for move in moves), "moves go where asked")
+        self._take_moves(moves)
         self._after(asking=namespace, needed=run)
 
     def renew(self, lease: int, ttl: float) -> None:
@@ -307,7 +353,7 @@ class ModelledStore:
         fresh = [block for block in standing if block not in self.kept]
         promised = sum(sizes) + len(fresh) * namespace.layout.block_bytes
         is_room = promised <= self.config.protected_share * min(
-            usage.capacity_bytes for usage in self.store.usage()
+            usage.capacity_bytes for usage in self.store.usage() if usage.tier != "hbm"
         )
         try:
             count = self.store.protect(space, run, None if ttl is None else until, self.now)
@@ -414,6 +460,10 @@ class ModelledStore:
                 continue
             self._require(resident in self.residents, "removed once")
             self.residents.discard(resident)
+            if block != dropped and event.tier == "hbm" and not self._is_resident(block):
+                self.lost_from_hbm += 1
+                refused = self.store.counters.get("demotion_refused", 0)
+                self._require(self.lost_from_hbm <= refused, f"{block!r} had room below hbm")
             if block != dropped:
                 self._require_no_descendant(event.tier, block)
                 removed.append(resident)
@@ -427,6 +477,10 @@ class ModelledStore:
     ) -> None:
         for tier, block in removed:
             until = self.kept.get(block, 0.0)
+            if tier == "hbm":  # from there it goes down
+                has_left = not self._is_resident(block) and ("dram", block) not in removed
+                self._require(until <= self.now or not has_left, f"{block[1]!r} left, protected")
+                continue
             self._require(until < math.inf, f"{block[1]!r} left {tier}, protected for ever")
             if until <= self.now:
                 continue
@@ -475,7 +529,7 @@ class ModelledStore:
             left[other] -= sizes[other]
 
     def _is_resident(self, block: Block) -> bool:
-        return any((tier, block) in self.residents for tier in ("dram", "nvme"))
+        return any((tier, block) in self.residents for tier in TIER_NAMES)
 
     def _require_no_descendant(self, tier: str, block: Block) -> None:
         space, name = block
@@ -484,10 +538,10 @@ class ModelledStore:
                 child_space, child
             ] == name:
                 raise Violation(f"{name!r} left {tier} before {child!r}")
-        if tier == "dram":
-            for (child_block, _), reservation in self.live_parts.items():
-                if child_block[0] == space and self.parents[child_block] == name:
-                    raise Violation(f"{name!r} left before reserved {child_block}: {reservation}")
+        for (child_block, part), reservation in self.live_parts.items():
+            is_child = child_block[0] == space and self.parents[child_block] == name
+            if is_child and self.part_tiers[child_block, part] == tier:
+                raise Violation(f"{name!r} left before reserved {child_block}: {reservation}")
 
     def _require_whole(self, block: Block) -> None:
         tp_size = next(n for n in NAMESPACES if self.ids[n.model] == block[0]).layout.tp_size
@@ -522,7 +576,8 @@ class ModelledStore:
 
     def _write_part(self, grant: Grant, index: int) -> None:
         space = self.ids[grant.namespace.model]
-        for i, page in enumerate(self._pages("dram", grant.places[index], grant.namespace)):
+        pages = self._pages(grant.tiers[index], grant.places[index], grant.namespace)
+        for i, page in enumerate(pages):
             self.memory[page] = (space, grant.blocks[index], grant.part, i)
 
     def _end_grant(self, reservation: int, at: float, *, is_stopped: bool) -> None:
@@ -551,12 +606,16 @@ class ModelledStore:
             raise Violation(message)
 
 
+def _tier_of(place: Place) -> str:
+    return "hbm" if place.arena_id == HBM_ARENA else "dram"
+
+
 def random_walk(
-    seed: int, steps: int, config: StoreConfig = CONFIG, nvme_slabs: int = 4
+    seed: int, steps: int, config: StoreConfig = CONFIG, nvme_slabs: int = 4, hbm_slabs: int = 3
 ) -> ModelledStore:
     """Drive a modelled store through random steps; deterministic in `seed`."""
     rng = random.Random(seed)
-    model = ModelledStore(config, nvme_slabs=nvme_slabs)
+    model = ModelledStore(config, nvme_slabs=nvme_slabs, hbm_slabs=hbm_slabs)
     verbs = (
         ["reserve"] * 6
         + ["commit"] * 8
@@ -565,7 +624,7 @@ def random_walk(
         + ["finish_move"] * 6
         + ["advance", "late_write", "late_write", "plan_demotions", "plan_demotions"]
         + ["abort", "writer_stopped", "renew", "client_gone", "drop"]
-        + ["protect", "protect", "unprotect"]
+        + ["protect", "protect", "unprotect", "promote", "promote"]
     )
     for _ in range(steps):
         step(model, rng.choice(verbs), rng)
@@ -580,7 +639,8 @@ def step(model: ModelledStore, verb: str, rng: random.Random) -> None:
         start = rng.choice((0, 0, 0, rng.randrange(6)))
         part, ttl = rng.randrange(2), rng.uniform(0.1, 12)
         chain, count = rng.randrange(3), rng.randrange(1, 8)
-        reservation = model.reserve(namespace, chain, start, count, part, who, ttl)
+        tier = rng.choice(("", "dram", "hbm", "hbm"))
+        reservation = model.reserve(namespace, chain, start, count, part, who, ttl, tier)
         if reservation and rng.random() < 0.6:
             model.commit(reservation, None)
     elif verb in ("commit", "abort") and model.grants:
@@ -592,7 +652,11 @@ def step(model: ModelledStore, verb: str, rng: random.Random) -> None:
             count = len(grant.blocks)
             model.commit(reservation, rng.sample(range(count), rng.randrange(1, count + 1)))
     elif verb == "pin":
-        model.pin(namespace, rng.randrange(3), rng.randrange(1, 8), who, rng.uniform(0.1, 12))
+        chain, count, ttl = rng.randrange(3), rng.randrange(1, 8), rng.uniform(0.1, 12)
+        model.pin(namespace, chain, count, who, ttl, rng.choice(("", "hbm")))
+    elif verb == "promote":
+        tier = rng.choice(("dram", "hbm"))
+        model.promote(namespace, rng.randrange(3), rng.randrange(1, 8), tier)
     elif verb in ("release", "renew") and model.leases:
         lease = rng.choice(sorted(model.leases))
         if verb == "release":

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.tiers.pool_model import CONFIG, LARGE, SMALL, Violation, random_walk
-from tiers import blocks, eviction, room
+from tiers import blocks, eviction, reservations, room
 from tiers.leases import LeaseBook
 from tiers.limits import StoreConfig
 from tiers.protection import ProtectionBook
@@ -45,11 +45,33 @@ def _pins_do_not_hold(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(eviction, "is_held", lambda copy: copy.filling > 0 or copy.reading > 0)
 
 
+def _pins_hold_in_dram_alone(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        eviction,
+        "is_held",
+        lambda copy: copy.filling > 0 or copy.reading > 0 or (copy.tier == 0 and copy.pins > 0),
+    )
+
+
+def _nothing_is_spared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(eviction, "is_spared", lambda copy: False)
+
+
+def _parts_stand_apart(patch: pytest.MonkeyPatch) -> None:
+    begun = reservations._begun_copy
+
+    def begun_in_dram(block: Any) -> Any:
+        copy = begun(block)
+        return copy if copy is not None and copy.tier == 0 else None
+
+    patch.setattr(reservations, "_begun_copy", begun_in_dram)
+
+
 def _moves_do_not_hold(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         eviction,
         "is_held",
-        lambda copy: copy.filling > 0 or (not copy.tier and copy.block.pins > 0),
+        lambda copy: copy.filling > 0 or copy.pins > 0,
     )
 
 
@@ -90,8 +112,9 @@ def _reserved_twice_is_granted_twice(patch: pytest.MonkeyPatch) -> None:
         block = space.blocks.get(name)
         copy = block.copies[0] if block is not None else None
         part = rest[1]
-        if copy is not None and copy.places[part] is not None and copy.checksums[part] is None:
-            return 0, copy.places[part]
+        is_begun = copy is not None and copy.places[part] is not None
+        if is_begun and copy.checksums[part] is None and not any(name in v for v in space.visible):
+            return 0, copy
         return reserve(self, space, name, *rest)
 
     patch.setattr(ReservationBook, "_reserve_part", grant_again)
@@ -158,6 +181,9 @@ def _quarantine_is_for_nothing(patch: pytest.MonkeyPatch) -> None:
     ("take_guard_away", "caught"),
     [
         pytest.param(_pins_do_not_hold, r"granted to .* while \('lease'", id="1: pins do not hold"),
+        pytest.param(_pins_hold_in_dram_alone, r"while \('lease'", id="1: pins in hbm"),
+        pytest.param(_nothing_is_spared, "had room below hbm", id="hbm: lost in vain"),
+        pytest.param(_parts_stand_apart, "stand in|granted twice", id="4: parts apart"),
         pytest.param(_moves_do_not_hold, r"while \('source'", id="1: moves do not hold"),
         pytest.param(_no_quarantine, r"while \('late'", id="2: no quarantine"),
         pytest.param(_no_grace, r"while \('lease'", id="3: no grace"),

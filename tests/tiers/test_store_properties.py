@@ -23,10 +23,12 @@ chain_numbers = st.integers(0, 2)
 clients = st.sampled_from(["client0", "client1", "client2"])
 ttls = st.floats(0.1, 12.0)
 picks = st.integers(0, 1000)
+memory_tiers = st.sampled_from(["dram", "hbm"])
+tiers = st.sampled_from(["", "dram", "hbm"])
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Two namespaces (one part of one page, two parts of two), four slabs of dram and of nvme."""
+    """Two namespaces (one part of one page, two parts of two); four slabs of dram and nvme, three of hbm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,6 +42,7 @@ class StoreMachine(RuleBasedStateMachine):
         part=st.integers(0, 1),
         writer=clients,
         ttl=ttls,
+        tier=tiers,
         is_committed=st.booleans(),
     )
     def reserve(
@@ -51,9 +54,10 @@ class StoreMachine(RuleBasedStateMachine):
         part: int,
         writer: str,
         ttl: float,
+        tier: str,
         is_committed: bool,
     ) -> None:
-        reservation = self.model.reserve(namespace, chain, start, count, part, writer, ttl)
+        reservation = self.model.reserve(namespace, chain, start, count, part, writer, ttl, tier)
         if reservation and is_committed:
             self.model.commit(reservation, None)
 
@@ -83,9 +87,16 @@ class StoreMachine(RuleBasedStateMachine):
         count=st.integers(1, 7),
         holder=clients,
         ttl=ttls,
+        tier=tiers,
     )
-    def pin(self, namespace: Namespace, chain: int, count: int, holder: str, ttl: float) -> None:
-        self.model.pin(namespace, chain, count, holder, ttl)
+    def pin(
+        self, namespace: Namespace, chain: int, count: int, holder: str, ttl: float, tier: str
+    ) -> None:
+        self.model.pin(namespace, chain, count, holder, ttl, tier)
+
+    @rule(namespace=namespaces, chain=chain_numbers, count=st.integers(1, 7), tier=memory_tiers)
+    def promote(self, namespace: Namespace, chain: int, count: int, tier: str) -> None:
+        self.model.promote(namespace, chain, count, tier)
 
     @precondition(lambda self: self.model.leases)
     @rule(pick=picks, ttl=ttls)
@@ -158,6 +169,12 @@ def test_long_random_walks_break_nothing_and_leak_nothing(seed: int) -> None:
     random_walk(1000 + seed, 1500).settle()
 
 
+@pytest.mark.parametrize(("nvme_slabs", "hbm_slabs"), [(4, 0), (0, 3), (0, 0), (4, 8)])
+def test_walks_break_nothing_on_nodes_with_other_tiers(nvme_slabs: int, hbm_slabs: int) -> None:
+    for seed in range(4):
+        random_walk(seed, 500, nvme_slabs=nvme_slabs, hbm_slabs=hbm_slabs).settle()
+
+
 def test_walks_reach_every_kind_of_transition() -> None:
     counters: set[str] = set()
     for seed in range(20):
@@ -165,8 +182,12 @@ def test_walks_reach_every_kind_of_transition() -> None:
     assert counters >= {
         "evicted:dram",
         "evicted:nvme",
-        "promoted",
-        "demoted",
+        "evicted:hbm",
+        "promoted:dram",
+        "promoted:hbm",
+        "demoted:nvme",
+        "demoted:dram",
+        "demotion_refused",
         "moves_failed",
         "quarantined",
         "dropped",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any, Generic, TypeVar
 
@@ -26,6 +26,9 @@ class LazyHeap(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._members)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._members)
 
     def __contains__(self, item: T) -> bool:
         return item in self._members
