@@ -43,7 +43,8 @@ class KnownNamespaces:
             raise LayoutMismatch(
                 f"{namespace.name} is known under another layout: "
                 + "; ".join(known.layout.differences(namespace.layout)),
-                hint="all engines of a namespace must agree; a changed one needs another revision",
+                hint="all engines of a namespace must agree: give a changed one another revision; one that"
+                " differs in tp_size alone finds what it can read with compatible_namespaces",
             )
         if len(self._by_id) >= self._capacity:
             self._forget_oldest()  # clients that are refused for it name theirs again

@@ -7,6 +7,16 @@ from kvpool.client import AsyncPool, Pool
 from kvpool.errors import KvpoolError
 from kvpool.hashing import hash_chain
 from kvpool.layout import Layout, Namespace
+from kvpool.resharding import TensorParallelRank
 
 __version__ = "0.1.0"
-__all__ = ["AsyncPool", "KvpoolError", "Layout", "Namespace", "Pool", "__version__", "hash_chain"]
+__all__ = [
+    "AsyncPool",
+    "KvpoolError",
+    "Layout",
+    "Namespace",
+    "Pool",
+    "TensorParallelRank",
+    "__version__",
+    "hash_chain",
+]

@@ -49,6 +49,19 @@ class LayoutMismatch(InvalidArgument):
     http_status = 409
 
 
+class CannotReshard(InvalidArgument):
+    """Blocks stored for one tensor-parallel size cannot be used with another without being rearranged."""
+
+    code = "cannot_reshard"
+    http_status = 409
+
+
+class UnverifiableRead(InvalidArgument):
+    """Checksums cover whole parts; a read of less over this transport cannot be compared with them."""
+
+    code = "unverifiable_read"
+
+
 class UnknownNamespace(InvalidArgument):
     """The namespace was never registered at this server (it may have restarted since)."""
 

@@ -100,7 +100,8 @@ class Store:
                 if differences:
                     raise LayoutMismatch(
                         f"{namespace.name} is known here with another layout: {', '.join(differences)}",
-                        hint="blocks of two layouts never mix; use equal settings on every engine",
+                        hint="blocks of two layouts never mix; use equal settings on every engine, or"
+                        " read with as_rank= where tp_size alone differs",
                     )
         if len(spaces) >= self.config.max_namespaces:
             raise NoRoom(f"{len(spaces)} namespaces are known", hint="raise max_namespaces")

@@ -1,9 +1,10 @@
 """The client: `Pool` (blocking) and `AsyncPool` (asyncio)."""
 
-from kvpool.client.async_pool import AsyncPool, PinnedBlocks, PutResult
+from kvpool.client.async_pool import AsyncPool, PinnedBlocks
 from kvpool.client.copies import PrefetchResult, ReplicateResult
 from kvpool.client.pool import Pool
 from kvpool.client.reading import GetResult
+from kvpool.client.writing import PutResult
 
 __all__ = [
     "AsyncPool",

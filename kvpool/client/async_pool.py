@@ -12,55 +12,38 @@ import itertools
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-import numpy as np
-
-from kvpool.client import copies, protection
+from kvpool.client import copies, discovery, protection
 from kvpool.client.buffers import block_spans
 from kvpool.client.copies import PrefetchResult, ReplicateResult
 from kvpool.client.deadlines import time_left
 from kvpool.client.misses import Misses
-from kvpool.client.node_link import Lease, NodeLink, Reservation
+from kvpool.client.node_link import Lease, NodeLink
 from kvpool.client.placement import choose_nodes
 from kvpool.client.reading import ChainReader, GetResult
+from kvpool.client.writing import ChainWriter, PutResult
 from kvpool.errors import (
     ConfigError,
-    DeadlineExceeded,
     Draining,
     InvalidArgument,
     KvpoolError,
     LeaseExpired,
-    NoRoom,
     NotFound,
     StaleEpoch,
     Unavailable,
 )
 from kvpool.hashing import pack_hashes
-from kvpool.layout import Namespace
-from kvpool.transports import Pieces, TransportName, Transports
+from kvpool.layout import Layout, Namespace
+from kvpool.resharding import Plan, TensorParallelRank, plan_part, plan_read, plan_write
+from kvpool.transports import TransportName, Transports
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
 
 NODES_TTL_S = 1.0  # how long a list of nodes is trusted
 _pool_numbers = itertools.count(1)
-
-
-@dataclass(slots=True, frozen=True)
-class PutResult:
-    """What became of each block of a `put`."""
-
-    stored: int
-    existing: int
-    in_progress: int  # another writer has them; nothing to do
-    rejected: int  # no room; may be tried again
-    bytes_moved: dict[str, int]
-    replicas: int = (
-        1  # nodes on which all that was stored or existed stands; 0: not even on the first
-    )
-    replica_failures: dict[str, str] = field(default_factory=dict)  # node id -> why it has no copy
 
 
 @dataclass(slots=True)
@@ -169,6 +152,22 @@ class AsyncPool:
         self._known.add(reply.namespace_id)
         return reply.namespace_id
 
+    async def compatible_namespaces(
+        self, namespace: Namespace, *, timeout_s: float | None = None
+    ) -> list[Namespace]:
+        """The namespaces known to the pool whose blocks an engine of `namespace` can read, cheapest first.
+
+        They differ from it in `tp_size` and `order` at most; read them with `get(..., as_rank=...)`.
+
+        Raises:
+            ConfigError: this client speaks to one node alone.
+        """
+        if self._conductor is None:
+            raise ConfigError("finding namespaces needs a conductor", hint="use conductor=")
+        return await discovery.compatible_namespaces(
+            self._conductor, namespace, time.monotonic() + (timeout_s or self.timeout_s)
+        )
+
     async def lookup(
         self,
         namespace: Namespace,
@@ -239,6 +238,8 @@ class AsyncPool:
         out: Any,
         *,
         part: int = 0,
+        as_rank: TensorParallelRank | None = None,
+        verify: bool | None = None,
         segments: Sequence[m.Segment] | None = None,
         is_disposable: bool = False,
         timeout_s: float | None = None,
@@ -250,6 +251,11 @@ class AsyncPool:
             out: room for n block parts: one contiguous buffer (numpy, torch, bytearray) of
                 n x `layout.part_bytes` bytes, or a sequence of n buffers. Memory past the blocks found
                 is undefined afterwards.
+            part: which tensor-parallel part to read.
+            as_rank: instead of `part`, the rank of an engine whose tensor-parallel size or order is not the
+                namespace's; `out` is laid out as its part (see `kvpool.resharding`).
+            verify: compare checksums (invariant 5); default: as the client was told. They cover whole parts:
+                over shared memory the parts are summed where they stand when `as_rank` reads only pieces of them.
             segments: where the blocks stand, if the caller knows; saves the look-up.
             is_disposable: the caller never uses `out` again if fewer blocks are found than asked. NIXL then
                 reads straight into it; else through memory of our own, since a transfer that was given up
@@ -261,10 +267,14 @@ class AsyncPool:
 
         Raises:
             WrongByteCount, InvalidArgument: `out` does not fit.
+            CannotReshard: the stored bytes are not laid out so that the rank's can be read in few pieces.
+            UnverifiableRead: checksums shall be compared, only pieces of parts are read, and not over shared
+                memory.
             DeadlineExceeded, Unavailable: the conductor (or the one node) did not answer.
         """
         count = len(hashes)
-        addresses, owner = block_spans(out, count, namespace.layout.part_bytes, writable=True)
+        plan = _plan(plan_read, namespace, part, as_rank)
+        addresses, owner = block_spans(out, count, plan.rank_bytes, writable=True)
         if not count:
             return GetResult(0, (), {}, 0, "")
         deadline = time.monotonic() + (timeout_s or self.timeout_s)
@@ -282,7 +292,8 @@ class AsyncPool:
             hashes,
             addresses,
             owner,
-            part=part,
+            plan=plan,
+            verify=self.verify_checksums if verify is None else verify,
             deadline=deadline,
             is_disposable=is_disposable,
         )
@@ -384,6 +395,7 @@ class AsyncPool:
         *,
         parent: bytes = b"",
         part: int = 0,
+        as_rank: TensorParallelRank | None = None,
         node_id: str | None = None,
         replicas: int = 1,
         timeout_s: float | None = None,
@@ -393,6 +405,9 @@ class AsyncPool:
         Args:
             hashes: n block hashes, in order; `parent` names the block before the first ("" at the start).
             data: n block parts: one contiguous buffer of n x `layout.part_bytes`, or n buffers.
+            part: which tensor-parallel part they are.
+            as_rank: instead of `part`, the rank of an engine whose tensor-parallel size or order is not the
+                namespace's; `data` is laid out as its part. It writes the parts that it wholly holds.
             node_id: where to; default: this host's node, else by room (see `kvpool.client.placement`).
             replicas: nodes that shall hold the blocks when this returns, on different hosts where there are
                 some. One that cannot be had is no error; `PutResult.replicas` says how many stand. With
@@ -401,85 +416,21 @@ class AsyncPool:
         Raises:
             WrongByteCount, InvalidArgument: `data` does not fit.
             ConfigError: replicas without a conductor.
+            CannotReshard: the rank holds no stored part wholly, or see `get`.
             NoRoom: not one block could be stored, existed or was in progress.
             TransferFailed, DeadlineExceeded, Unavailable: nothing of this call became visible.
         """
-        count = len(hashes)
-        addresses, owner = block_spans(data, count, namespace.layout.part_bytes, writable=False)
-        if not count:
+        plan = _plan(plan_write, namespace, part, as_rank)
+        addresses, owner = block_spans(data, len(hashes), plan.rank_bytes, writable=False)
+        if not hashes:
             return PutResult(0, 0, 0, 0, {})
         deadline = time.monotonic() + (timeout_s or self.timeout_s)
         if replicas < 1 or (replicas > 1 and self._conductor is None):
             raise ConfigError(f"replicas={replicas}", hint="1 or more; several need a conductor")
-        link, reservation = await self._reserve(namespace, hashes, parent, part, node_id, deadline)
-        counts = [reservation.statuses.count(status) for status in range(4)]
-        if counts[m.BlockStatus.NO_ROOM] == count:
-            raise NoRoom(
-                f"node {link.node.node_id} has no slot to give", hint="all is pinned; try again"
-            )
-        size = namespace.layout.part_bytes
-        if reservation.granted:
-            rows = np.array(reservation.granted)
-            lengths = np.full(len(rows), size, dtype=np.int64)
-            pieces = Pieces(addresses[rows], reservation.places, lengths, owner)
-            has_stopped = True
-            try:
-                sums = await link.write(
-                    pieces, timeout_s=time_left(deadline), deadline=reservation.deadline
-                )
-                await link.commit(reservation.reservation_id, sums, timeout_s=time_left(deadline))
-            except BaseException as error:
-                # A write past its deadline may still arrive: the slots must be quarantined.
-                late = (error, error.__cause__)
-                has_stopped = not any(isinstance(e, DeadlineExceeded) for e in late)
-                with contextlib.suppress(KvpoolError):
-                    await link.abort(
-                        reservation.reservation_id, writer_stopped=has_stopped, timeout_s=1.0
-                    )
-                raise
-        standing = count - counts[m.BlockStatus.NO_ROOM]
-        copies_made = 0
-        failures: dict[str, str] = {}
-        if replicas > 1:
-            copies_made, failures = await copies.add_replicas(
-                self, namespace, hashes[:standing], parent, link, replicas - 1, deadline
-            )
-        moved = {link.transport.name: counts[m.BlockStatus.GRANTED] * size}
-        return PutResult(
-            stored=counts[m.BlockStatus.GRANTED],
-            existing=counts[m.BlockStatus.EXISTS],
-            in_progress=counts[m.BlockStatus.IN_PROGRESS],
-            rejected=counts[m.BlockStatus.NO_ROOM],
-            bytes_moved=moved if reservation.granted else {},
-            replicas=copies_made + (not counts[m.BlockStatus.IN_PROGRESS]),
-            replica_failures=failures,
+        writer = ChainWriter(
+            self, namespace, hashes, addresses, owner, parent=parent, plan=plan, deadline=deadline
         )
-
-    async def _reserve(
-        self,
-        namespace: Namespace,
-        hashes: Sequence[bytes],
-        parent: bytes,
-        part: int,
-        node_id: str | None,
-        deadline: float,
-    ) -> tuple[NodeLink, Reservation]:
-        """Reserve at the node named, or at the first by placement that does not drain or prove gone."""
-        error: KvpoolError = Unavailable("the pool has no live node", hint="start one: kvpool node")
-        async for link in self._place(node_id, hashes[0], deadline):
-            try:
-                return link, await link.reserve(
-                    namespace,
-                    hashes,
-                    parent=parent,
-                    part=part,
-                    ttl_s=time_left(deadline) + 1.0,
-                    timeout_s=time_left(deadline),
-                )
-            except Unavailable as why:  # nothing was written: another node is as good
-                error = why
-                self.forget_node(link.node.node_id, why)
-        raise error
+        return await writer.write(node_id, replicas)
 
     # ------------------------------------------------------------ copies
 
@@ -657,7 +608,7 @@ class AsyncPool:
         assert self._only_node is not None
         return self.link_to(await self._only_node.call(m.Describe(), time_left(deadline)))
 
-    async def _place(
+    async def places(
         self, node_id: str | None, key: bytes, deadline: float
     ) -> AsyncIterator[NodeLink]:
         """The nodes to try for a write, in order."""
@@ -673,3 +624,17 @@ class AsyncPool:
     async def _ensure_registered(self, namespace: Namespace, deadline: float) -> None:
         if namespace.namespace_id not in self._known:
             await self.register(namespace, timeout_s=time_left(deadline))
+
+
+def _plan(
+    make: Callable[[Layout, Layout, int], Plan],
+    namespace: Namespace,
+    part: int,
+    as_rank: TensorParallelRank | None,
+) -> Plan:
+    stored = namespace.layout
+    if as_rank is None:
+        return plan_part(stored, part)
+    if part:
+        raise InvalidArgument(f"part={part} and as_rank={as_rank}", hint="give one of the two")
+    return make(stored, as_rank.layout(stored), as_rank.rank)

@@ -23,9 +23,11 @@ from kvpool.errors import (
     TransferFailed,
     Unavailable,
     UnknownNamespace,
+    UnverifiableRead,
 )
 from kvpool.hashing import pack_hashes
 from kvpool.layout import Namespace
+from kvpool.resharding import Plan, plan_part
 from kvpool.transports import Pieces, Transport, Transports
 from kvpool.transports.copying import Int64Array, Sums, copy
 from kvpool.wire import WireClient
@@ -181,23 +183,28 @@ class NodeLink:
         verify: bool,
         timeout_s: float,
         is_disposable: bool = False,
+        plan: Plan | None = None,
     ) -> None:
-        """Read the blocks of `lease` (one part each) to `addresses`.
+        """Read the blocks of `lease` to `addresses`.
 
         Args:
+            plan: which bytes of the parts of `lease` go where; default: its one part, whole.
             is_disposable: the caller throws the memory away if this raises. Without that promise, a
                 transport that may write late reads into memory of our own first.
 
         Raises:
             LeaseExpired: the read ended after the lease; the bytes must not be used.
             ChecksumMismatch: bytes are not those committed; reported to the node, must not be used.
+            UnverifiableRead: see `check_verifiable`.
             TransferFailed, DeadlineExceeded: see `Transport.read`.
         """
         self._check_lease(lease)  # else the reason would be a deadline that the caller has not set
+        plan = plan or plan_part(namespace.layout, 0)
         bad = await self._off_loop(
-            len(addresses) * namespace.layout.part_bytes,
+            plan.effort_bytes(len(addresses)),
             self._read_blocking,
             namespace.layout.part_bytes,
+            plan,
             lease,
             addresses,
             owner,
@@ -213,6 +220,26 @@ class NodeLink:
                 f"block {hashes[bad].hex()} read from {self.node.node_id} has wrong bytes", bad
             )
 
+    async def check_verifiable(self, plan: Plan) -> None:
+        """Whether what is read by `plan` can be compared with its checksums.
+
+        Raises:
+            UnverifiableRead: only pieces of parts are read, and their transport cannot look at the rest.
+            Unavailable: no transport reaches the node.
+        """
+        if not plan.is_whole and not (await self._chosen()).can_sum_in_place:
+            raise UnverifiableRead(
+                f"{self.transport.name} reads pieces of parts from {self.node.node_id}, checksums cover"
+                " whole parts",
+                hint="pass verify=False, or store with a tp_size that the reader's divides",
+            )
+
+    async def _chosen(self) -> Transport:
+        chosen: Transport | None = self.__dict__.get("transport")
+        if chosen is None:
+            chosen = await asyncio.to_thread(lambda: self.transport)
+        return chosen
+
     def _check_lease(self, lease: Lease) -> None:
         if time.monotonic() > lease.deadline - LEASE_MARGIN_S:
             raise LeaseExpired(
@@ -226,9 +253,7 @@ class NodeLink:
         touch the caller's memory and the node's slots. It ends by its own deadline; if that passed with a
         transfer still under way, the cancellation carries the `DeadlineExceeded` as its cause.
         """
-        transport: Transport | None = self.__dict__.get("transport")
-        if transport is None:
-            transport = await asyncio.to_thread(lambda: self.transport)
+        transport = await self._chosen()
         if size <= transport.quick_bytes and transport.is_connected(self.node):
             return work(*args)
         loop = asyncio.get_running_loop()
@@ -242,7 +267,8 @@ class NodeLink:
 
     def _read_blocking(
         self,
-        size: int,
+        part_bytes: int,
+        plan: Plan,
         lease: Lease,
         addresses: Int64Array,
         owner: Any,
@@ -251,22 +277,29 @@ class NodeLink:
         is_disposable: bool,
     ) -> int:
         """Read, verify, and hand over; returns the index of the first bad block, or -1."""
-        lengths = np.full(len(addresses), size, dtype=np.int64)
         targets, keep = addresses, owner
         if self.transport.may_write_late and not is_disposable:
-            keep = np.empty((len(addresses), size), dtype=np.uint8)
-            targets = keep.ctypes.data + np.arange(len(addresses), dtype=np.int64) * size
-        pieces = Pieces(targets, lease.places, lengths, keep)
-        if verify:
+            keep = np.empty((len(addresses), plan.rank_bytes), dtype=np.uint8)
+            targets = keep.ctypes.data + np.arange(len(addresses), dtype=np.int64) * plan.rank_bytes
+        pieces = Pieces(*plan.runs(targets, lease.places), keep, plan.pieces_per_part)
+        sums = lease.checksums
+        if verify and plan.is_whole:
             sums = self.transport.read_and_sum(self.node, pieces, time_left(deadline))
-            wrong = np.flatnonzero(sums != lease.checksums)
-            if len(wrong):
-                return int(wrong[0])
         else:
             self.transport.read(self.node, pieces, time_left(deadline))
+            if verify:
+                sums = self._sum_parts(part_bytes, lease, deadline)
+        wrong = np.flatnonzero(sums != lease.checksums)
+        if len(wrong):
+            return int(wrong[0]) // len(plan.parts)
         if keep is not owner:
-            copy(addresses, targets, lengths)
+            copy(addresses, targets, np.full(len(addresses), plan.rank_bytes, dtype=np.int64))
         return -1
+
+    def _sum_parts(self, part_bytes: int, lease: Lease, deadline: float) -> Sums:
+        """The checksums of whole parts of which pieces were read, computed where the parts stand."""
+        sizes = np.full(len(lease.places), part_bytes, dtype=np.int64)
+        return self.transport.sum_in_place(self.node, lease.places, sizes, time_left(deadline))
 
     async def reserve(
         self,

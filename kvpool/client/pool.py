@@ -11,11 +11,13 @@ from typing import Any, Self, TypeVar
 
 import uvloop
 
-from kvpool.client.async_pool import AsyncPool, PinnedBlocks, PutResult
+from kvpool.client.async_pool import AsyncPool, PinnedBlocks
 from kvpool.client.copies import PrefetchResult, ReplicateResult
 from kvpool.client.reading import GetResult
+from kvpool.client.writing import PutResult
 from kvpool.errors import DeadlineExceeded, Unavailable
 from kvpool.layout import Namespace
+from kvpool.resharding import TensorParallelRank
 from kvpool.transports import TransportName
 from kvpool.wire import messages as m
 
@@ -80,6 +82,13 @@ class Pool:
         """See `AsyncPool.register`."""
         return self._call(self._pool.register(namespace, timeout_s=timeout_s), timeout_s)
 
+    def compatible_namespaces(
+        self, namespace: Namespace, *, timeout_s: float | None = None
+    ) -> list[Namespace]:
+        """See `AsyncPool.compatible_namespaces`."""
+        job = self._pool.compatible_namespaces(namespace, timeout_s=timeout_s)
+        return self._call(job, timeout_s)
+
     def lookup(
         self, namespace: Namespace, hashes: Sequence[bytes], *, timeout_s: float | None = None
     ) -> m.LookupReply:
@@ -101,10 +110,22 @@ class Pool:
         out: Any,
         *,
         part: int = 0,
+        as_rank: TensorParallelRank | None = None,
+        verify: bool | None = None,
+        is_disposable: bool = False,
         timeout_s: float | None = None,
     ) -> GetResult:
         """See `AsyncPool.get`."""
-        job = self._pool.get(namespace, hashes, out, part=part, timeout_s=timeout_s)
+        job = self._pool.get(
+            namespace,
+            hashes,
+            out,
+            part=part,
+            as_rank=as_rank,
+            verify=verify,
+            is_disposable=is_disposable,
+            timeout_s=timeout_s,
+        )
         return self._call(job, timeout_s)
 
     def put(
@@ -115,6 +136,7 @@ class Pool:
         *,
         parent: bytes = b"",
         part: int = 0,
+        as_rank: TensorParallelRank | None = None,
         node_id: str | None = None,
         replicas: int = 1,
         timeout_s: float | None = None,
@@ -126,6 +148,7 @@ class Pool:
             data,
             parent=parent,
             part=part,
+            as_rank=as_rank,
             node_id=node_id,
             replicas=replicas,
             timeout_s=timeout_s,

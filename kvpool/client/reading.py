@@ -19,8 +19,10 @@ from kvpool.errors import (
     StaleEpoch,
     TransferFailed,
     Unavailable,
+    UnverifiableRead,
 )
 from kvpool.layout import Namespace
+from kvpool.resharding import Plan
 from kvpool.transports.copying import Int64Array
 from kvpool.wire import messages as m
 
@@ -59,6 +61,7 @@ class ChainReader:
 
     Args:
         addresses, owner: where each block goes, and what keeps that alive.
+        plan: which parts are read, and which of their bytes go where.
         deadline: monotonic seconds.
     """
 
@@ -70,7 +73,8 @@ class ChainReader:
         addresses: Int64Array,
         owner: Any,
         *,
-        part: int,
+        plan: Plan,
+        verify: bool,
         deadline: float,
         is_disposable: bool,
     ) -> None:
@@ -79,7 +83,8 @@ class ChainReader:
         self._hashes = hashes
         self._addresses = addresses
         self._owner = owner
-        self._part = part
+        self._plan = plan
+        self._verify = verify
         self._deadline = deadline
         self._is_disposable = is_disposable
         self._found = 0
@@ -87,12 +92,19 @@ class ChainReader:
         self._moved = Moved()
         self._reason = ""
         self._failed_nodes: set[str] = set()
+        self._refusal: UnverifiableRead | None = None
 
     async def read(self, segments: Sequence[m.Segment]) -> GetResult:
-        """Read what `segments` say, then look further where one failed, within the deadline."""
+        """Read what `segments` say, then look further where one failed, within the deadline.
+
+        Raises:
+            UnverifiableRead: see `NodeLink.check_verifiable`; raised when nothing is being read any more.
+        """
         count = len(self._hashes)
         for _ in range(MAX_ROUNDS):
             is_broken = await self._read_round(segments)
+            if self._refusal is not None:
+                raise self._refusal
             if not is_broken or self._found == count or not self._pool.has_conductor:
                 break
             segments = await self._alternatives()
@@ -102,7 +114,7 @@ class ChainReader:
             self._reason = ""
         elif not self._reason:
             self._reason = "not_in_index"
-        verified = self._found if self._pool.verify_checksums else 0
+        verified = self._found if self._verify else 0
         return GetResult(
             self._found, tuple(self._tiers), self._moved.by_transport, verified, self._reason
         )
@@ -117,8 +129,7 @@ class ChainReader:
             self._found += piece.found
             self._tiers += piece.tiers
             if piece.found:
-                size = self._namespace.layout.part_bytes
-                self._moved.add(piece.transport, piece.found * size)
+                self._moved.add(piece.transport, piece.found * self._plan.rank_bytes)
             if piece.found < segment.count:
                 self._reason = piece.reason
                 return True
@@ -171,13 +182,18 @@ class ChainReader:
         patience_s = left / 2 if pool.has_conductor else left
         try:
             link = await pool.link(node_id, self._deadline)
+            if self._verify:
+                await link.check_verifiable(self._plan)
             lease = await link.pin(
                 namespace,
                 hashes,
                 ttl_s=max(1.0, left + 1.0),
                 timeout_s=patience_s,
-                parts=(self._part,),
+                parts=self._plan.parts,
             )
+        except UnverifiableRead as error:
+            self._refusal = error
+            return _Piece(0, (), "", error.code)
         except KvpoolError as error:
             return self._failed(node_id, hashes, error, patience_s)
         if lease.found < len(hashes):
@@ -192,9 +208,10 @@ class ChainReader:
                 hashes,
                 self._addresses[segment.start : segment.start + lease.found],
                 self._owner,
-                verify=pool.verify_checksums,
+                verify=self._verify,
                 timeout_s=max(0.001, left),
                 is_disposable=self._is_disposable,
+                plan=self._plan,
             )
         except WrongBytes as error:
             pool.note_misses(node_id, namespace, [hashes[error.index]])

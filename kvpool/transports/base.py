@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from kvpool.errors import UnverifiableRead
 from kvpool.transports.copying import Int64Array, Sums, sum_runs
 from kvpool.wire.messages import NodeDescriptor
 
@@ -30,12 +31,14 @@ class Pieces:
         places: shape [n, 2], rows of (arena id, byte offset in the arena).
         lengths: bytes, shape [n].
         owner: kept alive until the transfer is known to be over; what `local` points into.
+        per_sum: so many successive rows share one checksum; n is a multiple of it.
     """
 
     local: Int64Array
     places: Int64Array
     lengths: Int64Array
     owner: Any
+    per_sum: int = 1
 
     @property
     def total_bytes(self) -> int:
@@ -43,19 +46,21 @@ class Pieces:
         return int(self.lengths.sum())
 
     def groups(self, group_bytes: int) -> list[Pieces]:
-        """The same runs in order, cut between runs into groups of `group_bytes` or little more."""
-        ends = np.cumsum(self.lengths)
+        """The same runs in order, cut between those with checksums of their own into groups of `group_bytes` or
+        little more.
+        """
+        ends = np.cumsum(self.lengths)[self.per_sum - 1 :: self.per_sum]
         if not len(ends) or ends[-1] <= group_bytes:
             return [self]
         number = (ends - 1) // group_bytes  # of the group that the last byte of a run falls into
-        last = np.flatnonzero(np.diff(number, append=number[-1] + 1)) + 1
+        last = (np.flatnonzero(np.diff(number, append=number[-1] + 1)) + 1) * self.per_sum
         return [
-            Pieces(self.local[a:b], self.places[a:b], self.lengths[a:b], self.owner)
+            Pieces(self.local[a:b], self.places[a:b], self.lengths[a:b], self.owner, self.per_sum)
             for a, b in itertools.pairwise([0, *last.tolist()])
         ]
 
     def coalesced(self) -> Pieces:
-        """The same bytes with neighbours joined that are contiguous on both sides."""
+        """The same bytes with neighbours joined that are contiguous on both sides; no longer fit for sums."""
         if len(self.lengths) < 2:
             return self
         ends_local = self.local[:-1] + self.lengths[:-1]
@@ -82,6 +87,7 @@ class Transport(abc.ABC):
     name: str
     quick_bytes: int = 0  # up to this many, a call takes less time than handing it to a thread
     may_write_late: bool = False  # memory may still be written after `read` raised DeadlineExceeded
+    can_sum_in_place: bool = False  # see `sum_in_place`
 
     @abc.abstractmethod
     def can_reach(self, node: NodeDescriptor, local_host: str) -> bool:
@@ -102,15 +108,26 @@ class Transport(abc.ABC):
         """Copy local memory into the node's arena; otherwise as `read`."""
 
     def read_and_sum(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> Sums:
-        """`read`, and the xxh3-64 of each piece as it now stands in local memory (uint64 [n])."""
+        """`read`, and the xxh3-64 of each `per_sum` pieces as they now stand in local memory."""
         self.read(node, pieces, timeout_s)
-        return sum_runs(pieces.local, pieces.lengths)
+        return sum_runs(pieces.local, pieces.lengths, pieces.per_sum)
 
     def write_and_sum(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> Sums:
-        """`write`, and the xxh3-64 of each piece (uint64 [n])."""
-        sums = sum_runs(pieces.local, pieces.lengths)
+        """`write`, and the xxh3-64 of each `per_sum` pieces."""
+        sums = sum_runs(pieces.local, pieces.lengths, pieces.per_sum)
         self.write(node, pieces, timeout_s)
         return sums
+
+    def sum_in_place(
+        self, node: NodeDescriptor, places: Int64Array, lengths: Int64Array, timeout_s: float
+    ) -> Sums:
+        """The xxh3-64 of runs where they stand at the node, of which nothing is moved.
+
+        Raises:
+            UnverifiableRead: this transport cannot look there.
+            TransferFailed: as `read`.
+        """
+        raise UnverifiableRead(f"{self.name} cannot look at bytes without moving them")
 
     @functools.cached_property
     def threads(self) -> ThreadPoolExecutor:

@@ -69,45 +69,52 @@ def copy_and_sum(
     deadline: float = float("inf"),
     *,
     sum_targets: bool,
+    per_sum: int = 1,
 ) -> Sums:
-    """`copy`, and the xxh3-64 of each run of bytes, in one pass.
+    """`copy`, and the xxh3-64 of each `per_sum` successive runs taken together, in one pass.
 
     Args:
         sum_targets: sum what the reader got; else what the writer has, so that whatever the copy itself
             might do to the bytes is found by the first reader.
     """
     rows = list(zip(targets.tolist(), sources.tolist(), lengths.tolist(), strict=True))
-    sums = np.empty(len(rows), dtype=np.uint64)
+    sums = np.empty(len(rows) // per_sum, dtype=np.uint64)
 
     def work(first: int, last: int) -> None:
         for i in range(first, last):
-            target, source, length = rows[i]
-            _check(deadline)
             hasher = xxhash.xxh3_64()
-            view = _bytes_at(target if sum_targets else source, length)
-            for at in range(0, length, CHUNK_BYTES):
-                step = min(CHUNK_BYTES, length - at)
-                if not sum_targets:
-                    hasher.update(view[at : at + step])
-                _memmove(target + at, source + at, step)
-                if sum_targets:
-                    hasher.update(view[at : at + step])
+            for target, source, length in rows[i * per_sum : (i + 1) * per_sum]:
+                _check(deadline)
+                view = _bytes_at(target if sum_targets else source, length)
+                for at in range(0, length, CHUNK_BYTES):
+                    step = min(CHUNK_BYTES, length - at)
+                    if not sum_targets:
+                        hasher.update(view[at : at + step])
+                    _memmove(target + at, source + at, step)
+                    if sum_targets:
+                        hasher.update(view[at : at + step])
             sums[i] = hasher.intdigest()
 
-    _spread(work, lengths)
+    _spread(work, lengths.reshape(-1, per_sum).sum(axis=1))
     return sums
 
 
-def sum_runs(addresses: Int64Array, lengths: Int64Array) -> Sums:
-    """The xxh3-64 of `lengths[i]` bytes at `addresses[i]`, for all i."""
+def sum_runs(addresses: Int64Array, lengths: Int64Array, per_sum: int = 1) -> Sums:
+    """The xxh3-64 of `lengths[i]` bytes at `addresses[i]`, each `per_sum` successive runs taken together."""
     rows = list(zip(addresses.tolist(), lengths.tolist(), strict=True))
-    sums = np.empty(len(rows), dtype=np.uint64)
+    sums = np.empty(len(rows) // per_sum, dtype=np.uint64)
 
     def work(first: int, last: int) -> None:
         for i in range(first, last):
-            sums[i] = xxhash.xxh3_64_intdigest(_bytes_at(*rows[i]))
+            if per_sum == 1:
+                sums[i] = xxhash.xxh3_64_intdigest(_bytes_at(*rows[i]))
+                continue
+            hasher = xxhash.xxh3_64()
+            for address, length in rows[i * per_sum : (i + 1) * per_sum]:
+                hasher.update(_bytes_at(address, length))
+            sums[i] = hasher.intdigest()
 
-    _spread(work, lengths)
+    _spread(work, lengths.reshape(-1, per_sum).sum(axis=1))
     return sums
 
 

@@ -112,7 +112,7 @@ class NixlTransport(Transport):
                 begun.append(self._begin("READ", node, group, deadline))
             for group, work in zip(groups, begun, strict=True):
                 self._await(work, deadline)
-                sums.append(sum_runs(group.local, group.lengths))
+                sums.append(sum_runs(group.local, group.lengths, group.per_sum))
         return np.concatenate(sums)
 
     def write_and_sum(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> Sums:
@@ -120,7 +120,7 @@ class NixlTransport(Transport):
         sums: list[Sums] = []
         with self._all_ended(deadline) as begun:
             for group in pieces.groups(GROUP_BYTES):
-                sums.append(sum_runs(group.local, group.lengths))
+                sums.append(sum_runs(group.local, group.lengths, group.per_sum))
                 begun.append(self._begin("WRITE", node, group, deadline))
             for work in begun:
                 self._await(work, deadline)

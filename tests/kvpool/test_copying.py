@@ -39,6 +39,33 @@ def test_groups_are_the_same_runs_in_order_and_little_larger_than_asked(
         assert group.lengths[1:].sum() < group_bytes
 
 
+@given(lengths_of_runs, st.integers(1, 4), st.integers(1, 200))
+def test_groups_never_part_runs_that_share_a_checksum(
+    lengths: list[int], per_sum: int, group_bytes: int
+) -> None:
+    alone = pieces_of(lengths * per_sum)
+    pieces = Pieces(alone.local, alone.places, alone.lengths, None, per_sum)
+    groups = pieces.groups(group_bytes)
+    assert np.concatenate([group.local for group in groups]).tolist() == pieces.local.tolist()
+    for group in groups:
+        assert group.per_sum == per_sum
+        assert len(group.lengths) % per_sum == 0
+        assert group.lengths[per_sum:].sum() < group_bytes
+
+
+def test_runs_that_share_a_checksum_are_summed_in_their_order() -> None:
+    source = np.random.default_rng(1).integers(0, 256, (6, 100), dtype=np.uint8)
+    target = np.zeros_like(source)
+    to = target.ctypes.data + np.array([5, 0, 3, 1, 4, 2], dtype=np.int64) * 100
+    of = source.ctypes.data + np.arange(6, dtype=np.int64) * 100
+    lengths = np.full(6, 100, dtype=np.int64)
+    expected = [xxhash.xxh3_64_intdigest(rows.tobytes()) for rows in (source[:3], source[3:])]
+    for sum_targets in (True, False):
+        sums = copy_and_sum(to, of, lengths, sum_targets=sum_targets, per_sum=3)
+        assert sums.tolist() == expected
+    assert sum_runs(to, lengths, 3).tolist() == expected
+
+
 def test_equal_runs_are_cut_evenly() -> None:
     groups = pieces_of([4] * 16).groups(8)
     assert [len(group.lengths) for group in groups] == [2] * 8
