@@ -3,6 +3,7 @@
 # make check   linters, formatter, types, import rules
 # make demo    the demo             (ARGS is passed on)
 # make bench   the store beside memcpy and its peers
+# make bench-scheduler  scheduling strategies on one trace, with engines that sleep (ARGS="--trace FILE")
 #
 # On a machine without a GPU, PyTorch's CPU index (PIP_EXTRA_INDEX_URL) saves several GB of CUDA libraries.
 
@@ -17,7 +18,7 @@ CODE := $(PACKAGES) tests benchmarks
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
-.PHONY: setup test check fmt demo bench proto clean help
+.PHONY: setup test check fmt demo bench bench-scheduler proto clean help
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
 
@@ -60,6 +61,9 @@ demo: setup
 
 bench: setup
 	$(BIN)/kvpool bench store $(ARGS)
+
+bench-scheduler: setup
+	$(BIN)/python -m benchmarks.scheduler $(ARGS)
 
 # The generated modules are committed, so that an installation needs no compiler.
 proto: setup

@@ -34,6 +34,7 @@ from kvpool.errors import ConfigError
 from kvpool.settings import (
     ClientConfig,
     ConductorConfig,
+    FakeEngineConfig,
     LogConfig,
     NodeConfig,
     Settings,
@@ -46,6 +47,7 @@ from kvpool.settings import (
 __all__ = [
     "ClientConfig",
     "ConductorConfig",
+    "FakeEngineConfig",
     "LoadedSettings",
     "LogConfig",
     "NodeConfig",

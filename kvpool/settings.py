@@ -282,7 +282,9 @@ class WorkerConfig(_Server):
 
     worker_id: OptionalText = Field(None, max_length=128, description="None: a fresh UUID")
     role: Literal["prefill", "decode", "both"] = "both"
-    engine: Literal["transformers"] = "transformers"
+    engine: Literal["transformers", "fake"] = Field(
+        "transformers", description="fake: sleeps instead of computing, to try out scheduling"
+    )
     model: OptionalText = Field(None, description="directory or GGUF file; needed to start")
     model_name: OptionalText = Field(
         None, description="name that users ask for; None: from the model"
@@ -304,6 +306,27 @@ class WorkerConfig(_Server):
     tenant: str = Field("", max_length=512)
     salt: SecretStr = Field(SecretStr(""), description="separates users; mixed into every hash")
     hash_algorithm: Literal["xxh3-128", "sha256"] = "xxh3-128"
+
+
+class FakeEngineConfig(Section):
+    """What a worker with `worker.engine=fake` pretends: how long things take, and how large its KV is."""
+
+    prefill_base_s: float = Field(5e-3, ge=0, le=60)
+    prefill_token_s: float = Field(2e-5, ge=0, le=1, description="per new token")
+    prefill_attention_s: float = Field(
+        2e-10, ge=0, le=1, description="per pair of a new token and one that it attends to"
+    )
+    tpot_base_s: float = Field(0.02, ge=0, le=60)
+    tpot_context_s: float = Field(1e-8, ge=0, le=1, description="per token of KV in the batch")
+    tpot_sequence_s: float = Field(5e-4, ge=0, le=60, description="per sequence of the batch")
+    layers: int = Field(2, ge=1, le=1024)
+    bytes_per_token: int = Field(512, ge=16, le=MIB, description="of KV, over all layers")
+
+    @model_validator(mode="after")
+    def _divisible(self) -> Self:
+        if self.bytes_per_token % (8 * self.layers):
+            raise ValueError("bytes_per_token must be a multiple of 8 x layers")
+        return self
 
 
 class ClientConfig(Section):
@@ -329,6 +352,7 @@ class Settings(Section):
     conductor: ConductorConfig = Field(default_factory=ConductorConfig)
     node: NodeConfig = Field(default_factory=NodeConfig)
     worker: WorkerConfig = Field(default_factory=WorkerConfig)
+    fake_engine: FakeEngineConfig = Field(default_factory=FakeEngineConfig)
     client: ClientConfig = Field(default_factory=ClientConfig)
     log: LogConfig = Field(default_factory=LogConfig)
 

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvpool.client.async_pool import AsyncPool
-from kvpool.config import ClientConfig, WorkerConfig
+from kvpool.config import ClientConfig, FakeEngineConfig, WorkerConfig
 from kvpool.errors import ConfigError, KvpoolError
 from kvpool.http import HttpServer, base_app
 from kvpool.metrics import LATENCY_BUCKETS, new_registry
@@ -21,6 +21,7 @@ from kvpool.process import Ready, wait_for_stop
 from kvpool.wire import WireServer
 from kvpool.wire import messages as m
 from workers.engine import Engine
+from workers.fake_engine import FakeEngine
 from workers.local_prefix import LocalPrefixCache
 from workers.membership import Membership
 from workers.model_files import default_cache_dir, prepare_model
@@ -33,18 +34,22 @@ CONNECT_EVERY_S = 2.0
 
 
 async def run_worker(
-    config: WorkerConfig, client: ClientConfig, ready: Ready, stop: asyncio.Event
+    config: WorkerConfig,
+    client: ClientConfig,
+    fake: FakeEngineConfig,
+    ready: Ready,
+    stop: asyncio.Event,
 ) -> None:
     """Run a worker until `stop` is set.
 
     Raises:
         ConfigError, ModelNotFound, PortInUse: it cannot start as configured.
     """
-    if not config.model:
+    if not config.model and config.engine != "fake":
         raise ConfigError(
             "worker.model is not set", hint="give a model directory, or smollm2-135m to try it out"
         )
-    engine = await asyncio.to_thread(_load_engine, config)
+    engine = await asyncio.to_thread(_load_engine, config, fake)
     namespace = engine.namespace(
         config.tenant, config.salt.get_secret_value(), config.hash_algorithm
     )
@@ -117,7 +122,11 @@ async def run_worker(
         log.info("worker stopping")
 
 
-def _load_engine(config: WorkerConfig) -> Engine:
+def _load_engine(config: WorkerConfig, fake: FakeEngineConfig) -> Engine:
+    if config.engine == "fake":
+        return FakeEngine(
+            fake, model_name=config.model_name or "", block_tokens=config.block_tokens
+        )
     import torch
 
     from workers.transformers_engine import TransformersEngine

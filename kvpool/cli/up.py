@@ -105,7 +105,11 @@ def worker(
             http_port=("worker.http_port", http_port),
         ),
     )
-    run_process(lambda ready, stop: run_worker(settings.worker, settings.client, ready, stop))
+    run_process(
+        lambda ready, stop: run_worker(
+            settings.worker, settings.client, settings.fake_engine, ready, stop
+        )
+    )
 
 
 def up(
