@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 
 from conductor.cost import CostModel
-from conductor.index import Index
+from conductor.index import Found, Index
 from conductor.membership import Membership, MembershipConfig, State
 from conductor.namespaces import KnownNamespaces
 from conductor.requests import InFlight
@@ -216,23 +216,20 @@ class Cluster:
             raise UnknownNamespace(
                 f"namespace {request.namespace_id.hex()} is not known here", hint="register it"
             )
-        segments = self.segments(
-            request.namespace_id, unpack_hashes(request.hashes), request.host, request.exclude
+        segments = self.index.segments(
+            request.namespace_id,
+            unpack_hashes(request.hashes),
+            self._readable_hosts(request.exclude),
+            request.host,
         )
         found = sum(segment.count for segment in segments)
         self.counters["lookups"] += 1
         self.counters["lookup_hits" if found else "lookup_misses"] += 1
         return m.LookupReply(found, segments)
 
-    def segments(
-        self,
-        namespace_id: bytes,
-        hashes: Sequence[bytes],
-        host: str,
-        exclude: Sequence[str] = (),
-    ) -> list[m.Segment]:
-        """The leading run as segments on readable nodes but those of `exclude`, preferring `host`."""
-        return self.index.segments(namespace_id, hashes, self._readable_hosts(exclude), host)
+    async def find(self, namespace_id: bytes, hashes: Sequence[bytes]) -> Found:
+        """Which leading blocks of a chain the pool has. One question for any number of hosts."""
+        return Found(self.index.holders(namespace_id, hashes), self._readable_hosts())
 
     def _readable_hosts(self, exclude: Sequence[str] = ()) -> Mapping[str, str]:
         return {

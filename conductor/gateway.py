@@ -72,7 +72,7 @@ class Gateway:
         """Close the connections to workers and nodes."""
         await self._links.close()
 
-    def admit(self, job: Job, result: Result) -> None:
+    async def admit(self, job: Job, result: Result) -> None:
         """Decide where the job runs, before anything is sent to the caller.
 
         Raises:
@@ -83,10 +83,9 @@ class Gateway:
             self.cluster.counters["rejected:queue_full"] += 1
             raise Overloaded(f"{self.active} requests are in work", retry_after_s=1.0)
         job.hashes = hash_chain(job.namespace, job.prompt)
-        now = self.cluster.clock()
-        decision = self._decide(job, frozenset(), now)
+        decision = await self._decide(job, frozenset())
         result.decision = decision
-        self.request_log.decided(decision, now)
+        self.request_log.decided(decision, self.cluster.clock())
         if decision.is_refused:
             self.cluster.counters[f"rejected:{decision.reason}"] += 1
             self.request_log.ended(job.request_id, Outcome("refused"))
@@ -155,25 +154,23 @@ class Gateway:
                     raise
                 # Go on from what the caller has already got, on another worker if there is one.
                 job.pin_decode = None
-                retry = self._decide(job, frozenset(tried), self.cluster.clock(), mode="local")
+                retry = await self._decide(job, frozenset(tried), mode="local")
                 if retry.is_refused:
-                    retry = self._decide(job, frozenset(), self.cluster.clock(), mode="local")
+                    retry = await self._decide(job, frozenset(), mode="local")
                 if retry.is_refused:
                     raise
                 decision = result.decision = retry
 
     # ------------------------------------------------------------ deciding
 
-    def _decide(self, job: Job, excluded: frozenset[str], now: float, mode: str = "") -> Decision:
+    async def _decide(self, job: Job, excluded: frozenset[str], mode: str = "") -> Decision:
         layout = job.namespace.layout
-        view = self.cluster.view()
         namespace_id = job.namespace.namespace_id
+        found = await self.cluster.find(namespace_id, job.hashes) if job.pool == "on" else None
+        # Nothing is awaited from here on: the decision is about the cluster as it is now.
+        view = self.cluster.view()
         hosts = {worker.host for worker in view.workers.values()}
-        segments = {}
-        if job.pool == "on":
-            segments = {
-                host: self.cluster.segments(namespace_id, job.hashes, host) for host in hosts
-            }
+        segments = {host: found.segments(host) for host in hosts} if found else {}
         request = ScheduleRequest(
             job.request_id,
             namespace_id,
@@ -189,7 +186,7 @@ class Gateway:
             pin_decode=job.pin_decode,
             excluded=excluded,
         )
-        return schedule(request, view, now)
+        return schedule(request, view, self.cluster.clock())
 
     # ------------------------------------------------------------ prefill elsewhere
 
@@ -214,11 +211,11 @@ class Gateway:
                     request_id=job.request_id,
                     error=str(error),
                 )
-        found = self.cluster.segments(job.namespace.namespace_id, job.hashes, host)
+        found = await self.cluster.find(job.namespace.namespace_id, job.hashes)
         limit = decision.reuse_blocks
         if decision.mode != "local" or limit == (len(job.prompt) - 1) // layout.block_tokens:
             limit = len(job.hashes)  # all: of a prompt of whole blocks the last token is recomputed
-        segments = cut(found, limit)
+        segments = cut(found.segments(host), limit)
         result.planned_blocks = sum(segment.count for segment in segments)
         return segments
 

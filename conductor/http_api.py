@@ -151,7 +151,7 @@ class HttpApi:
             options.local_prefix_tokens,
         )
         result = Result()
-        self._gateway.admit(job, result)
+        await self._gateway.admit(job, result)
         answer = Answer(
             self._gateway,
             self._metrics,

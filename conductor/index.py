@@ -29,6 +29,22 @@ class Holder(NamedTuple):
 Holders = tuple[Holder, ...]  # of one block; fastest tier first, then by node id
 
 
+class Found(NamedTuple):
+    """What the pool had of a chain when it was looked up, to be read from any host.
+
+    Args:
+        holders: of the leading blocks, in order.
+        hosts: node id -> host, of the nodes that might be read then.
+    """
+
+    holders: Sequence[Holders]
+    hosts: Mapping[str, str]
+
+    def segments(self, host: str) -> list[Segment]:
+        """The leading run as it is best read from `host`; see `cover_run`."""
+        return cover_run(self.holders, self.hosts, host)
+
+
 class Index(Protocol):
     """Soft state about blocks, keyed by (namespace_id, hash).
 

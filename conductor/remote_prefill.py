@@ -60,10 +60,8 @@ class RemotePrefill:
         if prefiller is None or target is None:
             raise Unavailable("the prefill worker or the node left meanwhile")
         namespace_id = job.namespace.namespace_id
-        reuse = cut(
-            self._cluster.segments(namespace_id, job.hashes, prefiller.descriptor.host),
-            decision.reuse_blocks,
-        )
+        found = await self._cluster.find(namespace_id, job.hashes)
+        reuse = cut(found.segments(prefiller.descriptor.host), decision.reuse_blocks)
         have = sum(segment.count for segment in reuse)
         within_s = min(self._timeout_s, job.left_s() / 2)
         deadline = time.monotonic() + within_s
@@ -99,7 +97,7 @@ class RemotePrefill:
         covered = dict.fromkeys(existing, target.member_id)
         if reply.committed_blocks:
             covered |= dict.fromkeys(granted, target.member_id)
-        near = self._cluster.segments(namespace_id, job.hashes, decode_host)
+        near = (await self._cluster.find(namespace_id, job.hashes)).segments(decode_host)
         return extend(cut(near, have) if have else [], covered, len(job.hashes)), reply
 
     async def _reserve(
