@@ -66,7 +66,7 @@ class HttpApi:
         async def chat(request: Request) -> Response:
             body = read_request(await request.body(), ChatRequest)
             if self._tokenizer is None:
-                raise _no_tokenizer()
+                raise no_tokenizer()
             messages = [message.plain() for message in body.messages]
             prompt = await asyncio.to_thread(self._tokenizer.encode_chat, messages)
             limit = body.max_completion_tokens or body.max_tokens
@@ -78,7 +78,7 @@ class HttpApi:
             prompt = read_prompt(body.prompt, self._config.max_prompt_tokens)
             if isinstance(prompt, str):
                 if self._tokenizer is None:
-                    raise _no_tokenizer()
+                    raise no_tokenizer()
                 prompt = await asyncio.to_thread(self._tokenizer.encode, prompt)
             return await self._serve(body, prompt, body.max_tokens, request)
 
@@ -181,7 +181,8 @@ class HttpApi:
         raise NotFound(f"model {brief(model)!r} is not served here", hint=f"served: {served}")
 
 
-def _no_tokenizer() -> Unavailable:
+def no_tokenizer() -> Unavailable:
+    """What a conductor says that was started without a model's directory."""
     return Unavailable(
         "this conductor has no tokenizer",
         hint="set conductor.model_path, or send token ids to /v1/completions",

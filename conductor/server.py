@@ -12,7 +12,7 @@ import structlog
 from conductor.cluster import Cluster
 from conductor.gateway import Gateway
 from conductor.grpc_api import grpc_server
-from conductor.http_api import HttpApi
+from conductor.http_api import HttpApi, no_tokenizer
 from conductor.membership import MembershipConfig
 from conductor.memory_index import MemoryIndex
 from conductor.metrics import ConductorCollector, RequestMetrics
@@ -21,10 +21,12 @@ from conductor.scheduler import Policy
 from conductor.tokenizer import Tokenizer
 from kvpool.config import ConductorConfig
 from kvpool.grpc_adapter import quiet_grpc
+from kvpool.hashing import token_bytes
 from kvpool.http import HttpServer
 from kvpool.metrics import new_registry
 from kvpool.process import Ready, wait_for_stop
 from kvpool.wire import WireServer
+from kvpool.wire import messages as m
 
 log = structlog.get_logger(__name__)
 
@@ -77,6 +79,7 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
         stack.push_async_callback(gateway.close)
         wire = WireServer("conductor", conductor_id, epoch)
         cluster.expose(wire)
+        wire.handle(m.Tokenize, lambda request, _session: _tokenize(tokenizer, request))
         wire_port = await wire.listen(config.host, config.wire_port)
         stack.push_async_callback(wire.close)
         http = HttpServer(api.app(registry, lambda: ""), config.host, config.http_port)
@@ -97,6 +100,13 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
         log.info("conductor ready", **facts)
         await wait_for_stop(stop, tasks)
         log.info("conductor stopping")
+
+
+async def _tokenize(tokenizer: Tokenizer | None, request: m.Tokenize) -> m.TokenizeReply:
+    if tokenizer is None:
+        raise no_tokenizer()
+    encode = tokenizer.encode_system if request.is_system_prompt else tokenizer.encode
+    return m.TokenizeReply(bytes(token_bytes(await asyncio.to_thread(encode, request.text))))
 
 
 async def _sweep(cluster: Cluster) -> None:

@@ -5,6 +5,7 @@ Equal ids are what equal hashes rest on, so nothing here is approximated.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from kvpool.errors import ConfigError, InvalidArgument, ModelNotFound, brief
 
 _REPLACEMENT = "\ufffd"
+_FIRST_WORDS = ("a", "Z")  # of two conversations that have nothing but the system prompt in common
 MAX_HELD_TOKENS = 8  # a character never takes more; what is still broken then is shown as it is
 
 
@@ -65,6 +67,19 @@ class Tokenizer:
         _check_text(text)
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
+
+    def encode_system(self, text: str) -> list[int]:
+        """Token ids with which every conversation under this system prompt begins.
+
+        Raises: as `encode_chat`.
+        """
+        system = {"role": "system", "content": text}
+        chats = [
+            self.encode_chat([system, {"role": "user", "content": word}]) for word in _FIRST_WORDS
+        ]
+        # A tokenizer may join what follows to the prompt's end, so that no place in the text is sure.
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*chats, strict=False))
+        return [token for token, _ in same]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens."""

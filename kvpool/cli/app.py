@@ -44,6 +44,8 @@ COMMANDS: dict[str, Registered] = {
     "lookup": Registered("kvpool.cli.pool_commands:lookup", "Say what the pool has of a prompt."),
     "stats": Registered("kvpool.cli.pool_commands:stats", "Show nodes, tiers, and hits."),
     "bench": Registered("kvpool.cli.bench:app", "Measure the store beside memcpy and its peers."),
+    "protect": Registered("kvpool.cli.protection:protect", "Keep a prompt's blocks in the pool."),
+    "unprotect": Registered("kvpool.cli.protection:unprotect", "End a prompt's protection."),
     "drain": Registered("kvpool.cli.drain:drain", "Empty a node and let it end."),
     "config": Registered("kvpool.cli.config_commands:app", "Show or check the configuration."),
     "doctor": Registered("kvpool.cli.doctor:doctor", "Check what this machine offers."),

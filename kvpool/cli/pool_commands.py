@@ -29,7 +29,7 @@ Conductor = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
-def _pool(ctx: typer.Context, conductor: str | None) -> Pool:
+def open_pool(ctx: typer.Context, conductor: str | None) -> Pool:
     given = overrides(conductor=("client.conductor", conductor))
     settings = invocation(ctx).load(given).settings.client
     return Pool(
@@ -43,7 +43,7 @@ def _pool(ctx: typer.Context, conductor: str | None) -> Pool:
 
 def stats(ctx: typer.Context, conductor: Conductor = None, as_json: AsJson = False) -> None:
     """Show the nodes with their tiers, the workers, and what was hit and missed."""
-    with _pool(ctx, conductor) as pool:
+    with open_pool(ctx, conductor) as pool:
         reply = pool.stats()
     if as_json:
         print_json(named(reply))
@@ -119,7 +119,7 @@ def put(
     key, hashes = _key(data)
     blocks = np.zeros((len(hashes), FILE_LAYOUT.part_bytes), dtype=np.uint8)
     blocks.reshape(-1)[: len(data)] = np.frombuffer(data, dtype=np.uint8)
-    with _pool(ctx, conductor) as pool:
+    with open_pool(ctx, conductor) as pool:
         result = pool.put(FILE_NAMESPACE, hashes, blocks)
     if as_json:
         print_json({"key": key, "blocks": len(hashes), "result": result})
@@ -139,9 +139,9 @@ def get(
     as_json: AsJson = False,
 ) -> None:
     """Read a file back from the pool; every block is verified."""
-    size, hashes = _hashes(key)
+    size, hashes = file_hashes(key)
     blocks = np.empty((len(hashes), FILE_LAYOUT.part_bytes), dtype=np.uint8)
-    with _pool(ctx, conductor) as pool:
+    with open_pool(ctx, conductor) as pool:
         result = pool.get(FILE_NAMESPACE, hashes, blocks)
     if result.found < len(hashes):
         raise BlockMiss(
@@ -164,8 +164,8 @@ def lookup(
     as_json: AsJson = False,
 ) -> None:
     """Say how many leading blocks of a key the pool has, and where. Changes nothing."""
-    _, hashes = _hashes(key)
-    with _pool(ctx, conductor) as pool:
+    _, hashes = file_hashes(key)
+    with open_pool(ctx, conductor) as pool:
         reply = pool.lookup(FILE_NAMESPACE, hashes)
     if as_json:
         print_json({"blocks": len(hashes), "found": reply.found, "segments": named(reply.segments)})
@@ -180,10 +180,15 @@ def lookup(
 def _key(data: bytes) -> tuple[str, list[bytes]]:
     """A file's key (its digest and size) and its chain of block hashes."""
     key = f"{hashlib.sha256(data).hexdigest()}-{len(data)}"
-    return key, _hashes(key)[1]
+    return key, file_hashes(key)[1]
 
 
-def _hashes(key: str) -> tuple[int, list[bytes]]:
+def file_hashes(key: str) -> tuple[int, list[bytes]]:
+    """Size of the file that has this key, and the chain of its blocks.
+
+    Raises:
+        InvalidArgument: it is no key.
+    """
     digest, _, size_text = key.partition("-")
     size = -1
     with suppress(ValueError):

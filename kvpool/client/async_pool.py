@@ -12,6 +12,7 @@ import itertools
 import socket
 import time
 import uuid
+from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -152,6 +153,12 @@ class AsyncPool:
         self._known.add(reply.namespace_id)
         return reply.namespace_id
 
+    async def namespaces(self, *, timeout_s: float | None = None) -> list[Namespace]:
+        """The namespaces that the pool knows, oldest first. Needs a conductor, as `stats` does."""
+        conductor = self._the_conductor("finding namespaces")
+        deadline = time.monotonic() + (timeout_s or self.timeout_s)
+        return await discovery.known_namespaces(conductor, deadline)
+
     async def compatible_namespaces(
         self, namespace: Namespace, *, timeout_s: float | None = None
     ) -> list[Namespace]:
@@ -162,11 +169,25 @@ class AsyncPool:
         Raises:
             ConfigError: this client speaks to one node alone.
         """
-        if self._conductor is None:
-            raise ConfigError("finding namespaces needs a conductor", hint="use conductor=")
-        return await discovery.compatible_namespaces(
-            self._conductor, namespace, time.monotonic() + (timeout_s or self.timeout_s)
+        return discovery.readable(await self.namespaces(timeout_s=timeout_s), namespace)
+
+    async def tokenize(
+        self, text: str, *, is_system_prompt: bool = False, timeout_s: float | None = None
+    ) -> list[int]:
+        """Token ids of a prompt as the conductor's model reads it.
+
+        Args:
+            is_system_prompt: those with which every conversation under this system prompt begins.
+
+        Raises:
+            Unavailable: the conductor has no tokenizer.
+            ConfigError: this client speaks to one node alone.
+        """
+        conductor = self._the_conductor("tokenizing")
+        reply: m.TokenizeReply = await conductor.call(
+            m.Tokenize(text, is_system_prompt), timeout_s or self.timeout_s
         )
+        return array("I", reply.token_ids).tolist()
 
     async def lookup(
         self,
@@ -222,11 +243,8 @@ class AsyncPool:
         Raises:
             ConfigError: this client speaks to one node alone.
         """
-        if self._conductor is None:
-            raise ConfigError("stats of the pool need a conductor", hint="use conductor=")
-        reply: m.PoolStatsReply = await self._conductor.call(
-            m.PoolStats(), timeout_s or self.timeout_s
-        )
+        conductor = self._the_conductor("stats of the pool")
+        reply: m.PoolStatsReply = await conductor.call(m.PoolStats(), timeout_s or self.timeout_s)
         return reply
 
     # ------------------------------------------------------------ reading
@@ -620,6 +638,11 @@ class AsyncPool:
             nodes = await self.nodes(timeout_s=time_left(deadline))
             for info in choose_nodes(nodes, key, prefer_host=self.host_label):
                 yield self.link_to(info.descriptor)
+
+    def _the_conductor(self, what: str) -> WireClient:
+        if self._conductor is None:
+            raise ConfigError(f"{what}: a conductor is needed", hint="use conductor=")
+        return self._conductor
 
     async def _ensure_registered(self, namespace: Namespace, deadline: float) -> None:
         if namespace.namespace_id not in self._known:

@@ -1,6 +1,8 @@
-"""Which namespaces of a pool hold blocks that an engine can read although its own layout is another."""
+"""Which namespaces a pool knows, and whose blocks an engine can read although its own layout is another."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import msgspec
 
@@ -14,23 +16,23 @@ from kvpool.wire import messages as m
 PAGE = 1000
 
 
-async def compatible_namespaces(
-    conductor: WireClient, namespace: Namespace, deadline: float
-) -> list[Namespace]:
-    """See `AsyncPool.compatible_namespaces`."""
-    found: list[tuple[tuple[bool, int], Namespace]] = []
-    offset = 0
+async def known_namespaces(conductor: WireClient, deadline: float) -> list[Namespace]:
+    """All namespaces that a conductor knows, oldest first."""
+    known: list[Namespace] = []
     while True:
         reply: m.NamespacesReply = await conductor.call(
-            m.Namespaces(offset, PAGE), time_left(deadline)
+            m.Namespaces(len(known), PAGE), time_left(deadline)
         )
-        for other in reply.namespaces:
-            cost = read_cost(other, namespace)
-            if cost is not None:
-                found.append((cost, other))
+        known += reply.namespaces
         if len(reply.namespaces) < PAGE:
-            return [other for _, other in sorted(found, key=lambda pair: pair[0])]
-        offset += PAGE
+            return known
+
+
+def readable(namespaces: Iterable[Namespace], reader: Namespace) -> list[Namespace]:
+    """Those whose blocks an engine of `reader` can read, cheapest first."""
+    costs = ((read_cost(other, reader), other) for other in namespaces)
+    found = [(cost, other) for cost, other in costs if cost is not None]
+    return [other for _, other in sorted(found, key=lambda pair: pair[0])]
 
 
 def read_cost(stored: Namespace, reader: Namespace) -> tuple[bool, int] | None:

@@ -82,6 +82,17 @@ class Pool:
         """See `AsyncPool.register`."""
         return self._call(self._pool.register(namespace, timeout_s=timeout_s), timeout_s)
 
+    def namespaces(self, *, timeout_s: float | None = None) -> list[Namespace]:
+        """See `AsyncPool.namespaces`."""
+        return self._call(self._pool.namespaces(timeout_s=timeout_s), timeout_s)
+
+    def tokenize(
+        self, text: str, *, is_system_prompt: bool = False, timeout_s: float | None = None
+    ) -> list[int]:
+        """See `AsyncPool.tokenize`."""
+        job = self._pool.tokenize(text, is_system_prompt=is_system_prompt, timeout_s=timeout_s)
+        return self._call(job, timeout_s)
+
     def compatible_namespaces(
         self, namespace: Namespace, *, timeout_s: float | None = None
     ) -> list[Namespace]:

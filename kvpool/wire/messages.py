@@ -519,6 +519,20 @@ class NamespacesReply(Reply, frozen=True):
     namespaces: list[Namespace]
 
 
+class Tokenize(Message, frozen=True):
+    """Token ids of a text as this conductor's model reads it.
+
+    `is_system_prompt`: the ids with which every conversation under this system prompt begins.
+    """
+
+    text: str
+    is_system_prompt: bool = False
+
+
+class TokenizeReply(Reply, frozen=True):
+    token_ids: bytes  # packed uint32
+
+
 class WorkerInfo(Reply, frozen=True):
     descriptor: WorkerDescriptor
     state: str
@@ -660,6 +674,7 @@ REPLIES: dict[type[Message], type[Reply]] = {
     Standing: StandingReply,
     Nodes: NodesReply,
     Namespaces: NamespacesReply,
+    Tokenize: TokenizeReply,
     PoolStats: PoolStatsReply,
     Prefill: PrefillReply,
     Generate: GenerateReply,
