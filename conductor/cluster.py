@@ -13,6 +13,7 @@ from typing import Any
 import structlog
 
 from conductor.cost import CostModel
+from conductor.engines import Engines
 from conductor.index import Found, Index
 from conductor.membership import Membership, MembershipConfig, State
 from conductor.namespaces import KnownNamespaces
@@ -58,6 +59,7 @@ class Cluster:
         self.namespaces = KnownNamespaces()
         self.cost = CostModel()
         self.in_flight = InFlight()
+        self.engines = Engines()  # what stands in their own memory
         self.watches = Watches()  # over calls to nodes and workers
         self.policy = policy
         self.counters: Counter[str] = Counter()
@@ -282,7 +284,7 @@ class Cluster:
                 for worker in self.workers
             ],
             self.index.blocks(),
-            {name: float(value) for name, value in self.counters.items()},
+            {name: float(value) for name, value in self.counters.items()} | self.engines.stats(),
         )
 
     # ------------------------------------------------------------ for the scheduler
@@ -326,6 +328,7 @@ class Cluster:
         for member in self.workers.sweep(now).died:
             log.warning("worker is dead", worker=member)
             self._forget_worker(member)
+        self.engines.follow([worker.descriptor for worker in self.workers])
         self.watches.check()
         for request_id in self.in_flight.expire(now - FORGET_REQUESTS_AFTER_S):
             log.warning("request never ended, its load is forgotten", request_id=request_id)

@@ -179,6 +179,7 @@ class Gateway:
             layout.block_bytes,
             layout.layers,
             segments,
+            engine_blocks=self.cluster.engines.leading(namespace_id, job.hashes),
             output_tokens=job.sampling.max_tokens,
             ttft_s=self._ttft_s,
             tpot_s=self._tpot_s,

@@ -77,6 +77,7 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
     api = HttpApi(config, cluster, gateway, request_log, tokenizer, RequestMetrics(registry))
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(gateway.close)
+        stack.push_async_callback(cluster.engines.close)
         wire = WireServer("conductor", conductor_id, epoch)
         cluster.expose(wire)
         wire.handle(m.Tokenize, lambda request, _session: _tokenize(tokenizer, request))

@@ -297,6 +297,12 @@ class WorkerConfig(_Server):
     wire_port: Port = 7820
     http_port: Port = 7821
     conductor: Address = DEFAULT_CONDUCTOR
+    kv_events: str = Field(
+        "", max_length=512, description="where its engine publishes KV events, as tcp://host:5557"
+    )
+    kv_replay: str = Field(
+        "", max_length=512, description="where it replays them, as tcp://host:5558"
+    )
     max_concurrent: int = Field(4, ge=1, le=4096)
     max_model_tokens: int = Field(8192, ge=16, le=16_777_216)
     block_tokens: int = Field(64, ge=1, le=65_536)

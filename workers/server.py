@@ -98,6 +98,8 @@ async def run_worker(
             engine.model_name,
             min(config.max_model_tokens, engine.max_model_tokens),
             f"{config.announced_host}:{http.port}",
+            config.kv_events,
+            config.kv_replay,
         )
         membership = Membership(config.conductor, descriptor, service)
         joined.membership = membership

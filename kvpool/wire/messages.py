@@ -409,6 +409,8 @@ class WorkerDescriptor(Reply, frozen=True):
     model: str
     max_model_tokens: int
     http_address: str = ""
+    kv_events: str = ""  # where its engine publishes KV events (ZMQ), e.g. "tcp://10.0.0.5:5557"
+    kv_replay: str = ""  # where it replays them
 
 
 class WorkerLoad(Reply, frozen=True):
