@@ -75,6 +75,13 @@ class Boundary:
             self.clean_bytes -= upper.size_bytes
             self.dirty.offer(upper)
 
+    def replaced(self, old: Copy, new: Copy) -> None:
+        """A copy of the same bytes stands for the block in the same tier now."""
+        if old.tier == self.upper.index:
+            self.dirty.discard(old)
+            if not self._is_backed(new):
+                self.dirty.offer(new)
+
     def retry_later(self, copy: Copy, at: float) -> None:
         """Its demotion failed, or found no room: offer it again from then on."""
         self.dirty.discard(copy)

@@ -8,6 +8,8 @@ Decides only; taking a copy out of its tier is the store's.
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from tiers.blocks import DRAM, FOREVER, HBM, NEVER, NVME, Copy
 from tiers.policies import EvictionPolicy, LazyHeap, create
 
@@ -74,6 +76,11 @@ def is_evictable(copy: Copy) -> bool:
     return is_takable(copy) and not has_descendant(copy)
 
 
+def stands_in(copy: Copy, arena_ids: Set[int]) -> bool:
+    """Some part of the copy has its slot in one of the arenas."""
+    return any(place is not None and place.arena_id in arena_ids for place in copy.places)
+
+
 class Shelf:
     """The candidates of one tier, slot size and account, by rank: plain ones first, protected ones last.
 
@@ -85,13 +92,17 @@ class Shelf:
         tier_index: the tier.
         policy: name of the policy for plain copies.
         parked: takes the copies whose turn came while they were shielded; offer them again after it.
+        closed: ids of the tier's arenas, kept up by their owner, where an eviction would make no room.
 
     Raises:
         ConfigError: no policy has that name.
     """
 
-    def __init__(self, tier_index: int, policy: str, parked: list[Copy]) -> None:
+    def __init__(
+        self, tier_index: int, policy: str, parked: list[Copy], closed: Set[int] = frozenset()
+    ) -> None:
         self._parked = parked
+        self._closed = closed
         self.policy: EvictionPolicy[Copy] = create(policy, lambda copy: self._may_go(copy, PLAIN))
         self._is_double_apart = tier_index == NVME and not self.policy.is_by_recency
         self._by_rank = {DOUBLE: self._recent_last(DOUBLE), SOFT: self._recent_last(SOFT)}
@@ -137,6 +148,8 @@ class Shelf:
     def _may_go(self, copy: Copy, rank: int) -> bool:
         if copy.block.is_shielded:
             self._parked.append(copy)
+            return False
+        if self._closed and stands_in(copy, self._closed):
             return False
         return is_evictable(copy) and self.rank(copy) == rank
 

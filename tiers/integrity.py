@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from tiers import eviction
-from tiers.blocks import HBM, NEVER, TIER_NAMES, Block, Copy
+from tiers.blocks import HBM, NEVER, TIER_NAMES, Block, Copy, Move
 from tiers.slots import Place, StoreCorrupt
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tiers.protection import ProtectionBook
     from tiers.reservations import ReservationBook
     from tiers.residency import Residency
+    from tiers.retirement import RetirementBook
     from tiers.room import Tier
 
 Slot = tuple[Place, int]  # where, bytes
@@ -31,6 +32,7 @@ def check(
     leases: LeaseBook,
     reservations: ReservationBook,
     moves: MoveBook,
+    retirements: RetirementBook,
     protections: ProtectionBook,
 ) -> None:
     """Compare every count, list and state with what the records say.
@@ -40,7 +42,8 @@ def check(
     """
     blocks = _all_blocks(residency)
     copies = [copy for block in blocks for copy in block.copies if copy is not None]
-    _check_holders(blocks, copies, leases, reservations, moves)
+    under_way = [*moves.values(), *retirements.values()]
+    _check_holders(blocks, copies, leases, reservations, under_way)
     for block in blocks:
         _check_block(block)
     for tier in residency.tiers.values():
@@ -80,7 +83,7 @@ def _check_holders(
     copies: list[Copy],
     leases: LeaseBook,
     reservations: ReservationBook,
-    moves: MoveBook,
+    moves: list[tuple[Move, Copy, Copy]],
 ) -> None:
     """Invariant 1: every hold is somebody's, and whoever holds, holds."""
     pins = Counter(copy for lease in leases.values() for copy in lease.copies)
@@ -98,7 +101,7 @@ def _check_holders(
                 )
                 _require(is_reserved, f"reservation {grant.reservation_id} holds a slot no more")
                 filling[copy] += 1
-    for move, source, target in moves.values():
+    for move, source, target in moves:
         _require(source.places[move.part] == move.source, f"source of move {move.move_id} moved")
         _require(target.places[move.part] == move.target, f"target of move {move.move_id} moved")
         filling[target] += 1
@@ -169,7 +172,8 @@ def _check_candidates(residency: Residency, tier: Tier, copies: list[Copy]) -> N
     for copy in copies:
         if copy.tier != tier.index:
             continue
-        if eviction.is_evictable(copy):
+        # What stands in an arena on its way out is taken from there, not chosen.
+        if eviction.is_evictable(copy) and not eviction.stands_in(copy, tier.slots.closed):
             shelf = tier.shelf(copy.block.space)
             _require(copy in shelf, f"{copy.block.name.hex()} can never be evicted")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from kvpool.errors import InvalidArgument
+from tiers import eviction
 from tiers.blocks import BEST_FIRST, HBM, TIER_NAMES, Copy, Move, Space
 from tiers.boundary import Boundary
 from tiers.residency import Residency
@@ -122,6 +123,15 @@ class MoveBook:
             and below.cleaning_bytes > 0
             and below.dispensable_bytes < copy.size_bytes
         )
+
+    def demote(self, copy: Copy) -> list[Move]:
+        """Moves that give one copy another in the tier below; none where it has one or finds no room."""
+        boundary = self._residency.boundaries.get(copy.tier)
+        if boundary is None or not copy.is_whole or eviction.has_backing(copy):
+            return []
+        if copy.block.copies[boundary.target] is not None:
+            return []
+        return self._begin(copy, boundary.target, copy.last_use) or []
 
     def finish(self, move_id: int, is_ok: bool | None, now: float) -> None:
         """The bytes of one move are in place, or never will be; nothing touches its slots any more.

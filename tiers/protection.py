@@ -68,7 +68,7 @@ class ProtectionBook:
         fresh = [block for block in blocks if block.keep_until == NEVER]
         for tier in self._promising_tiers():
             size = space.slot_bytes[tier.index] * space.tp_size
-            limit = self._share * tier.slots.capacity_bytes
+            limit = self._share * tier.slots.open_bytes
             if fresh and tier.kept_bytes + size * len(fresh) > limit:
                 self._residency.counters["protection_refused"] += 1
                 raise NoRoom(

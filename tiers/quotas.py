@@ -61,7 +61,7 @@ class Accounts:
 
     def __init__(self, quotas: Quotas, dram_bytes: int) -> None:
         check_quotas(quotas)
-        shares = [q if isinstance(q, float) else q / dram_bytes for q in quotas.values()]
+        shares = _shares(quotas, dram_bytes)
         if sum(shares) > 1 + 1e-9:
             raise ConfigError(
                 f"quotas add up to {sum(shares) * dram_bytes:.0f} of {dram_bytes} bytes",
@@ -69,13 +69,25 @@ class Accounts:
             )
         self.names = [OTHERS, *quotas]
         self.shares = [max(0.0, 1 - sum(shares)), *shares]
+        self._quotas = quotas
         self._numbers = {name: number for number, name in enumerate(self.names) if name}
+
+    def resize(self, dram_bytes: int) -> None:
+        """Dram has another capacity now; quotas that exceed it together are cut in proportion."""
+        shares = _shares(self._quotas, dram_bytes)
+        excess = max(1.0, sum(shares))
+        shares = [share / excess for share in shares]
+        self.shares = [max(0.0, 1 - sum(shares)), *shares]
 
     def number_of(self, namespace: Namespace) -> int:
         """Whose quota counts: the namespace's own, else its tenant's, else that of all others."""
         numbers = self._numbers
         own = numbers.get(namespace.namespace_id.hex())
         return own if own is not None else numbers.get(namespace.tenant, 0)
+
+
+def _shares(quotas: Quotas, dram_bytes: int) -> list[float]:
+    return [q if isinstance(q, float) else q / dram_bytes for q in quotas.values()]
 
 
 class Ledger:
@@ -87,12 +99,22 @@ class Ledger:
     """
 
     def __init__(self, accounts: Accounts, capacity_bytes: int) -> None:
+        self._accounts = accounts
         self.quotas = [int(share * capacity_bytes) for share in accounts.shares]
         self.used = [0] * len(self.quotas)
         self.is_shared = len(self.quotas) == 1  # no quotas: nothing to keep in order
         self._order: list[
             tuple[float, int]
         ] = []  # (use of the quota, account) of those that use any
+
+    def resize(self, capacity_bytes: int) -> None:
+        """The tier has another capacity, or the accounts other shares."""
+        self.quotas = [int(share * capacity_bytes) for share in self._accounts.shares]
+        if not self.is_shared:
+            users = (account for account, used in enumerate(self.used) if used)
+            self._order = sorted(
+                (self._ratio(account, self.used[account]), account) for account in users
+            )
 
     def charge(self, account: int, change_bytes: int) -> None:
         """The account has more, or less, of the tier."""

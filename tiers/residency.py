@@ -212,6 +212,34 @@ class Residency:
         tier.ledger.charge(tier.quarantined_of.pop(place), -slot_bytes)
         tier.slots.free(place)
 
+    def exchange_places(self, copy: Copy, twin: Copy) -> None:
+        """Two copies of one block, in one tier and with the same parts, take over each other's slots."""
+        owners = self.tiers[copy.tier].owners
+        for owner, places in ((copy, twin.places), (twin, copy.places)):
+            owners.update((place, owner) for place in places if place is not None)
+        copy.places, twin.places = twin.places, copy.places
+        if copy.is_whole:
+            self._hand_out(copy)
+
+    def replace(self, copy: Copy, twin: Copy) -> None:
+        """A whole copy of the same bytes takes the place of a pinned one, which lives on for its leases alone."""
+        block, remnant = copy.block, twin.block
+        self._shelf(copy).discard(copy)
+        copy.block, twin.block = remnant, block
+        remnant.copies[copy.tier], block.copies[copy.tier] = copy, twin
+        block.space.visible[copy.tier][block.name] = twin
+        self._hand_out(twin)
+        for boundary in self.boundaries.values():
+            boundary.replaced(copy, twin)
+
+    def resized(self, tier_index: int) -> None:
+        """Arenas of the tier came or went: what is a share of its bytes changes with them."""
+        capacity_bytes = self.tiers[tier_index].slots.open_bytes
+        if tier_index == DRAM:
+            self.accounts.resize(capacity_bytes)
+        for tier in self.tiers.values():
+            tier.ledger.resize(tier.slots.open_bytes)
+
     def settle_state(self, copy: Copy) -> None:
         """After a holder let go: free a dropped copy, close an empty one, offer others for eviction."""
         block = copy.block
@@ -310,7 +338,7 @@ class Residency:
         copy = block.copies[tier_index]
         if copy is None:
             copy = block.copies[tier_index] = Copy(block, tier_index)
-            if block.parent:
+            if block.parent and not block.is_detached:  # the twin of one that moves has no family
                 children = block.space.children[tier_index]
                 children[block.parent] = children.get(block.parent, 0) + 1
             self._offer_nvme(block, tier_index)
@@ -371,13 +399,17 @@ class Residency:
     def _show(self, copy: Copy) -> None:
         block = copy.block
         block.space.visible[copy.tier][block.name] = copy
-        copy.whole_places = tuple(place for place in copy.places if place is not None)
-        copy.whole_checksums = tuple(c for c in copy.checksums if c is not None)
+        self._hand_out(copy)
         for boundary in self.boundaries.values():
             cleaned = boundary.shown(copy)
             if cleaned is not None and cleaned is not copy and not eviction.is_held(cleaned):
                 self.offer(cleaned)  # it may have been spared until now
         self._note("stored", copy)
+
+    @staticmethod
+    def _hand_out(copy: Copy) -> None:
+        copy.whole_places = tuple(place for place in copy.places if place is not None)
+        copy.whole_checksums = tuple(c for c in copy.checksums if c is not None)
 
     def _hide(self, copy: Copy) -> None:
         for boundary in self.boundaries.values():

@@ -85,7 +85,8 @@ class Tier:
         key = (space.slot_bytes[self.index], space.account)
         shelf = self.shelves.get(key)
         if shelf is None:
-            shelf = self.shelves[key] = Shelf(self.index, self._policy, self._parked)
+            closed = self.slots.closed
+            shelf = self.shelves[key] = Shelf(self.index, self._policy, self._parked, closed)
         return shelf
 
 

@@ -60,6 +60,7 @@ class SlotPool:
         self._like = allocators[0]  # for sizes, which are those of any arena
         self._arenas: dict[int, SlotAllocator] = {}
         self._open: list[SlotAllocator] = []
+        self.closed: set[int] = set()  # ids of closed arenas; to be read only
         self._next = 0  # of the open ones, where "spread" goes on
         self._gone_allocations = self._gone_frees = 0  # of arenas that were removed
         for allocator in allocators:
@@ -93,6 +94,7 @@ class SlotPool:
         arena = self._arena(arena_id)
         if arena in self._open:
             self._open.remove(arena)
+            self.closed.add(arena_id)
             self._next = 0
             self._wire()
 
@@ -108,6 +110,7 @@ class SlotPool:
         if arena.used_bytes:
             raise ArenaInUse(f"arena {arena_id} holds {arena.used_bytes} bytes")
         del self._arenas[arena_id]
+        self.closed.discard(arena_id)
         self._gone_allocations += arena.allocations
         self._gone_frees += arena.frees
         self._wire()

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from kvpool.errors import InvalidArgument, LayoutMismatch, NoRoom, UnknownNamespace
+from kvpool.errors import InvalidArgument, LayoutMismatch, NoRoom, NotFound, UnknownNamespace
 from kvpool.hashing import HASH_BYTES
 from kvpool.layout import Namespace
 from kvpool.wire.messages import TierUsage
@@ -21,6 +21,7 @@ from tiers.blocks import (
     BEST_FIRST,
     DRAM,
     HBM,
+    NVME,
     TIER_NAMES,
     Copy,
     Move,
@@ -36,6 +37,7 @@ from tiers.protection import ProtectionBook
 from tiers.quotas import AccountUsage
 from tiers.reservations import ReservationBook
 from tiers.residency import Residency
+from tiers.retirement import RetirementBook
 from tiers.slot_pool import SlotPool, pool_of
 from tiers.slots import Place, SlotAllocator, StoreCorrupt
 
@@ -79,6 +81,7 @@ class Store:
         self._reservations = ReservationBook(self._residency, config.quarantine_s, config.first_id)
         self._protections = ProtectionBook(self._residency, config.protected_share)
         self._moves = MoveBook(self._residency, config.move_retry_s)
+        self._retirements = RetirementBook(self._residency, self._moves)
 
     # ------------------------------------------------------------ namespaces
 
@@ -415,7 +418,7 @@ class Store:
         self.expire(now)
         return self._protections.unprotect(space, hashes)
 
-    # ------------------------------------------------------------ moves and recovery
+    # ------------------------------------------------------------ moves
 
     def plan_demotions(
         self, max_blocks: int, now: float, sources: Sequence[str] = ("hbm", "dram")
@@ -436,7 +439,7 @@ class Store:
         Raises:
             InvalidArgument: no such move is under way.
         """
-        self._moves.finish(move_id, ok, now)
+        self._finish(move_id, ok, now)
 
     def cancel_moves(self, moves: Sequence[Move], now: float) -> None:
         """Give up moves that were not begun; their targets are free at once.
@@ -445,7 +448,53 @@ class Store:
             InvalidArgument: one of them is not under way.
         """
         for move in moves:
-            self._moves.finish(move.move_id, None, now)
+            self._finish(move.move_id, None, now)
+
+    # ------------------------------------------------------------ arenas
+
+    def add_arena(self, tier: str, allocator: SlotAllocator, now: float) -> None:
+        """Take in one more arena of a tier; slots come from it at once.
+
+        Raises:
+            NotFound: there is no such tier. InvalidArgument: its id is known in this tier or, as clients see
+                ids alone, in the other of dram and hbm; or its slabs are not like those of the tier.
+        """
+        index = self._tier_index(tier)
+        for other in self._residency.tiers.values():
+            ids = [arena.arena_id for arena in other.slots.arenas]
+            if NVME not in (index, other.index) and allocator.arena_id in ids:
+                raise InvalidArgument(f"arena {allocator.arena_id} is one of {other.name}")
+        self._residency.tiers[index].slots.add(allocator)
+        self._residency.resized(index)
+
+    def retire_arena(self, arena_id: int, now: float) -> None:
+        """Begin to empty a dram arena: nothing is allocated there from now on.
+
+        Call `plan_retirement` until `take_retired` gives it back. Retiring it again changes nothing.
+
+        Raises:
+            NotFound: no such arena. InvalidArgument: it is the last one.
+        """
+        self._retirements.retire(arena_id)
+
+    def plan_retirement(self, max_blocks: int, now: float) -> list[Move]:
+        """Take up to `max_blocks` blocks out of the retired arenas; what is leased or written stays.
+
+        Returns moves from dram to dram or nvme, each to be ended by `finish_move`; the rest was evicted, which
+        `retiring` shows. A call takes 5 ms at most.
+        """
+        self.expire(now)
+        return self._retirements.plan(max_blocks)
+
+    def retiring(self) -> dict[int, int]:
+        """Bytes that are still in slots of each retired dram arena, by arena id."""
+        return self._retirements.retiring()
+
+    def take_retired(self) -> list[int]:
+        """Forget the retired arenas that are empty, and return their ids: they may be unmapped."""
+        return self._retirements.take_empty()
+
+    # ------------------------------------------------------------ recovery
 
     def recover(
         self,
@@ -537,7 +586,7 @@ class Store:
     @property
     def move_count(self) -> int:
         """Moves under way."""
-        return len(self._moves)
+        return len(self._moves) + len(self._retirements)
 
     def check_integrity(self) -> None:
         """Recompute every invariant that the state can show from scratch; slow.
@@ -546,7 +595,12 @@ class Store:
             StoreCorrupt: one does not hold.
         """
         integrity.check(
-            self._residency, self._leases, self._reservations, self._moves, self._protections
+            self._residency,
+            self._leases,
+            self._reservations,
+            self._moves,
+            self._retirements,
+            self._protections,
         )
 
     # ------------------------------------------------------------ within
@@ -570,6 +624,18 @@ class Store:
         if name not in ("", "dram", "hbm"):
             raise InvalidArgument(f"no memory tier is called {name!r}", hint="dram or hbm")
         return HBM if name == "hbm" else DRAM
+
+    def _finish(self, move_id: int, ok: bool | None, now: float) -> None:
+        if move_id in self._retirements:
+            self._retirements.finish(move_id, ok)
+        else:
+            self._moves.finish(move_id, ok, now)
+
+    def _tier_index(self, name: str) -> int:
+        for tier in self._residency.tiers.values():
+            if tier.name == name:
+                return tier.index
+        raise NotFound(f"this node has no tier {name!r}")
 
     def _wanted_parts(self, space: Space, parts: Sequence[int] | None) -> Sequence[int] | None:
         if not parts:

@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvpool.errors import LeaseExpired, NoRoom, ReservationGone
+from kvpool.errors import InvalidArgument, LeaseExpired, NoRoom, ReservationGone
 from kvpool.layout import Layout, Namespace
 from kvpool.wire.messages import BlockStatus
 from tiers.blocks import TIER_NAMES, Move
@@ -38,7 +38,7 @@ CONFIG = StoreConfig(
 NAMESPACES = (SMALL, LARGE)
 HBM_ARENA = 9
 Block = tuple[bytes, bytes]  # namespace id, hash
-Page = tuple[str, int]  # tier, page number
+Page = tuple[str, int, int]  # tier, arena, page number
 
 
 class Violation(AssertionError):
@@ -120,6 +120,8 @@ class ModelledStore:
         self.live_parts: dict[tuple[Block, int], int] = {}  # granted and open -> reservation
         self.kept: dict[Block, float] = {}  # protected until, in whatever tier
         self.paid: dict[str, int] = {}  # by account, dram bytes before the call under way
+        self.arenas = {0: dram_slabs * SLAB}  # bytes by id, those on their way out too
+        self.next_arena = HBM_ARENA
         self.ids = {ns.model: self.store.register_namespace(ns, 0.0) for ns in NAMESPACES}
         for namespace in NAMESPACES:
             for chain in chains(namespace):
@@ -352,9 +354,8 @@ class ModelledStore:
         ]
         fresh = [block for block in standing if block not in self.kept]
         promised = sum(sizes) + len(fresh) * namespace.layout.block_bytes
-        is_room = promised <= self.config.protected_share * min(
-            usage.capacity_bytes for usage in self.store.usage() if usage.tier != "hbm"
-        )
+        nvme = [u.capacity_bytes for u in self.store.usage() if u.tier == "nvme"]
+        is_room = promised <= self.config.protected_share * min([self._standing_bytes(), *nvme])
         try:
             count = self.store.protect(space, run, None if ttl is None else until, self.now)
         except NoRoom:
@@ -403,6 +404,41 @@ class ModelledStore:
             self.store.finish_move(move.move_id, ok, self.now)
         self._after()
 
+    def add_arena(self, slabs: int) -> None:
+        self.next_arena += 1
+        self.arenas[self.next_arena] = slabs * SLAB
+        allocator = SlotAllocator(slabs * SLAB, SLAB, self.next_arena)
+        self.store.add_arena("dram", allocator, self.now)
+        self._after()
+
+    def retire_arena(self, which: int) -> None:
+        arena_id = sorted(self.arenas)[which % len(self.arenas)]
+        is_last = not set(self.arenas) - self.store.retiring().keys() - {arena_id}
+        try:
+            self.store.retire_arena(arena_id, self.now)
+        except InvalidArgument:
+            self._require(is_last, "any arena but the last can go")
+        self._after()
+
+    def plan_retirement(self, count: int) -> None:
+        self._expire_own()
+        events = len(self.moves)
+        self._take_moves(self.store.plan_retirement(count, self.now))
+        self._require(len(self.moves) - events <= 2 * count, "more moves than asked for")
+        self._after()
+
+    def take_retired(self) -> None:
+        """Nobody may have business in an arena that is gone; one that comes later is another."""
+        for arena_id in self.store.take_retired():
+            del self.arenas[arena_id]
+            for key, claim in self.claims.items():
+                is_over = claim.until is not None and self.now >= claim.until
+                is_there = any(page[:2] == ("dram", arena_id) for page in claim.pages)
+                self._require(is_over or not is_there, f"{key} lost its arena {arena_id}")
+            for page in [page for page in self.memory if page[:2] == ("dram", arena_id)]:
+                self.memory[page] = "unmapped"
+        self._after()
+
     def settle(self) -> None:
         """Everybody goes; then nothing may be left in any state but committed, and dropped, free."""
         while self.moves:
@@ -413,6 +449,7 @@ class ModelledStore:
             self.abort(reservation, False)
         self.advance(1000.0, sweeps=True)  # quarantine begins when the end is noticed
         self.advance(1000.0, sweeps=True)
+        self._settle_retirement()
         for usage in self.store.usage():
             held = usage.reserved_bytes + usage.pinned_bytes + usage.quarantined_bytes
             self._require(held == 0, f"{usage.tier}: {held} bytes are held by nobody")
@@ -422,6 +459,18 @@ class ModelledStore:
                     self.drop(namespace, chain, position, "test")
         for usage in self.store.usage():
             self._require(usage.free_bytes == usage.capacity_bytes, f"{usage.tier} leaked")
+
+    def _settle_retirement(self) -> None:
+        """With nobody there, all retired arenas empty themselves, but for what is kept for ever."""
+        is_kept = any(math.isinf(end) for end in self.kept.values())
+        for _ in range(200):
+            self.take_retired()
+            if not self.store.retiring():
+                return
+            self.plan_retirement(4)
+            while self.moves:
+                self.finish_move(0, True)
+        self._require(is_kept, f"arenas never came free: {self.store.retiring()}")
 
     # ------------------------------------------------------------ the model's own view
 
@@ -439,6 +488,9 @@ class ModelledStore:
             self._require(states == usage.capacity_bytes, f"{usage.tier}: {states} bytes")
             self._require(usage.free_bytes >= 0, f"{usage.tier}: less than nothing is free")
             self._require(usage.pinned_bytes <= usage.committed_bytes, "pinned is of committed")
+        dram = next(usage for usage in self.store.usage() if usage.tier == "dram")
+        arenas = self._standing_bytes() + sum(self.store.retiring().values())
+        self._require(dram.capacity_bytes == arenas, "dram is what its arenas are")
         reported = {(tier, (space, name)) for space, tier, name in self.store.snapshot()}
         self._require(reported == self.residents, "events and the full report agree")
 
@@ -485,7 +537,8 @@ class ModelledStore:
             if until <= self.now:
                 continue
             self._require(tier == "dram", f"{block[1]!r} left nvme, protected until {until}")
-            if asking is SMALL:  # of others, half written copies cannot be seen from here
+            # Of others, half written copies cannot be seen from here, nor who stands in which arena.
+            if asking is SMALL and not self.store.retiring():
                 others = self._unprotected_leaves(needed, {b for _, b in removed})
                 self._require(not others, f"{block[1]!r} left, protected, and {others} stayed")
 
@@ -528,6 +581,10 @@ class ModelledStore:
             self._require(other == me or is_fair, f"{name!r} was taken from one below its quota")
             left[other] -= sizes[other]
 
+    def _standing_bytes(self) -> int:
+        retiring = self.store.retiring()
+        return sum(size for arena_id, size in self.arenas.items() if arena_id not in retiring)
+
     def _is_resident(self, block: Block) -> bool:
         return any((tier, block) in self.residents for tier in TIER_NAMES)
 
@@ -569,7 +626,9 @@ class ModelledStore:
 
     def _pages(self, tier: str, place: Place, namespace: Namespace) -> list[Page]:
         first = place.offset // PAGE
-        return [(tier, first + i) for i in range(namespace.layout.part_bytes // PAGE)]
+        return [
+            (tier, place.arena_id, first + i) for i in range(namespace.layout.part_bytes // PAGE)
+        ]
 
     def _may_write(self, reservation: int) -> bool:
         return reservation in self.grants and self.now < self.grants[reservation].deadline
@@ -625,6 +684,8 @@ def random_walk(
         + ["advance", "late_write", "late_write", "plan_demotions", "plan_demotions"]
         + ["abort", "writer_stopped", "renew", "client_gone", "drop"]
         + ["protect", "protect", "unprotect", "promote", "promote"]
+        + ["add_arena", "retire_arena", "take_retired"]
+        + ["plan_retirement"] * 3
     )
     for _ in range(steps):
         step(model, rng.choice(verbs), rng)
@@ -671,6 +732,14 @@ def step(model: ModelledStore, verb: str, rng: random.Random) -> None:
         model.late_write(rng.randrange(8))
     elif verb == "plan_demotions":
         model.plan_demotions(rng.randrange(1, 5))
+    elif verb == "add_arena" and len(model.arenas) < 4:
+        model.add_arena(rng.randrange(1, 5))
+    elif verb == "retire_arena" and rng.random() < 0.5:
+        model.retire_arena(rng.randrange(4))
+    elif verb == "take_retired":
+        model.take_retired()
+    elif verb == "plan_retirement":
+        model.plan_retirement(rng.randrange(1, 5))
     elif verb == "writer_stopped":
         model.writer_stopped(who)
     elif verb == "client_gone":

@@ -21,6 +21,8 @@ from tiers.protection import ProtectionBook
 from tiers.quotas import Ledger
 from tiers.reservations import ReservationBook
 from tiers.residency import Residency
+from tiers.retirement import RetirementBook
+from tiers.slot_pool import SlotPool
 from tiers.slots import StoreCorrupt
 
 SEEDS = 30
@@ -72,6 +74,31 @@ def _moves_do_not_hold(patch: pytest.MonkeyPatch) -> None:
         eviction,
         "is_held",
         lambda copy: copy.filling > 0 or copy.pins > 0,
+    )
+
+
+def _leased_blocks_move_away(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Residency, "replace", Residency.exchange_places)
+
+
+def _arenas_go_while_in_use(patch: pytest.MonkeyPatch) -> None:
+    def take_all(self: RetirementBook) -> list[int]:
+        gone = [*self._walks]
+        for arena_id in gone:
+            del self._walks[arena_id]
+            slots = self._residency.tiers[0].slots
+            del slots._arenas[arena_id]
+            slots.closed.discard(arena_id)
+        return gone
+
+    patch.setattr(RetirementBook, "take_empty", take_all)
+
+
+def _closed_arenas_count(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        SlotPool,
+        "capacity_bytes",
+        property(lambda self: sum(a.capacity_bytes for a in self.arenas)),
     )
 
 
@@ -184,7 +211,14 @@ def _quarantine_is_for_nothing(patch: pytest.MonkeyPatch) -> None:
         pytest.param(_pins_hold_in_dram_alone, r"while \('lease'", id="1: pins in hbm"),
         pytest.param(_nothing_is_spared, "had room below hbm", id="hbm: lost in vain"),
         pytest.param(_parts_stand_apart, "stand in|granted twice", id="4: parts apart"),
-        pytest.param(_moves_do_not_hold, r"while \('source'", id="1: moves do not hold"),
+        pytest.param(
+            _moves_do_not_hold, r"while \('source'|source of move", id="1: moves do not hold"
+        ),
+        pytest.param(_leased_blocks_move_away, r"while \('lease'|sees|lost", id="1: leases move"),
+        pytest.param(_arenas_go_while_in_use, "lost its arena|in no|not in", id="1: arenas go"),
+        pytest.param(
+            _closed_arenas_count, "dram is what its arenas are|slot leaked", id="7: closed"
+        ),
         pytest.param(_no_quarantine, r"while \('late'", id="2: no quarantine"),
         pytest.param(_no_grace, r"while \('lease'", id="3: no grace"),
         pytest.param(_leases_of_the_dead_end_at_once, r"while \('lease'", id="3: dead readers"),

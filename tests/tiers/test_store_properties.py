@@ -142,6 +142,25 @@ class StoreMachine(RuleBasedStateMachine):
     def plan_demotions(self, count: int) -> None:
         self.model.plan_demotions(count)
 
+    @precondition(lambda self: len(self.model.arenas) < 4)
+    @rule(slabs=st.integers(1, 4))
+    def add_arena(self, slabs: int) -> None:
+        self.model.add_arena(slabs)
+
+    @rule(pick=picks)
+    def retire_arena(self, pick: int) -> None:
+        self.model.retire_arena(pick)
+
+    @precondition(lambda self: self.model.store.retiring())
+    @rule(count=st.integers(1, 6))
+    def plan_retirement(self, count: int) -> None:
+        self.model.plan_retirement(count)
+
+    @precondition(lambda self: self.model.store.retiring())
+    @rule()
+    def take_retired(self) -> None:
+        self.model.take_retired()
+
     @precondition(lambda self: self.model.moves)
     @rule(pick=picks, ok=st.sampled_from([True, True, False, None]))
     def finish_move(self, pick: int, ok: bool | None) -> None:
@@ -201,6 +220,7 @@ def test_walks_reach_every_kind_of_transition() -> None:
         "protections_expired",
         "protection_refused",
         "no_room",
+        "relocated",
     }
 
 
