@@ -12,16 +12,18 @@ from typing import Any
 
 import structlog
 
+from conductor import prices
 from conductor.cost import CostModel
 from conductor.engines import Engines
 from conductor.index import Found, Index
-from conductor.membership import Membership, MembershipConfig, State
+from conductor.membership import Member, Membership, MembershipConfig, State
 from conductor.namespaces import KnownNamespaces
 from conductor.requests import InFlight
 from conductor.scheduler import IDLE, ClusterView, NodeView, Policy, WorkerView
 from conductor.watches import Watches
 from kvpool.errors import StaleEpoch, UnknownNamespace
 from kvpool.hashing import unpack_hashes
+from kvpool.layout import Namespace
 from kvpool.wire import Session, WireServer
 from kvpool.wire import messages as m
 
@@ -225,9 +227,10 @@ class Cluster:
             request.host,
         )
         found = sum(segment.count for segment in segments)
+        wait_s = prices.wait_s(self.nodes, self.namespaces[request.namespace_id], segments)
         self.counters["lookups"] += 1
         self.counters["lookup_hits" if found else "lookup_misses"] += 1
-        return m.LookupReply(found, segments)
+        return m.LookupReply(found, segments, wait_s)
 
     async def find(self, namespace_id: bytes, hashes: Sequence[bytes]) -> Found:
         """Which leading blocks of a chain the pool has. One question for any number of hosts."""
@@ -306,11 +309,32 @@ class Cluster:
         }
         nodes = {
             node.member_id: NodeView(
-                node.member_id, node.descriptor.host, _room(node.report), node.state
+                node.member_id,
+                node.descriptor.host,
+                _room(node.report),
+                node.state,
+                {
+                    t.tier: t.read_bytes_per_s
+                    for t in prices.tiers(node.report)
+                    if t.read_bytes_per_s
+                },
+                sum(t.queued_read_bytes for t in prices.tiers(node.report)),
             )
             for node in self.nodes
         }
         return ClusterView(workers, nodes, self.cost, self.in_flight, self.policy)
+
+    def worthwhile_s(
+        self,
+        worker: Member[m.WorkerDescriptor, Any],
+        namespace: Namespace,
+        tokens: int,
+        segments: Sequence[m.Segment],
+    ) -> float:
+        """How long this worker should wait for a disk; 0: no limit. See `prices`."""
+        if self.policy.always_reuse:
+            return 0.0
+        return prices.worthwhile_s(self.cost, self.nodes, worker, namespace, tokens, segments)
 
     def live_nodes(self) -> list[m.NodeDescriptor]:
         """Descriptors of the nodes whose blocks may be read."""

@@ -21,6 +21,10 @@ from dataclasses import dataclass, field
 from kvpool.errors import InvalidArgument
 
 MIN_PREDICTION_S = 1e-6
+MEASURED = (
+    3  # measurements from which on a worker's fit is trusted enough to refuse or decline by it
+)
+LEAST_WAIT_S = 1e-3  # a wait that is worth nothing; 0 would mean any
 QUEUE_PROBE_TOKENS = 1024  # prompt length at which a queue of unknown prompts is priced
 
 
@@ -194,8 +198,28 @@ class CostModel:
         if size_bytes <= 0:
             return 0.0
         fit = self._links.get((same_host, transport)) or self._link_seed(same_host)
-        rate = self.profile.tier_bytes_per_s.get(tier)
-        return fit.predict((1.0, size_bytes)) + (size_bytes / rate if rate else 0.0)
+        return fit.predict((1.0, size_bytes)) + self.tier_s(size_bytes, tier)
+
+    def tier_s(self, size_bytes: float, tier: str, bytes_per_s: float = 0.0) -> float:
+        """Bringing `size_bytes` of a slow tier into memory. 0 for a fast one.
+
+        Args:
+            bytes_per_s: as the node measured it; 0 while it does not know.
+        """
+        rate = bytes_per_s or self.profile.tier_bytes_per_s.get(tier)
+        return size_bytes / rate if rate else 0.0
+
+    def worthwhile_s(self, worker_id: str, tokens: int, reused_tokens: int, link_s: float) -> float:
+        """The longest wait that makes reusing no slower than computing all `tokens`; 0: not known.
+
+        Args:
+            link_s: what moving the reused ones takes besides.
+        """
+        if reused_tokens <= 0 or self.prefill_samples(worker_id) < MEASURED:
+            return 0.0
+        rest = max(1, tokens - reused_tokens)
+        saved_s = self.prefill_s(worker_id, tokens) - self.prefill_s(worker_id, rest, tokens - rest)
+        return max(LEAST_WAIT_S, saved_s - link_s)
 
     # ------------------------------------------------------------ measurements
 

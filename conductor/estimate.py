@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from conductor.cost import MEASURED
 from conductor.membership import State
 from conductor.requests import Candidate
 from conductor.view import ClusterView, NodeView, ScheduleRequest, WorkerView
-
-MEASURED = 3  # measurements from which on a worker's fit is trusted enough to refuse by it
 
 
 class Estimate:
@@ -182,15 +181,23 @@ class Estimate:
     def fetch_s(self, worker: WorkerView, start: int, end: int) -> float:
         """Reading blocks [start, end) of the chain from the pool to `worker`."""
         total_s = 0.0
+        waited_for: set[str] = set()  # nodes whose disk has a queue before it: it counts once
         for segment in self.request.segments_at(worker.host):
             count = min(end, segment.start + segment.count) - max(start, segment.start)
             node = self.state.nodes.get(segment.node_id)
-            if count > 0 and node is not None:
-                total_s += self.state.cost.transfer_s(
-                    count * self.request.block_bytes,
-                    same_host=node.host == worker.host,
-                    tier=segment.tier,
-                )
+            if count <= 0 or node is None:
+                continue
+            size = self.request.block_bytes
+            cost = self.state.cost
+            total_s += cost.transfer_s(count * size, same_host=node.host == worker.host)
+            slow = min(end, segment.start + segment.count) - max(
+                start, segment.start + segment.ready
+            )
+            rate = node.read_bytes_per_s.get(segment.tier, 0.0)
+            if slow > 0 and cost.tier_s(1.0, segment.tier, rate):
+                queued = node.queued_read_bytes if segment.node_id not in waited_for else 0
+                waited_for.add(segment.node_id)
+                total_s += cost.tier_s(slow * size + queued, segment.tier, rate)
         return total_s
 
     def tpot_s(self, worker: WorkerView, after_s: float) -> tuple[int, float]:
@@ -219,8 +226,8 @@ class Estimate:
     def _best_reuse(self, worker: WorkerView, tokens: int) -> tuple[int, float, float]:
         """How many leading blocks to reuse for the first `tokens`; with seconds of fetch and prefill.
 
-        Prefill's saving grows with each further block and a segment's cost is linear, so the sum is
-        concave within a segment and least at one of its ends: only those are tried.
+        Prefill's saving grows with each further block and the cost of a segment's part in one tier is
+        linear, so the sum is concave within such a part and least at one of its ends: only those are tried.
         """
         key = (worker.worker_id, tokens)
         known = self._prefills.get(key)
@@ -236,6 +243,7 @@ class Estimate:
             node = self.state.nodes.get(segment.node_id)
             if node is None or node.state is State.SUSPECT:
                 break  # fell silent or left since the lookup: what follows has no prefix
+            cuts.add(min(most, max(own, segment.start + segment.ready)))
             cuts.add(min(most, max(own, segment.start + segment.count)))
         best: tuple[int, float, float] | None = None
         for cut in [max(cuts)] if self.state.policy.always_reuse else sorted(cuts):

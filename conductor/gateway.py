@@ -34,6 +34,7 @@ log = structlog.get_logger(__name__)
 
 MAX_ATTEMPTS = 3
 MODES = {"auto": "", "remote": "disaggregated", "local": "local"}
+READ = "pool_read:"  # how a worker begins its reason for reading less than planned
 WAIT_S = 60.0  # default of the longest waits for a prefill and for a first token
 
 
@@ -270,6 +271,7 @@ class Gateway:
             use_pool=job.pool == "on",
             local_prefix=job.pool == "local",
             local_prefix_tokens=job.local_prefix_tokens,
+            max_wait_s=self.cluster.worthwhile_s(worker, job.namespace, len(tokens), segments),
         )
         first_within_s = self._first_token_timeout_s
         if not is_last and self._links.has_other(worker):
@@ -302,6 +304,7 @@ class Gateway:
         result.take(reply)
         if reply.fallback_reason:
             self._count_fallback(result, reply.fallback_reason)
+        if reply.fallback_reason and reply.fallback_reason.removeprefix(READ) not in m.DECLINED:
             size = job.namespace.layout.block_bytes
             read = sum(reply.bytes_read.values()) // size
             for segment in segments:
@@ -329,7 +332,7 @@ class Gateway:
             cost.observe_prefill(worker_id, computed, reused, phases["prefill_compute_time"])
         if len(bytes_read) == 1 and phases.get("kv_cache_transfer_time"):
             [(transport, count)] = bytes_read.items()
-            seconds = phases["kv_cache_transfer_time"]
+            seconds = phases["kv_cache_transfer_time"] - phases.get("kv_cache_promotion_time", 0.0)
             cost.observe_transfer(count, seconds, same_host=transport == "shm")
 
     def _count_fallback(self, result: Result, reason: str) -> None:

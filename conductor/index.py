@@ -139,7 +139,8 @@ def cover_run(
         hosts: node id -> host, of the nodes that may be read.
 
     Returns:
-        Segments that follow on each other from block 0. `tier` is the slowest tier within the segment.
+        Segments that follow on each other from block 0. `tier` is the slowest tier within the segment,
+        `ready` how many of its leading blocks stand in a faster one.
     """
     choices: list[dict[str, int]] = []
     previous: Holders | None = None
@@ -168,7 +169,10 @@ def cover_run(
                 previous_choice = choice
             end += 1
         rank, node_id = min((rank, node_id) for node_id, rank in candidates.items())
-        segments.append(Segment(node_id, start, end - start, TIERS[rank]))
+        ready = start
+        while choices[ready][node_id] < rank:
+            ready += 1
+        segments.append(Segment(node_id, start, end - start, TIERS[rank], ready - start))
         start = end
     return segments
 

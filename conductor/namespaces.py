@@ -64,6 +64,9 @@ class KnownNamespaces:
             )
         return list(islice(self._by_id.values(), offset, offset + limit))
 
+    def __getitem__(self, namespace_id: bytes) -> Namespace:
+        return self._by_id[namespace_id]
+
     def __contains__(self, namespace_id: object) -> bool:
         return namespace_id in self._by_id
 

@@ -78,6 +78,7 @@ class RemotePrefill:
             self._cluster.live_nodes(),
             grant,
             within_s,
+            self._cluster.worthwhile_s(prefiller, job.namespace, len(job.prompt), reuse),
         )
         started = time.monotonic()
         try:

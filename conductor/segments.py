@@ -13,7 +13,8 @@ def cut(segments: Sequence[Segment], limit: int) -> list[Segment]:
     for segment in segments:
         count = min(segment.count, limit - segment.start)
         if count > 0:
-            kept.append(Segment(segment.node_id, segment.start, count, segment.tier))
+            ready = min(segment.ready, count)
+            kept.append(Segment(segment.node_id, segment.start, count, segment.tier, ready))
     return kept
 
 

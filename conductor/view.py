@@ -86,12 +86,17 @@ class WorkerView:
 
 @dataclass(slots=True, frozen=True)
 class NodeView:
-    """One pool node. `room_bytes`: what a reservation could get, by eviction too (not pinned or held)."""
+    """One pool node. `room_bytes`: what a reservation could get, by eviction too (not pinned or held).
+
+    `read_bytes_per_s`: by tier, as the node measured it; `queued_read_bytes`: what its disk reads first.
+    """
 
     node_id: str
     host: str
     room_bytes: int
     state: State = State.LIVE
+    read_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    queued_read_bytes: int = 0
 
 
 @dataclass(slots=True, frozen=True)

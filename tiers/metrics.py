@@ -39,7 +39,21 @@ class NodeCollector(Collector):
         )
         for tier in stats.tiers:
             kept.add_metric([tier.tier], tier.protected_bytes)
-        yield from (capacity, used, blocks, kept)
+        speed = GaugeMetricFamily(
+            "kvpool_tier_bytes_per_second",
+            "Measured speed of a tier's disk while it works; absent until known",
+            labels=["tier", "direction"],
+        )
+        queued = GaugeMetricFamily(
+            "kvpool_tier_queued_read_bytes", "Promotions under way or waiting", labels=["tier"]
+        )
+        for tier in stats.tiers:
+            if tier.read_bytes_per_s:
+                speed.add_metric([tier.tier, "read"], tier.read_bytes_per_s)
+            if tier.write_bytes_per_s:
+                speed.add_metric([tier.tier, "write"], tier.write_bytes_per_s)
+            queued.add_metric([tier.tier], tier.queued_read_bytes)
+        yield from (capacity, used, blocks, kept, speed, queued)
         yield GaugeMetricFamily("kvpool_node_leases", "Leases in force", value=stats.leases)
         yield GaugeMetricFamily(
             "kvpool_node_reservations", "Reservations in force", value=stats.reservations

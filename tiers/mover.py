@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import structlog
@@ -21,6 +22,7 @@ from kvpool.errors import ChecksumMismatch, KvpoolError
 from kvpool.hashing import checksum
 from kvpool.layout import Namespace
 from tiers.arena import Arena
+from tiers.bandwidth import ByteQueue, Throughput
 from tiers.blocks import Move
 from tiers.manifest import NvmeFailed
 from tiers.nvme import NvmeFiles
@@ -69,6 +71,9 @@ class Mover:
         self._readers = ThreadPoolExecutor(
             max(1, threads - writers), thread_name_prefix="kvpool-disk-read"
         )
+        self.read_speed, self.write_speed = Throughput(), Throughput()
+        self._speed_lock = threading.Lock()  # the threads feed them
+        self._queue = ByteQueue()  # promotions, by move id
         self._recorded: set[bytes] = set()  # namespace ids that the manifest has
         self._promotions: dict[tuple[bytes, bytes], dict[int, asyncio.Future[None]]] = {}
         self._wake = asyncio.Event()
@@ -164,6 +169,45 @@ class Mover:
         else:
             await asyncio.sleep(min(timeout_s, POLL_S))
 
+    # ------------------------------------------------------------ costs
+
+    @property
+    def queued_read_bytes(self) -> int:
+        """Promotions under way or waiting."""
+        return self._queue.size_bytes
+
+    def waits(
+        self, namespace_id: bytes, hashes: Sequence[bytes], tiers: Sequence[str]
+    ) -> list[float] | None:
+        """Seconds until each block of a leading run stands in DRAM, as if its promotion began now.
+
+        Args:
+            tiers: where each stands, from `Store.lookup`.
+
+        Returns:
+            None while the disk's speed is not known and something would have to be read.
+        """
+        namespace = self._store.namespace(namespace_id)
+        waits: list[float] = []
+        own_bytes = 0
+        wait_s = 0.0
+        for name, tier in zip(hashes, tiers, strict=False):
+            if tier == "nvme":
+                under_way = self._promotions.get((namespace_id, name), ())
+                if under_way:
+                    needed = max(map(self._queue.bytes_until, under_way))
+                else:
+                    own_bytes += namespace.layout.block_bytes
+                    needed = self._queue.size_bytes + own_bytes
+                operations = len(self._queue) + own_bytes // namespace.layout.part_bytes
+                with self._speed_lock:
+                    seconds = self.read_speed.seconds(needed, operations)
+                if seconds is None:
+                    return None
+                wait_s = max(wait_s, seconds)
+            waits.append(wait_s)
+        return waits
+
     # ------------------------------------------------------------ on the event loop
 
     def _begin(self, move: Move) -> asyncio.Future[None]:
@@ -176,11 +220,13 @@ class Mover:
         work = asyncio.wrap_future(submitted)
         if is_promotion:
             self._promotions.setdefault(_block(move), {})[move.move_id] = work
+            self._queue.enter(move.move_id, move.length)
         # Before anybody can wait for it: whoever does finds the store settled.
         work.add_done_callback(lambda ended: self._settle(move, ended))
         return work
 
     def _settle(self, move: Move, work: asyncio.Future[None]) -> None:
+        self._queue.leave(move.move_id)
         works = self._promotions.get(_block(move), {})
         if works.pop(move.move_id, None) is not None and not works:
             del self._promotions[_block(move)]
@@ -233,7 +279,8 @@ class Mover:
         if checksum(data) != move.checksum:
             raise ChecksumMismatch(f"part {move.part} in DRAM is not what was committed")
         self._record(namespace)  # a block that no namespace explains could never be recovered
-        self._files.write(move.target, data)
+        with self._timed(self.write_speed, move.length):
+            self._files.write(move.target, data)
         self._files.record_put(
             move.namespace_id,
             move.block_hash,
@@ -247,11 +294,24 @@ class Mover:
     def _read(self, move: Move) -> None:
         assert self._files is not None
         target = self._arenas[move.target.arena_id].view(move.target.offset, move.length)
-        self._files.read(move.source, target)
+        with self._timed(self.read_speed, move.length):
+            self._files.read(move.source, target)
         if checksum(target) != move.checksum:
             with contextlib.suppress(NvmeFailed):  # a record too many is found out again
                 self._files.record_removed(move.namespace_id, move.block_hash)
             raise ChecksumMismatch(f"part {move.part} on NVMe is not what was written")
+
+    @contextlib.contextmanager
+    def _timed(self, speed: Throughput, size_bytes: int) -> Iterator[None]:
+        with self._speed_lock:
+            operation = speed.begin(self._clock())
+        moved = 0
+        try:
+            yield
+            moved = size_bytes
+        finally:
+            with self._speed_lock:
+                speed.end(operation, moved, self._clock())
 
     def close(self) -> None:
         """Wait for the I/O under way; what has not begun never will."""

@@ -11,10 +11,11 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import msgspec
 import numpy as np
 import structlog
 
@@ -24,15 +25,14 @@ from kvpool.layout import Namespace
 from kvpool.wire import Session, WireServer
 from kvpool.wire import messages as m
 from tiers.arena import Arena
+from tiers.cold_pins import PROMOTING, ColdAnswer, ColdPins
 from tiers.mover import Mover
 from tiers.slots import Place
-from tiers.store import PinResult, Store
+from tiers.store import Store
 
 log = structlog.get_logger(__name__)
 
 TIER_CODES = {tier: code for code, tier in enumerate(m.TIERS)}
-PROMOTING = "promoting"  # the store's reason for a pin that needs moves first
-PROMOTION_TIMEOUT_S = 5.0
 MAX_PROTECTION_S = 31_536_000  # a year; longer is for ever
 
 
@@ -80,6 +80,7 @@ class NodeService:
         self._clock = clock
         self._started = clock()
         self._sessions: Counter[str] = Counter()
+        self._cold = ColdPins(store, mover, self.counters, clock=clock)
 
     def expose(self, server: WireServer) -> None:
         """Register every handler with a wire server."""
@@ -183,54 +184,28 @@ class NodeService:
             return m.PinReply(0, 0, b"", b"", b"", 0.0, "draining")
         hashes = unpack_hashes(request.hashes)
         if not self.mover.can_promote:
-            return self._pin_ready(request, hashes, client_id, "disk_failed")
-        result = self._pin(request, hashes, client_id)
-        if result.miss_reason != PROMOTING:
-            return self._pinned(result)
-        # Begun now: the client may be gone before the coroutine has its first turn, or any.
-        self.mover.begin(result.promote)
-        return self._promote_and_pin(request, hashes, client_id)
-
-    async def _promote_and_pin(
-        self, request: m.Pin, hashes: list[bytes], client_id: str
-    ) -> m.PinReply:
-        # Any number of rounds: others promote the same run, or evict of it, beside this call.
-        deadline = self._clock() + PROMOTION_TIMEOUT_S
-        while (remaining := deadline - self._clock()) > 0:
-            await self.mover.wait_for_run(request.namespace_id, hashes, remaining)
-            if not self.mover.can_promote:
-                return self._pin_ready(request, hashes, client_id, "disk_failed")
-            result = self._pin(request, hashes, client_id)
-            if result.miss_reason != PROMOTING:
-                return self._pinned(result)
-            self.mover.begin(result.promote)
-        return self._pin_ready(request, hashes, client_id, PROMOTING)
-
-    def _pin_ready(
-        self, request: m.Pin, hashes: list[bytes], client_id: str, reason: str
-    ) -> m.PinReply:
-        """Lease what leads the run and stands in DRAM; `reason` is why the rest of it cannot come."""
-        tiers = self.store.lookup(request.namespace_id, hashes)
-        if "nvme" not in tiers:
-            return self._pinned(self._pin(request, hashes, client_id))
-        ready = tiers.index("nvme")
-        self.counters["misses"] += len(hashes) - ready
-        self.counters[f"miss:{reason}"] += 1
-        result = self._pin(request, hashes[:ready], client_id)
-        return self._pinned(replace(result, miss_reason=reason))
-
-    def _pin(self, request: m.Pin, hashes: list[bytes], client_id: str) -> PinResult:
-        return self.store.pin(
+            ready = self._cold.ready(request, hashes, client_id, "disk_failed")
+            return self._pinned(ColdAnswer(ready, 0.0, 0.0))
+        result = self.store.pin(
             request.namespace_id,
             hashes,
             client_id,
             request.ttl_s,
             self._clock(),
             request.parts or None,
+            cold="tell",
         )
+        if result.miss_reason != PROMOTING:
+            return self._pinned(ColdAnswer(result, 0.0, 0.0))
+        answer = self._cold.pin(request, hashes, client_id)
+        return self._pinned(answer) if isinstance(answer, ColdAnswer) else self._later(answer)
 
-    def _pinned(self, result: PinResult) -> m.PinReply:
+    async def _later(self, wait: Callable[[], Awaitable[ColdAnswer]]) -> m.PinReply:
+        return self._pinned(await wait())
+
+    def _pinned(self, answer: ColdAnswer) -> m.PinReply:
         self.on_grant()
+        result = answer.result
         return m.PinReply(
             result.lease_id,
             result.found,
@@ -239,6 +214,8 @@ class NodeService:
             bytes([TIER_CODES[tier] for tier in result.tiers]),
             result.ttl_s,
             result.miss_reason,
+            answer.wait_s,
+            answer.waited_s,
         )
 
     def renew(self, request: m.Renew) -> m.RenewReply:
@@ -275,8 +252,11 @@ class NodeService:
 
     def lookup(self, request: m.NodeLookup) -> m.NodeLookupReply:
         """Raises UnknownNamespace. Takes no lease and leaves the order of eviction alone."""
-        tiers = self.store.lookup(request.namespace_id, unpack_hashes(request.hashes))
-        return m.NodeLookupReply(len(tiers), bytes([TIER_CODES[tier] for tier in tiers]))
+        hashes = unpack_hashes(request.hashes)
+        tiers = self.store.lookup(request.namespace_id, hashes)
+        codes = bytes([TIER_CODES[tier] for tier in tiers])
+        wait_s = self._cold.wait_s(request.namespace_id, hashes) if "nvme" in tiers else 0.0
+        return m.NodeLookupReply(len(tiers), codes, wait_s)
 
     def protect(self, request: m.Protect) -> m.ProtectReply:
         """Raises UnknownNamespace, InvalidArgument, NoRoom."""
@@ -363,11 +343,21 @@ class NodeService:
             self.identity.epoch,
             self.identity.host,
             self._clock() - self._started,
-            self.store.usage(),
+            [self._with_speed(usage) for usage in self.store.usage()],
             self.store.lease_count,
             self.store.reservation_count,
             len(self.store.namespaces()),
             {name: float(value) for name, value in counters.items()},
+        )
+
+    def _with_speed(self, usage: m.TierUsage) -> m.TierUsage:
+        if usage.tier != "nvme":
+            return usage
+        return msgspec.structs.replace(
+            usage,
+            read_bytes_per_s=self.mover.read_speed.bytes_per_s,
+            write_bytes_per_s=self.mover.write_speed.bytes_per_s,
+            queued_read_bytes=self.mover.queued_read_bytes,
         )
 
     def snapshot(self) -> dict[tuple[bytes, str], bytes]:

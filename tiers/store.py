@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Literal
 
 from kvpool.errors import InvalidArgument, LayoutMismatch, NoRoom, NotFound, UnknownNamespace
 from kvpool.hashing import HASH_BYTES
@@ -50,6 +51,8 @@ __all__ = [
     "StoreCorrupt",
     "StoreEvent",
 ]
+
+Cold = Literal["promote", "tell", "lease"]  # see `Store.pin`
 
 
 class Store:
@@ -183,6 +186,8 @@ class Store:
         now: float,
         parts: Sequence[int] | None = None,
         tier: str = "",
+        *,
+        cold: Cold = "promote",
     ) -> PinResult:
         """Lease the longest leading run that is here and whole; see `PinResult` for what comes back.
 
@@ -194,6 +199,8 @@ class Store:
             parts: tensor-parallel parts whose places are wanted; None or empty for all.
             tier: "" or "dram" for places in dram, which anybody can read; "hbm" where the caller can read
                 device memory: places lie there or in dram, and the lease holds that copy alone.
+            cold: what to do about blocks that stand elsewhere: "tell" only says "promoting" and does
+                nothing, "lease" says it, too, and leases what comes before the first of them.
 
         Raises:
             UnknownNamespace, InvalidArgument: too many hashes, a ttl that is not positive, or parts or a
@@ -216,6 +223,10 @@ class Store:
         reason = ""
         if len(copies) < len(hashes):
             if any(hashes[len(copies)] in names for names in space.visible):
+                if cold == "tell":
+                    return PinResult(0, 0, [], [], [], 0.0, "promoting", [])
+                reason = "promoting"
+            if reason and cold == "promote":
                 self.expire(now)
                 copies, promote, reason = self._moves.promote_run(space, hashes, readable, DRAM)
                 if reason == "promoting":
@@ -223,7 +234,7 @@ class Store:
             reason = reason or self._miss_reason(space, hashes, len(copies))
             counters = self._residency.counters
             counters["misses"] += len(hashes) - len(copies)
-            if reason:
+            if reason and reason != "promoting":
                 counters[f"miss:{reason}"] += 1
         if not copies:
             return PinResult(0, 0, [], [], [], 0.0, reason, [])

@@ -174,9 +174,7 @@ class WorkerService:
                         self._engine.layout,
                         request.deadline_s,
                     )
-                blocks = await self._read(
-                    request.segments, request.nodes, hashes, deadline, progress, request.request_id
-                )
+                blocks = await self._read(request, hashes, deadline, progress)
                 sequence = await self._start(tokens, 0, progress)
                 await self._compute(sequence, blocks, sender, progress)
                 committed = 0
@@ -302,9 +300,7 @@ class WorkerService:
             return None, None, None
         if not request.use_pool:
             return None, None, None
-        blocks = await self._read(
-            request.segments, request.nodes, hashes, deadline, progress, request.request_id
-        )
+        blocks = await self._read(request, hashes, deadline, progress)
         sender, link = None, None
         if request.store:
             have = len(blocks) if blocks is not None else 0
@@ -313,18 +309,20 @@ class WorkerService:
 
     async def _read(
         self,
-        segments: Sequence[m.Segment],
-        nodes: Sequence[m.NodeDescriptor],
+        request: m.Prefill | m.Generate,
         hashes: Sequence[bytes],
         deadline: float,
         progress: _Progress,
-        request_id: str,
     ) -> np.ndarray | None:
-        """The leading blocks that the pool holds, verified; None when there are none to be had."""
+        """The leading blocks that the pool holds, verified; None when there are none to be had.
+
+        What would come later than it could be computed is declined.
+        """
+        segments = request.segments
         count = sum(segment.count for segment in segments)
         if not count:
             return None
-        for node in nodes:
+        for node in request.nodes:
             self._pool.link_to(node)
         layout = self._namespace.layout
         blocks = np.empty((count, layout.part_bytes), dtype=np.uint8)
@@ -337,19 +335,23 @@ class WorkerService:
                     blocks,
                     segments=segments,
                     is_disposable=True,
+                    max_wait_s=request.max_wait_s,
                     timeout_s=max(0.05, (deadline - time.monotonic()) / 2),
                 )
             except KvpoolError as error:
                 result = GetResult(0, (), {}, 0, error.code)
+        if result.waited_s:
+            progress.phases["kv_cache_promotion_time"] = result.waited_s
         progress.bytes_read = result.bytes_moved
         progress.verified_blocks = result.verified
         progress.pool_tokens = result.found * layout.block_tokens
         if result.found < count:
             progress.fallback_reason = f"pool_read:{result.miss_reason}"
-            self.counters[f"fallback:{result.miss_reason}"] += 1
+            kind = "miss" if result.miss_reason in m.DECLINED else "fallback"
+            self.counters[f"{kind}:{result.miss_reason}"] += 1
             log.warning(
                 "read less than planned",
-                request_id=request_id,
+                request_id=request.request_id,
                 found=result.found,
                 planned=count,
                 reason=result.miss_reason,

@@ -11,7 +11,7 @@ import numpy as np
 import typer
 
 from kvpool.cli.context import invocation, overrides
-from kvpool.cli.output import console, print_json, print_table
+from kvpool.cli.output import console, format_rate, format_seconds, print_json, print_table
 from kvpool.client import Pool
 from kvpool.errors import BlockMiss, InvalidArgument
 from kvpool.hashing import hash_chain
@@ -62,11 +62,16 @@ def stats(ctx: typer.Context, conductor: Conductor = None, as_json: AsJson = Fal
                     _mib(used),
                     _mib(tier.capacity_bytes),
                     _mib(tier.pinned_bytes),
+                    _rate(tier.read_bytes_per_s),
+                    _rate(tier.write_bytes_per_s),
                     node.leases,
                     node.reservations,
                 )
             )
-    numbers = ("blocks", "used", "size", "pinned", "leases", "reservations")
+    numbers = (
+        *("blocks", "used", "size", "pinned", "disk reads", "disk writes"),
+        *("leases", "reservations"),
+    )
     print_table(("node", "host", "state", "tier", *numbers), rows, right=numbers)
     if reply.workers:
         console().print()
@@ -168,9 +173,18 @@ def lookup(
     with open_pool(ctx, conductor) as pool:
         reply = pool.lookup(FILE_NAMESPACE, hashes)
     if as_json:
-        print_json({"blocks": len(hashes), "found": reply.found, "segments": named(reply.segments)})
+        print_json(
+            {
+                "blocks": len(hashes),
+                "found": reply.found,
+                "segments": named(reply.segments),
+                "wait_s": reply.wait_s,
+            }
+        )
         return
     console().print(f"{reply.found} of {len(hashes)} blocks are in the pool")
+    if reply.wait_s > 0:
+        console().print(f"they can be read in {format_seconds(reply.wait_s)}: some stand on disks")
     print_table(
         ("node", "blocks", "tier"),
         [(s.node_id, f"{s.start} to {s.start + s.count - 1}", s.tier) for s in reply.segments],
@@ -203,6 +217,11 @@ def file_hashes(key: str) -> tuple[int, list[bytes]]:
 
 def _moved(by_transport: dict[str, int]) -> str:
     return ", ".join(f"{_mib(n)} by {name}" for name, n in by_transport.items()) or "nothing"
+
+
+def _rate(bytes_per_s: float) -> str:
+    """A hyphen while it is not known, as for memory, which is not measured."""
+    return format_rate(bytes_per_s, 1.0) if bytes_per_s else "-"
 
 
 def _mib(count: float) -> str:

@@ -24,7 +24,7 @@ from kvpool.client.deadlines import time_left
 from kvpool.client.misses import Misses
 from kvpool.client.node_link import Lease, NodeLink
 from kvpool.client.placement import choose_nodes
-from kvpool.client.reading import ChainReader, GetResult
+from kvpool.client.reading import MIN_WAIT_S, ChainReader, GetResult
 from kvpool.client.writing import ChainWriter, PutResult
 from kvpool.errors import (
     ConfigError,
@@ -47,6 +47,11 @@ NODES_TTL_S = 1.0  # how long a list of nodes is trusted
 _pool_numbers = itertools.count(1)
 
 
+def add_wait(one_s: float, other_s: float) -> float:
+    """Seconds of two waits, one after the other; -1 when one of them is not known."""
+    return -1.0 if min(one_s, other_s) < 0 else one_s + other_s
+
+
 @dataclass(slots=True)
 class PinnedBlocks:
     """Blocks [0, found) of a chain, held in place until released or `deadline` (monotonic seconds)."""
@@ -57,6 +62,10 @@ class PinnedBlocks:
     deadline: float
     miss_reason: str
     is_released: bool = field(default=False)
+    wait_s: float = (
+        0.0  # predicted for what had to come from disks, declined blocks too; -1: unknown
+    )
+    waited_s: float = 0.0  # for what did come
 
     @property
     def found(self) -> int:
@@ -197,7 +206,10 @@ class AsyncPool:
         exclude: Sequence[str] = (),
         timeout_s: float | None = None,
     ) -> m.LookupReply:
-        """How many leading blocks of a chain the pool has, and where. Takes no lease.
+        """How many leading blocks of a chain the pool has, where, and what they cost. Takes no lease.
+
+        `wait_s` of the reply: seconds until all of them could be read; 0 when they stand in memory, -1 while
+        a node does not know its disk.
 
         Args:
             hashes: from `hash_chain`, in order.
@@ -223,7 +235,8 @@ class AsyncPool:
         if not reply.found:
             return m.LookupReply(0, [])
         tier = m.TIERS[max(reply.tiers)]
-        return m.LookupReply(reply.found, [m.Segment(link.node.node_id, 0, reply.found, tier)])
+        segment = m.Segment(link.node.node_id, 0, reply.found, tier)
+        return m.LookupReply(reply.found, [segment], reply.wait_s)
 
     async def nodes(self, *, timeout_s: float | None = None) -> list[m.NodeInfo]:
         """The pool's nodes, at most a second old."""
@@ -260,6 +273,7 @@ class AsyncPool:
         verify: bool | None = None,
         segments: Sequence[m.Segment] | None = None,
         is_disposable: bool = False,
+        max_wait_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> GetResult:
         """Read the longest leading run of a chain into the caller's memory.
@@ -278,6 +292,9 @@ class AsyncPool:
             is_disposable: the caller never uses `out` again if fewer blocks are found than asked. NIXL then
                 reads straight into it; else through memory of our own, since a transfer that was given up
                 may still arrive.
+            max_wait_s: what a hit may take to come from a node's disk, because computing it again takes no
+                longer; dearer blocks are declined at once (`miss_reason` "declined_cost"). 0: no limit
+                but `timeout_s`: what cannot come within that is "declined_deadline".
 
         Returns:
             How many blocks were read. Where a node died, lacked a block or sent wrong bytes, other replicas
@@ -314,6 +331,7 @@ class AsyncPool:
             verify=self.verify_checksums if verify is None else verify,
             deadline=deadline,
             is_disposable=is_disposable,
+            max_wait_s=max_wait_s,
         )
         return await reader.read(segments)
 
@@ -324,6 +342,7 @@ class AsyncPool:
         *,
         ttl_s: float = 10.0,
         part: int | None = None,
+        max_wait_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> PinnedBlocks:
         """Hold the longest leading run of a chain in place. Give it back with `release`.
@@ -331,6 +350,7 @@ class AsyncPool:
         Args:
             ttl_s: how long at most; nodes may grant less.
             part: one tensor-parallel part, or None for all.
+            max_wait_s: see `get`; over all nodes together.
         """
         deadline = time.monotonic() + (timeout_s or self.timeout_s)
         found = await self.lookup(namespace, hashes, timeout_s=time_left(deadline))
@@ -345,12 +365,16 @@ class AsyncPool:
                     ttl_s=ttl_s,
                     timeout_s=time_left(deadline),
                     parts=parts,
+                    max_wait_s=max(MIN_WAIT_S, max_wait_s - pinned.waited_s) if max_wait_s else 0.0,
                 )
+                pinned.wait_s = add_wait(pinned.wait_s, lease.wait_s)
+                pinned.waited_s += lease.waited_s
                 pinned.held.append((link, lease, segment.start))
                 pinned.deadline = min(pinned.deadline, lease.deadline)
                 if lease.found < segment.count:
                     lacking = hashes[segment.start + lease.found]
-                    self.note_misses(segment.node_id, namespace, [lacking])
+                    if lease.miss_reason not in m.DECLINED:
+                        self.note_misses(segment.node_id, namespace, [lacking])
                     pinned.miss_reason = lease.miss_reason
                     break
         except BaseException:

@@ -36,6 +36,7 @@ from kvpool.wire import messages as m
 T = TypeVar("T")
 
 MAX_TTL_S = 3600.0  # what nodes accept
+PATIENCE = 0.9  # of a call's time-out: the node's answer must arrive within it, too
 LEASE_MARGIN_S = 0.05  # what was read this close to the deadline is discarded
 
 
@@ -61,6 +62,8 @@ class Lease:
     tiers: tuple[str, ...]
     deadline: float  # monotonic seconds of this process
     miss_reason: str
+    wait_s: float = 0.0  # predicted for the whole run that is there; -1: unknown
+    waited_s: float = 0.0  # for what had to come from a slow tier
 
 
 @dataclass(slots=True, frozen=True)
@@ -129,11 +132,24 @@ class NodeLink:
         ttl_s: float,
         timeout_s: float,
         parts: Sequence[int] = (),
+        max_wait_s: float = 0.0,
     ) -> Lease:
-        """Lookup and lease in one step; a lease over nothing has `found == 0`."""
+        """Lookup and lease in one step; a lease over nothing has `found == 0`.
+
+        Args:
+            max_wait_s: blocks on a slow tier that are predicted to take longer are declined; 0: no limit
+                but `timeout_s`, of which the node waits nine tenths at most.
+        """
         asked = time.monotonic()
         ttl_s = min(ttl_s, MAX_TTL_S)
-        request = m.Pin(namespace.namespace_id, pack_hashes(hashes), ttl_s, list(parts))
+        request = m.Pin(
+            namespace.namespace_id,
+            pack_hashes(hashes),
+            ttl_s,
+            list(parts),
+            max_wait_s=max_wait_s,
+            timeout_s=PATIENCE * timeout_s,
+        )
         reply: m.PinReply = await self._kept(
             self.call(request, namespace, timeout_s),
             lambda late: m.Release([late.lease_id]) if late.lease_id else None,
@@ -144,8 +160,11 @@ class NodeLink:
             np.frombuffer(reply.places, dtype="<i8").reshape(-1, 2),
             np.frombuffer(reply.checksums, dtype="<u8"),
             tuple(m.TIERS[code] for code in reply.tiers),
-            asked + reply.ttl_s,  # from before the call: never later than the node's own deadline
+            # From before the call, but for the wait that the node measured: never later than its own.
+            asked + reply.waited_s + reply.ttl_s,
             reply.miss_reason,
+            reply.wait_s,
+            reply.waited_s,
         )
 
     async def _kept(

@@ -124,6 +124,7 @@ class Pool:
         as_rank: TensorParallelRank | None = None,
         verify: bool | None = None,
         is_disposable: bool = False,
+        max_wait_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> GetResult:
         """See `AsyncPool.get`."""
@@ -135,6 +136,7 @@ class Pool:
             as_rank=as_rank,
             verify=verify,
             is_disposable=is_disposable,
+            max_wait_s=max_wait_s,
             timeout_s=timeout_s,
         )
         return self._call(job, timeout_s)
@@ -215,10 +217,13 @@ class Pool:
         *,
         ttl_s: float = 10.0,
         part: int | None = None,
+        max_wait_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> PinnedBlocks:
         """See `AsyncPool.pin`; give it back with `release`."""
-        job = self._pool.pin(namespace, hashes, ttl_s=ttl_s, part=part, timeout_s=timeout_s)
+        job = self._pool.pin(
+            namespace, hashes, ttl_s=ttl_s, part=part, max_wait_s=max_wait_s, timeout_s=timeout_s
+        )
         return self._call(job, timeout_s)
 
     def release(self, pinned: PinnedBlocks) -> None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvpool.client.async_pool import AsyncPool
 
 MAX_ROUNDS = 8  # look-ups of one `get`; each but the first follows a failure
+MIN_WAIT_S = 1e-3  # a limit that is used up; 0 would be none
 TIMEOUT_IS_NEWS_S = (
     0.5  # silence shorter than this says more of the caller's haste than of the node
 )
@@ -44,6 +45,8 @@ class GetResult:
     bytes_moved: dict[str, int]  # by transport
     verified: int  # blocks whose checksum was compared
     miss_reason: str  # why block number `found` was not read; "" when all were
+    wait_s: float = 0.0  # predicted for blocks on disks, the declined ones included; -1: unknown
+    waited_s: float = 0.0  # for those that came
 
 
 @dataclass(slots=True, frozen=True)
@@ -54,6 +57,8 @@ class _Piece:
     tiers: tuple[str, ...]
     transport: str
     reason: str
+    wait_s: float = 0.0
+    waited_s: float = 0.0
 
 
 class ChainReader:
@@ -63,6 +68,7 @@ class ChainReader:
         addresses, owner: where each block goes, and what keeps that alive.
         plan: which parts are read, and which of their bytes go where.
         deadline: monotonic seconds.
+        max_wait_s: see `AsyncPool.get`; each node of a round, since they are read at once.
     """
 
     def __init__(
@@ -77,6 +83,7 @@ class ChainReader:
         verify: bool,
         deadline: float,
         is_disposable: bool,
+        max_wait_s: float = 0.0,
     ) -> None:
         self._pool = pool
         self._namespace = namespace
@@ -87,6 +94,10 @@ class ChainReader:
         self._verify = verify
         self._deadline = deadline
         self._is_disposable = is_disposable
+        self._max_wait_s = max_wait_s
+        self._wait_s = self._waited_s = 0.0
+        self._declined: list[m.Segment] = []  # for want of time, and what follows
+        self._insists = False  # all the time that is left goes to one node
         self._found = 0
         self._tiers: list[str] = []
         self._moved = Moved()
@@ -108,6 +119,9 @@ class ChainReader:
             if not is_broken or self._found == count or not self._pool.has_conductor:
                 break
             segments = await self._alternatives()
+            if not segments and self._declined and not self._insists:
+                # Nobody else has it: no time need be kept for another.
+                segments, self._insists = self._declined, True
             if not segments:
                 break
         if self._found == count:
@@ -116,13 +130,23 @@ class ChainReader:
             self._reason = "not_in_index"
         verified = self._found if self._verify else 0
         return GetResult(
-            self._found, tuple(self._tiers), self._moved.by_transport, verified, self._reason
+            self._found,
+            tuple(self._tiers),
+            self._moved.by_transport,
+            verified,
+            self._reason,
+            self._wait_s,
+            self._waited_s,
         )
 
     async def _read_round(self, segments: Sequence[m.Segment]) -> bool:
         """Read segments at once; whether one gave less than it was said to hold."""
         segments, is_broken = self._without_known_misses(segments)
         pieces = await asyncio.gather(*(self._read_segment(segment) for segment in segments))
+        if pieces:
+            waits = [piece.wait_s for piece in pieces]
+            self._wait_s = min(waits) if min(waits) < 0 else max(self._wait_s, *waits)
+            self._waited_s += max(piece.waited_s for piece in pieces)
         for segment, piece in zip(segments, pieces, strict=True):
             if segment.start != self._found:
                 break
@@ -132,6 +156,11 @@ class ChainReader:
                 self._moved.add(piece.transport, piece.found * self._plan.rank_bytes)
             if piece.found < segment.count:
                 self._reason = piece.reason
+                self._declined = []
+                if piece.reason == m.DECLINED_DEADLINE:
+                    rest = segment.count - piece.found
+                    again = m.Segment(segment.node_id, self._found, rest, segment.tier)
+                    self._declined = [again, *segments[segments.index(segment) + 1 :]]
                 return True
         return is_broken
 
@@ -179,7 +208,10 @@ class ChainReader:
         node_id = segment.node_id
         left = self._deadline - time.monotonic()
         # A node that does not answer must leave time for another one.
-        patience_s = left / 2 if pool.has_conductor else left
+        patience_s = left / 2 if pool.has_conductor and not self._insists else left
+        max_wait_s = self._max_wait_s
+        if max_wait_s:
+            max_wait_s = max(MIN_WAIT_S, max_wait_s - self._waited_s)
         try:
             link = await pool.link(node_id, self._deadline)
             if self._verify:
@@ -190,16 +222,20 @@ class ChainReader:
                 ttl_s=max(1.0, left + 1.0),
                 timeout_s=patience_s,
                 parts=self._plan.parts,
+                max_wait_s=max_wait_s,
             )
         except UnverifiableRead as error:
             self._refusal = error
             return _Piece(0, (), "", error.code)
         except KvpoolError as error:
             return self._failed(node_id, hashes, error, patience_s)
-        if lease.found < len(hashes):
+        if lease.miss_reason in m.DECLINED:
+            self._failed_nodes.add(node_id)  # for this call: another may have it in memory
+        elif lease.found < len(hashes):
             pool.note_misses(node_id, namespace, [hashes[lease.found]])
         if not lease.found:
-            return _Piece(0, (), "", lease.miss_reason or "miss")
+            reason = lease.miss_reason or "miss"
+            return _Piece(0, (), "", reason, lease.wait_s, lease.waited_s)
         left = self._deadline - time.monotonic()
         try:
             await link.read(
@@ -223,7 +259,10 @@ class ChainReader:
             return self._failed(node_id, hashes, error, left)
         finally:
             link.release(lease)
-        return _Piece(lease.found, lease.tiers, link.transport.name, lease.miss_reason)
+        name = link.transport.name
+        return _Piece(
+            lease.found, lease.tiers, name, lease.miss_reason, lease.wait_s, lease.waited_s
+        )
 
     def _failed(
         self, node_id: str, hashes: Sequence[bytes], error: KvpoolError, patience_s: float

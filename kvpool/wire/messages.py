@@ -144,17 +144,29 @@ class Abort(Message, frozen=True):
 
 
 class Pin(Message, frozen=True):
-    """Lookup and lease in one step: the longest leading run of `hashes` that is here and whole."""
+    """Lookup and lease in one step: the longest leading run of `hashes` that is here and whole.
+
+    What stands in a slow tier is waited for as long as `max_wait_s` (what the caller finds worth it) and
+    `timeout_s` (what it can wait at all) allow; 0 is no limit. What is predicted to take longer is declined
+    at once, and not promoted.
+    """
 
     namespace_id: bytes
     hashes: bytes
     ttl_s: float
     parts: list[int] = []  # empty: all
     tier_preference: str = ""
+    max_wait_s: float = 0.0
+    timeout_s: float = 0.0
 
 
 class PinReply(Reply, frozen=True):
-    """Places and checksums are ordered block by block, and within a block by part as asked."""
+    """Places and checksums are ordered block by block, and within a block by part as asked.
+
+    `wait_s`: what bringing the whole run that is here into DRAM was predicted to take when asked, declined
+    blocks included; 0 when it stood there, -1 while the node does not know its disk. `waited_s`: what
+    this call did wait.
+    """
 
     lease_id: int  # 0: nothing found
     found: int
@@ -162,8 +174,15 @@ class PinReply(Reply, frozen=True):
     checksums: bytes
     tiers: bytes  # one byte a block: where it was found (see `TIERS`)
     ttl_s: float
-    miss_reason: str = ""  # why block number `found` was not here
+    miss_reason: str = ""  # why block number `found` was not here, or is not given: see `DECLINED`
+    wait_s: float = 0.0
+    waited_s: float = 0.0
 
+
+# Reasons of a `Pin` for blocks that are here: waiting for them is not worth it, or would end too late.
+DECLINED_COST = "declined_cost"
+DECLINED_DEADLINE = "declined_deadline"
+DECLINED = frozenset((DECLINED_COST, DECLINED_DEADLINE))
 
 TIERS = ("hbm", "dram", "nvme")
 
@@ -203,8 +222,11 @@ class NodeLookup(Message, frozen=True):
 
 
 class NodeLookupReply(Reply, frozen=True):
+    """`wait_s`: until all that was found could be read; 0 when it stands in DRAM, -1 when not known yet."""
+
     found: int
     tiers: bytes
+    wait_s: float = 0.0
 
 
 class PutInline(Message, frozen=True):
@@ -261,6 +283,9 @@ class TierUsage(Reply, frozen=True):
     quarantined_bytes: int
     blocks: int
     protected_bytes: int = 0  # promised to protected blocks, here or not; no state of its own
+    read_bytes_per_s: float = 0.0  # measured, while it works; 0 while unknown
+    write_bytes_per_s: float = 0.0
+    queued_read_bytes: int = 0  # promotions under way or waiting
 
 
 class Replicate(Message, frozen=True):
@@ -449,7 +474,8 @@ class Segment(Reply, frozen=True):
     node_id: str
     start: int
     count: int
-    tier: str
+    tier: str  # the slowest in which some of it stands
+    ready: int = 0  # leading blocks of it that stand in a faster one
 
 
 class Lookup(Message, frozen=True):
@@ -465,8 +491,11 @@ class Lookup(Message, frozen=True):
 
 
 class LookupReply(Reply, frozen=True):
+    """`wait_s`: as in `NodeLookupReply`; a conductor goes by what nodes last reported."""
+
     found: int
     segments: list[Segment]
+    wait_s: float = 0.0
 
 
 class ReportMiss(Message, frozen=True):
@@ -586,6 +615,7 @@ class Prefill(Message, frozen=True):
     nodes: list[NodeDescriptor]
     grant: Grant | None
     deadline_s: float  # from now
+    max_wait_s: float = 0.0  # for a slow tier, before computing is faster; 0: no limit
 
 
 class PrefillReply(Reply, frozen=True):
@@ -616,6 +646,7 @@ class Generate(Message, frozen=True):
     local_prefix: bool = False
     local_prefix_tokens: int = 0
     store: bool = True  # write blocks computed here to the pool
+    max_wait_s: float = 0.0  # as in `Prefill`
 
 
 class GenerateChunk(Reply, frozen=True):

@@ -45,8 +45,10 @@ class LetterTokenizer:
         return "".join(map(chr, token_ids))
 
 
-def report(reason: str = "", pool_tokens: int = 0, computed: int = 1) -> m.GenerateReply:
-    return m.GenerateReply(reason, pool_tokens, 0, computed, "", {}, {}, 0)
+def report(
+    reason: str = "", pool_tokens: int = 0, computed: int = 1, fallback: str = ""
+) -> m.GenerateReply:
+    return m.GenerateReply(reason, pool_tokens, 0, computed, fallback, {}, {}, 0)
 
 
 class ScriptedWorker:
@@ -62,6 +64,7 @@ class ScriptedWorker:
         self.text = "abcdefgh"
         self.pause_s = 0.0
         self.pool_tokens = 0
+        self.declines = False  # finds every hit too dear
         self.hangs = False
         self.beats_anyway = False  # heartbeats go on while it hangs
         self.is_silent = False  # no heartbeats, but it works
@@ -97,7 +100,8 @@ class ScriptedWorker:
                 so_far = report("", self.pool_tokens) if at == 0 else None
                 yield m.GenerateChunk([ord(letter)], so_far)
                 await asyncio.sleep(self.pause_s)
-        yield Final(report("length", self.pool_tokens))
+        declined = f"pool_read:{m.DECLINED_COST}" if self.declines else ""
+        yield Final(report("length", self.pool_tokens, fallback=declined))
 
     async def _hang(self) -> None:
         if self.hangs:

@@ -113,6 +113,28 @@ def test_a_slow_tier_costs_its_own_reading_and_does_not_spoil_the_link() -> None
     assert model.transfer_s(1e9, same_host=True) == pytest.approx(dram_s, rel=0.02)
 
 
+def test_a_measured_disk_outweighs_the_profiles() -> None:
+    model = CostModel()
+    assert model.tier_s(1e9, "nvme") == pytest.approx(1 / 2.5)
+    assert model.tier_s(1e9, "nvme", 5e7) == pytest.approx(20.0)
+    assert model.tier_s(1e9, "dram") == 0.0
+
+
+def test_a_wait_is_worth_what_computing_would_take_once_that_was_measured() -> None:
+    model = CostModel()
+    assert (
+        model.worthwhile_s("w", 1000, 900, 0.0) == 0.0
+    )  # no limit: nothing is known of this worker
+    for _ in range(20):
+        model.observe_prefill("w", 1000, 0, 2.0)
+        model.observe_prefill("w", 100, 900, 0.3)
+    worth_s = model.worthwhile_s("w", 1000, 900, 0.0)
+    assert worth_s == pytest.approx(1.7, rel=0.15)
+    assert model.worthwhile_s("w", 1000, 900, 0.5) == pytest.approx(worth_s - 0.5)
+    assert 0 < model.worthwhile_s("w", 1000, 900, 99.0) < 0.01  # never 0, which would be no limit
+    assert model.worthwhile_s("w", 1000, 0, 0.0) == 0.0
+
+
 def test_a_queue_is_priced_by_the_workers_own_rate_when_it_has_one() -> None:
     model = CostModel()
     assert model.queue_s("w", 5000, tokens_per_s=1000) == 5.0

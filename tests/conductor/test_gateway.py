@@ -14,6 +14,7 @@ from conductor.memory_index import MemoryIndex
 from conductor.requests import Decision
 from conductor.scheduler import Policy
 from kvpool.errors import InvalidArgument
+from kvpool.hashing import hash_chain, pack_hashes
 from kvpool.layout import Namespace
 from kvpool.wire import WireClient, WireServer
 from kvpool.wire import messages as m
@@ -299,3 +300,31 @@ async def _join_node(running: Conductor, node_id: str) -> WireServer:
     descriptor = m.NodeDescriptor(node_id, 1, "h", f"127.0.0.1:{port}")
     running.cluster.node_join(m.NodeJoin(descriptor, []))
     return wire
+
+
+# ---------------------------------------------------------------- disks slower than computing
+
+
+async def test_workers_are_told_how_long_a_disk_may_take_and_what_they_decline_stays() -> None:
+    worker = ScriptedWorker("w1")
+    async with conductor(worker) as running:
+        cluster = running.cluster
+        hashes = hash_chain(NAMESPACE, [65] * 12)
+        cluster.namespaces.add(NAMESPACE)
+        node = m.NodeDescriptor("n", 1, "h", "127.0.0.1:1")
+        cluster.node_join(m.NodeJoin(node, [NAMESPACE]))
+        event = m.BlockEvent("stored", NAMESPACE.namespace_id, pack_hashes(hashes), "nvme")
+        cluster.node_events(m.NodeEvents("n", 1, 1, [event], True, True))
+        for _ in range(20):
+            cluster.cost.observe_prefill("w1", 12, 0, 3.0)
+            cluster.cost.observe_prefill("w1", 6, 0, 1.5)
+            cluster.cost.observe_prefill("w1", 1, 11, 0.25)
+        worker.declines = True
+        response = await running.ask(prompt=[65] * 12)
+        assert response.status_code == 200
+        [seen] = [one for one in worker.seen if isinstance(one, m.Generate)]
+        assert seen.segments
+        assert 0.1 < seen.max_wait_s < 4.0
+        assert running.counters["fallback:pool_read:declined_cost"] == 1
+        found = (await cluster.find(NAMESPACE.namespace_id, hashes)).segments("h")
+        assert sum(segment.count for segment in found) == len(hashes)

@@ -139,7 +139,7 @@ def test_segments_prefer_the_host_then_length_then_tier_then_id(index: Index) ->
 
 def test_segment_tier_is_the_slowest_within_it(index: Index) -> None:
     index.apply("node-a", 1, stored(CHAIN[:2], "dram") + stored(CHAIN[2:], "nvme"))
-    assert [s.tier for s in index.segments(NS, CHAIN, HOSTS)] == ["nvme"]
+    assert [(s.tier, s.ready) for s in index.segments(NS, CHAIN, HOSTS)] == [("nvme", 2)]
 
 
 def test_segments_leave_out_nodes_that_may_not_be_read(index: Index) -> None:

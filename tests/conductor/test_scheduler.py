@@ -177,6 +177,28 @@ def test_only_the_segment_that_pays_is_reused() -> None:
     assert schedule(request(segments=segments), state, 0.0).reuse_blocks == 6
 
 
+def test_a_disk_is_priced_as_its_node_measured_it() -> None:
+    segments = pool_has(10, tier="nvme")
+    slow_s = 10 * BLOCK_BYTES / 1e9
+    fast = [NodeView("n1", "h1", GIB, read_bytes_per_s={"nvme": 1e9})]
+    decision = schedule(request(segments=segments), view(PD, fast), 0.0)
+    assert decision.reuse_blocks == 10
+    assert decision.candidates[0].fetch_s == pytest.approx(1e-3 + 2 * slow_s, rel=0.01)
+    busy_disk = [replace(fast[0], queued_read_bytes=10 * BLOCK_BYTES)]
+    decision = schedule(request(segments=segments), view(PD, busy_disk), 0.0)
+    assert decision.candidates[0].fetch_s == pytest.approx(1e-3 + 3 * slow_s, rel=0.01)
+    slow = [NodeView("n1", "h1", GIB, read_bytes_per_s={"nvme": 1e6})]
+    assert schedule(request(segments=segments), view(PD, slow), 0.0).reuse_blocks == 0
+
+
+def test_what_stands_in_memory_is_reused_though_the_rest_lies_on_a_slow_disk() -> None:
+    slow = [NodeView("n1", "h1", GIB, read_bytes_per_s={"nvme": 1e6})]
+    segments = {"": [Segment("n1", 0, 10, "nvme", ready=7)]}
+    decision = schedule(request(segments=segments), view(PD, slow), 0.0)
+    assert decision.reuse_blocks == 7
+    assert decision.candidates[0].fetch_s == pytest.approx(1e-3 + 7 * BLOCK_BYTES / 1e9, rel=0.01)
+
+
 def test_a_worker_that_has_the_prefix_itself_fetches_nothing() -> None:
     workers = [worker("d1", "decode"), worker("d2", "decode")]
     decision = schedule(request(engine_blocks={"d2": 12}), view(workers), 0.0)

@@ -18,7 +18,7 @@ from kvpool.errors import InvalidArgument
 from kvpool.hashing import checksum, pack_hashes
 from kvpool.layout import Layout, Namespace
 from kvpool.wire import messages as m
-from tiers import node
+from tiers import cold_pins, node
 from tiers.arena import Arena
 from tiers.manifest import NvmeFailed
 from tiers.mover import Mover
@@ -175,7 +175,7 @@ async def test_a_run_that_comes_in_no_time_gives_what_has_come(
         assert ready.found == 2
         gate = Gate(n.files.read)
         monkeypatch.setattr(n.files, "read", gate)
-        monkeypatch.setattr(node, "PROMOTION_TIMEOUT_S", 0.05)
+        monkeypatch.setattr(cold_pins, "PROMOTION_TIMEOUT_S", 0.05)
         try:
             reply = await n.pin(n.chain)
         finally:
