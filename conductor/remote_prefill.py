@@ -10,6 +10,7 @@ import contextlib
 import time
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from conductor.cluster import Cluster
@@ -65,10 +66,13 @@ class RemotePrefill:
         have = sum(segment.count for segment in reuse)
         within_s = min(self._timeout_s, job.left_s() / 2)
         deadline = time.monotonic() + within_s
+        asked = time.monotonic()
         grant, existing = await self._reserve(job, prefiller.member_id, target, have, within_s)
         # Of a chain that others write at the same time, only the part before theirs can be planned for.
         granted = set(np.frombuffer(grant.indices, dtype="<u4").tolist()) if grant else set()
         within_s = max(0.0, deadline - time.monotonic())
+        if grant is not None:
+            grant = msgspec.structs.replace(grant, age_s=time.monotonic() - asked)
         message = m.Prefill(
             job.request_id,
             namespace_id,

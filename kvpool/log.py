@@ -1,15 +1,13 @@
 """Structured logging for every process: one set-up, always to stderr, so that stdout stays for results.
 
-The standard library's loggers (uvicorn, grpc, ...) go through the same renderer. A request's id is bound
-to the context once, and every line logged within it, in whatever task, carries it.
+The standard library's loggers (uvicorn, grpc, ...) go through the same renderer. Lines about a request carry
+its `request_id`.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import structlog
@@ -34,7 +32,6 @@ def setup_logging(level: LogLevel, format: LogFormat, process: str) -> None:
         return event
 
     shared: list[structlog.typing.Processor] = [
-        structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
         add_process,
@@ -66,22 +63,3 @@ def setup_logging(level: LogLevel, format: LogFormat, process: str) -> None:
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=False,
     )
-
-
-def get_logger(name: str) -> structlog.stdlib.BoundLogger:
-    """A logger for one module; pass `__name__`."""
-    logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(name)
-    return logger
-
-
-@contextmanager
-def request_context(request_id: str, **values: object) -> Iterator[None]:
-    """Put `request_id` (and `values`) on every line logged inside, in tasks started inside as well."""
-    with structlog.contextvars.bound_contextvars(request_id=request_id, **values):
-        yield
-
-
-def current_request_id() -> str | None:
-    """The id of the request being served in this context, to be passed on over the wire."""
-    value = structlog.contextvars.get_contextvars().get("request_id")
-    return value if isinstance(value, str) else None

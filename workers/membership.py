@@ -45,7 +45,7 @@ class Membership:
                         heartbeat_s = reply.heartbeat_s
                         self.is_joined = True
                         log.info("joined the conductor", conductor=self._link.address)
-                    beat = m.WorkerHeartbeat(me.worker_id, me.epoch, self._service.load())
+                    beat = m.WorkerHeartbeat(me.worker_id, me.epoch, self._service.load.report())
                     reply = await self._link.call(beat, CALL_TIMEOUT_S)
                     if reply.resync:
                         self.is_joined = False

@@ -185,7 +185,7 @@ class _WorkerCollector(Collector):
         self._service = service
 
     def collect(self):  # type: ignore[no-untyped-def]
-        load = self._service.load()
+        load = self._service.load.report()
         gauge = GaugeMetricFamily("kvpool_worker_load", "Load of this worker", labels=["what"])
         for name in load.__struct_fields__:
             gauge.add_metric([name], float(getattr(load, name)))

@@ -597,11 +597,16 @@ class Sampling(Reply, frozen=True):
 
 
 class Grant(Reply, frozen=True):
-    """Slots that the conductor reserved for a prefill: blocks `indices` (packed uint32) of the chain."""
+    """Slots that the conductor reserved for a prefill: blocks `indices` (packed uint32) of the chain.
+
+    The reservation's `ttl_s` counts from `age_s` before this was sent. What the message takes on its way, the
+    node's quarantine covers (invariant 2).
+    """
 
     node: NodeDescriptor
     reservation: ReserveReply
     indices: bytes
+    age_s: float = 0.0
 
 
 class Prefill(Message, frozen=True):

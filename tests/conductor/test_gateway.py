@@ -107,6 +107,19 @@ async def test_a_hanging_prefill_leaves_the_fallback_time_to_answer() -> None:
     assert generate.deadline_s > 1.0
 
 
+async def test_a_grant_says_how_old_it_is_when_the_prefill_worker_gets_it() -> None:
+    prefill, decode = ScriptedWorker("p", "prefill"), ScriptedWorker("d")
+    async with conductor(prefill, decode) as running:
+        wire = await _join_node(running, "n", slowness_s=0.3)
+        started = time.monotonic()
+        assert (await running.ask(kvpool={"prefill": "remote"})).status_code == 200
+        took_s = time.monotonic() - started
+        await wire.close()
+    [prefilled] = [one for one in prefill.seen if isinstance(one, m.Prefill)]
+    assert prefilled.grant is not None
+    assert 0.3 <= prefilled.grant.age_s <= took_s
+
+
 async def test_the_first_token_is_waited_for_only_so_long() -> None:
     first, second = ScriptedWorker("w1"), ScriptedWorker("w2")
     first.hangs = first.beats_anyway = True
@@ -285,11 +298,12 @@ async def test_a_request_that_never_ended_is_forgotten_by_the_sweep() -> None:
     assert len(cluster.in_flight) == 0
 
 
-async def _join_node(running: Conductor, node_id: str) -> WireServer:
+async def _join_node(running: Conductor, node_id: str, slowness_s: float = 0.0) -> WireServer:
     """A node that grants every slot and knows nothing else."""
     wire = WireServer("node", node_id, 1)
 
-    def reserve(request: m.Reserve) -> m.ReserveReply:
+    async def reserve(request: m.Reserve) -> m.ReserveReply:
+        await asyncio.sleep(slowness_s)
         count = len(request.hashes) // 16
         return m.ReserveReply(1, bytes(count), bytes(16 * count), 512, request.ttl_s)
 

@@ -1,0 +1,95 @@
+"""What a worker carries now and how fast it is: what the scheduler hears of it with each heartbeat."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvpool.errors import Overloaded
+from kvpool.wire import messages as m
+
+SMOOTHING = 0.3
+
+
+@dataclass(slots=True)
+class Rates:
+    """Speeds measured on this worker, exponentially smoothed; 0 until known."""
+
+    prefill_tokens_per_s: float = 0.0
+    tpot_s: float = 0.0
+    fetch_bytes_per_s: float = 0.0
+
+    def update(self, name: str, value: float) -> None:
+        """Take one more measurement into account."""
+        old = getattr(self, name)
+        setattr(self, name, value if not old else old + SMOOTHING * (value - old))
+
+
+@dataclass(slots=True, eq=False)
+class Admission:
+    """One request in work, and what it asks of the engine at this moment."""
+
+    queued_prefill_tokens: int
+    is_decoding: bool = False
+    context_tokens: int = 0  # while it decodes
+
+    def prefill_ended(self) -> None:
+        """Nothing of the prompt waits for the engine any more."""
+        self.queued_prefill_tokens = 0
+
+    def decode_began(self, context_tokens: int) -> None:
+        """The sequence has so many tokens, and grows by one with each `decoded`."""
+        self.is_decoding = True
+        self.context_tokens = context_tokens
+
+    def decoded(self) -> None:
+        """One more token is part of the sequence."""
+        self.context_tokens += 1
+
+
+class Load:
+    """The requests in work, bounded.
+
+    Args:
+        max_concurrent: more at once are refused.
+        counters: "requests" and "refused" are counted there.
+    """
+
+    def __init__(self, max_concurrent: int, counters: Counter[str]) -> None:
+        self.rates = Rates()
+        self._counters = counters
+        self._max_concurrent = max_concurrent
+        self._admitted: set[Admission] = set()
+
+    @contextlib.contextmanager
+    def admitted(self, prompt_tokens: int) -> Iterator[Admission]:
+        """Count a request as long as the block lasts.
+
+        Raises:
+            Overloaded: too many are in work.
+        """
+        if len(self._admitted) >= self._max_concurrent:
+            self._counters["refused"] += 1
+            raise Overloaded(f"{len(self._admitted)} requests are in work here", retry_after_s=1.0)
+        self._counters["requests"] += 1
+        admission = Admission(prompt_tokens)
+        self._admitted.add(admission)
+        try:
+            yield admission
+        finally:
+            self._admitted.discard(admission)
+
+    def report(self) -> m.WorkerLoad:
+        """For the heartbeat."""
+        decoding = [each for each in self._admitted if each.is_decoding]
+        return m.WorkerLoad(
+            len(self._admitted),
+            sum(each.queued_prefill_tokens for each in self._admitted),
+            len(decoding),
+            sum(each.context_tokens for each in decoding),
+            self.rates.prefill_tokens_per_s,
+            self.rates.tpot_s,
+            self.rates.fetch_bytes_per_s,
+        )
