@@ -102,19 +102,25 @@ class Estimate:
         by may be far off, and only work can correct it.
         """
         request, cost = self.request, self.state.cost
+        admission = self.state.policy.admission
         prefills_on = candidate.prefill or candidate.decode
         waits = candidate.queue_s > 0 or self.queue_s(decoder) > 0
         knows_prefill = waits or cost.prefill_samples(prefills_on) >= MEASURED
-        is_idle = decoder.load.decode_sequences == 0 and not self._decode_load(decoder, 0.0)[0]
+        is_idle = decoder.load.decode_sequences == 0 and not self.decode_load(decoder, 0.0)[0]
         knows_tpot = not is_idle or cost.tpot_samples(decoder.worker_id) >= MEASURED
+        tpot_s, after_s = candidate.tpot_s, candidate.ttft_s
+        if admission == "arrival":
+            tpot_s, after_s = self.tpot_s(decoder, 0.0)[1], 0.0
         rejected = ""
         if not is_roomy:
             rejected = "no_room"
-        elif not self._has_kv_room(decoder, candidate.ttft_s):
+        elif not self._has_kv_room(decoder, after_s):
             rejected = "no_kv_room"
+        elif admission == "none":
+            pass
         elif knows_prefill and 0 < request.ttft_s < candidate.ttft_s:
             rejected = "ttft_slo"
-        elif knows_tpot and 0 < request.tpot_s < candidate.tpot_s:
+        elif knows_tpot and 0 < request.tpot_s < tpot_s:
             rejected = "tpot_slo"
         return replace(candidate, rejected=rejected) if rejected else candidate
 
@@ -202,13 +208,13 @@ class Estimate:
 
     def tpot_s(self, worker: WorkerView, after_s: float) -> tuple[int, float]:
         """Sequences and TPOT at `worker` once this request decodes there too, `after_s` from now."""
-        sequences, context = self._decode_load(worker, after_s)
+        sequences, context = self.decode_load(worker, after_s)
         context += self.request.prompt_tokens + self.request.output_tokens / 2
         tpot_s = self.state.cost.tpot_s(worker.worker_id, context, sequences + 1)
         return sequences + 1, tpot_s
 
-    def _decode_load(self, worker: WorkerView, after_s: float) -> tuple[int, float]:
-        """Others' sequences that the worker reported, and ours as predicted for then."""
+    def decode_load(self, worker: WorkerView, after_s: float) -> tuple[int, float]:
+        """Sequences and tokens of KV: others' that the worker reported, and ours as predicted for then."""
         in_flight, load = self.state.in_flight, worker.load
         ours, our_context = in_flight.decoding(worker.worker_id, self.now, self.now)
         then, then_context = in_flight.decoding(worker.worker_id, self.now + after_s, self.now)
@@ -219,7 +225,7 @@ class Estimate:
     def _has_kv_room(self, worker: WorkerView, after_s: float) -> bool:
         if worker.kv_capacity_tokens == 0:
             return True
-        context = self._decode_load(worker, after_s)[1]
+        context = self.decode_load(worker, after_s)[1]
         needed = self.request.prompt_tokens + self.request.output_tokens
         return context + needed <= worker.kv_capacity_tokens
 

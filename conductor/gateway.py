@@ -17,6 +17,7 @@ from conductor.cluster import Cluster
 from conductor.jobs import Job, Result
 from conductor.links import Links
 from conductor.remote_prefill import RemotePrefill
+from conductor.replicator import Replicator
 from conductor.requests import Decision, Outcome, RequestLog
 from conductor.scheduler import ScheduleRequest, schedule
 from conductor.segments import cut
@@ -46,6 +47,7 @@ class Gateway:
         max_active: more at once are refused.
         prefill_timeout_s: longest wait for a remote prefill.
         first_token_timeout_s: longest wait for a decode worker's first token.
+        replications_at_once: copies of hot prefixes under way in the background.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Gateway:
         max_active: int,
         prefill_timeout_s: float = WAIT_S,
         first_token_timeout_s: float = WAIT_S,
+        replications_at_once: int = 0,
     ) -> None:
         self.cluster = cluster
         self.request_log = request_log
@@ -68,9 +71,11 @@ class Gateway:
         self._first_token_timeout_s = first_token_timeout_s
         self._links = Links(cluster)
         self._remote_prefill = RemotePrefill(cluster, self._links, prefill_timeout_s)
+        self._replicator = Replicator(cluster, self._links, replications_at_once)
 
     async def close(self) -> None:
-        """Close the connections to workers and nodes."""
+        """Give up background copies, close the connections to workers and nodes."""
+        await self._replicator.close()
         await self._links.close()
 
     async def admit(self, job: Job, result: Result) -> None:
@@ -95,6 +100,7 @@ class Gateway:
             raise Overloaded(
                 f"refused early: {decision.reason}", retry_after_s=decision.retry_after_s
             )
+        self._replicator.offer(job, decision)
 
     async def run(
         self, job: Job, result: Result, received_at: float

@@ -47,11 +47,22 @@ class Candidate:
 
 
 @dataclass(slots=True, frozen=True)
+class Replication:
+    """Blocks [start, start + count) of the request's chain, to be copied between two nodes."""
+
+    source: str
+    target: str
+    start: int
+    count: int
+
+
+@dataclass(slots=True, frozen=True)
 class Decision:
     """The outcome of scheduling. Refused: `reason` says why, and `retry_after_s` when to come back.
 
     `reason` of a decision that serves says why this mode was chosen. `target_node` is where to reserve the
-    blocks still to be computed (disaggregated only).
+    blocks still to be computed (disaggregated only). `replicate`: copies worth making in the background,
+    because the prefix stands where the work does not; this request does not wait for them.
     """
 
     request_id: str
@@ -68,6 +79,8 @@ class Decision:
     prompt_tokens: int = 0
     output_tokens: int = 0
     work_s: float = 0.0
+    strategy: str = ""
+    replicate: tuple[Replication, ...] = ()
 
     @property
     def is_refused(self) -> bool:
@@ -87,6 +100,7 @@ class _Assignment:
     prefill_end: float  # predicted, or measured once `is_prefilled`
     decode_end: float  # predicted
     work_s: float
+    prompt_tokens: int
     context_tokens: float  # mean over its decode
     is_prefilled: bool = False
 
@@ -119,6 +133,7 @@ class InFlight:
             prefill_end=end,
             decode_end=end + decision.output_tokens * decision.tpot_s,
             work_s=decision.work_s,
+            prompt_tokens=decision.prompt_tokens,
             context_tokens=decision.prompt_tokens + decision.output_tokens / 2,
         )
         for worker_id in {decode, prefills_on}:
@@ -182,6 +197,18 @@ class InFlight:
                 sequences += 1
                 context += request.context_tokens
         return sequences, context
+
+    def outstanding(self, worker_id: str) -> int:
+        """Requests that this worker has still to prefill or to decode."""
+        return sum(1 for r in self._on(worker_id) if r.decode == worker_id or not r.is_prefilled)
+
+    def prefill_tokens(self, worker_id: str) -> int:
+        """Prompt tokens of the requests whose prefill there has not ended, reused ones included."""
+        return sum(
+            r.prompt_tokens
+            for r in self._on(worker_id)
+            if r.prefills_on == worker_id and not r.is_prefilled
+        )
 
     def last_assigned(self, worker_id: str) -> int:
         """A number that grows with each assignment; 0 when there was none. For rotating among equals."""

@@ -19,6 +19,7 @@ from conductor.metrics import ConductorCollector, RequestMetrics
 from conductor.requests import RequestLog
 from conductor.scheduler import Policy
 from conductor.tokenizer import Tokenizer
+from conductor.view import DynamoOptions, SglangOptions
 from kvpool.config import ConductorConfig
 from kvpool.grpc_adapter import quiet_grpc
 from kvpool.hashing import token_bytes
@@ -57,10 +58,7 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
         epoch,
         MemoryIndex(max_blocks=config.max_index_blocks),
         membership,
-        Policy(
-            min_remote_prefill_tokens=config.min_remote_prefill_tokens,
-            always_reuse=config.always_reuse,
-        ),
+        scheduling_policy(config),
     )
     request_log = RequestLog()
     gateway = Gateway(
@@ -71,6 +69,7 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
         max_active=config.max_queued_requests,
         prefill_timeout_s=config.prefill_timeout_s,
         first_token_timeout_s=config.first_token_timeout_s,
+        replications_at_once=config.replications_at_once,
     )
     registry = new_registry()
     registry.register(ConductorCollector(cluster, gateway))
@@ -108,6 +107,27 @@ async def _tokenize(tokenizer: Tokenizer | None, request: m.Tokenize) -> m.Token
         raise no_tokenizer()
     encode = tokenizer.encode_system if request.is_system_prompt else tokenizer.encode
     return m.TokenizeReply(bytes(token_bytes(await asyncio.to_thread(encode, request.text))))
+
+
+def scheduling_policy(config: ConductorConfig) -> Policy:
+    """The scheduler's thresholds as configured."""
+    return Policy(
+        strategy=config.strategy,
+        admission=config.admission,
+        seed=config.strategy_seed,
+        min_remote_prefill_tokens=config.min_remote_prefill_tokens,
+        balancing_threshold=config.balancing_threshold,
+        always_reuse=config.always_reuse,
+        dynamo=DynamoOptions(
+            config.dynamo_engine_credit,
+            config.dynamo_host_credit,
+            config.dynamo_remote_credit,
+            config.dynamo_disk_credit,
+            config.dynamo_prefill_scale,
+            config.dynamo_temperature,
+        ),
+        sglang=SglangOptions(config.sglang_imbalance_requests, config.sglang_imbalance_ratio),
+    )
 
 
 async def _sweep(cluster: Cluster) -> None:

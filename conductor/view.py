@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from conductor.cost import CostModel
 from conductor.membership import State
@@ -99,12 +100,53 @@ class NodeView:
     queued_read_bytes: int = 0
 
 
+Admission = Literal["none", "arrival", "predicted"]
+
+
+@dataclass(slots=True, frozen=True)
+class DynamoOptions:
+    """Of the strategy `dynamo`; names and defaults after NVIDIA Dynamo's KV router.
+
+    Args:
+        engine_credit: share of a block's prefill that it saves in the engine's own cache.
+        host_credit, remote_credit, disk_credit: the same in memory of the host, of another host, on a disk.
+        prefill_scale: weight of blocks to prefill against blocks in use by decodes.
+        temperature: 0 takes the cheapest worker; more spreads requests, by softmax over normalised costs.
+    """
+
+    engine_credit: float = 1.0
+    host_credit: float = 0.75
+    remote_credit: float = 0.5
+    disk_credit: float = 0.25
+    prefill_scale: float = 1.0
+    temperature: float = 0.0
+
+
+@dataclass(slots=True, frozen=True)
+class SglangOptions:
+    """Of the strategy `sglang`: workers are out of balance when both bounds are exceeded.
+
+    Args:
+        imbalance_requests: difference between the longest and the shortest queue, in requests.
+        imbalance_ratio: the longest queue over the shortest.
+    """
+
+    imbalance_requests: int = 32
+    imbalance_ratio: float = 1.1
+
+
 @dataclass(slots=True, frozen=True)
 class Policy:
     """Thresholds of the scheduler.
 
     Args:
+        strategy: name of the strategy that decides (`conductor.strategies`).
+        admission: "none" refuses only for lack of room, "arrival" by objectives under the load of now,
+            "predicted" under the load predicted for when the prefill ends.
+        seed: of the strategies that draw lots.
         min_remote_prefill_tokens: with fewer tokens left to compute, prefill locally; 0: by cost only.
+        balancing_threshold: a prefix is replicated toward the chosen worker's host when the pool has more
+            than this many times what stands near that worker; 0: never (strategy `kv-centric`).
         retry_after_s, max_retry_after_s: bounds of what a refused caller is told.
         decode_shortlist: decode workers paired with every prefill worker (the best by TPOT); the others
             are tried only when none of these meets the objectives.
@@ -113,12 +155,17 @@ class Policy:
     """
 
     strategy: str = "kv-centric"
+    admission: Admission = "predicted"
+    seed: int = 0
     min_remote_prefill_tokens: int = 0
+    balancing_threshold: float = 1.5
     retry_after_s: float = 1.0
     max_retry_after_s: float = 30.0
     decode_shortlist: int = 8
     max_candidates: int = 64
     always_reuse: bool = False
+    dynamo: DynamoOptions = field(default_factory=DynamoOptions)
+    sglang: SglangOptions = field(default_factory=SglangOptions)
 
 
 @dataclass(slots=True, frozen=True)

@@ -87,6 +87,25 @@ def _eviction_policy(value: object) -> object:
     return value
 
 
+STRATEGIES = (  # of conductor.strategies
+    "kv-centric",
+    "cache-aware",
+    "least-loaded",
+    "round-robin",
+    "random",
+    "dynamo",
+    "sglang",
+)
+
+
+def _strategy(value: object) -> object:
+    if isinstance(value, str) and value not in STRATEGIES:
+        near = get_close_matches(value, STRATEGIES, n=1)
+        hint = f"did you mean {near[0]}? It must be" if near else "it must be"
+        raise ValueError(f"unknown scheduling strategy; {hint} one of {', '.join(STRATEGIES)}")
+    return value
+
+
 def _quota(value: object) -> float | int:
     """A share of each tier ("0.25", "25%", any number up to 1), or a size of DRAM ("2GiB")."""
     if isinstance(value, str) and value.strip().endswith("%"):
@@ -119,10 +138,12 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Port = Annotated[int, Field(ge=0, le=65_535)]  # 0: any free port
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
+Credit = Annotated[float, Field(ge=0, le=10)]
 Address = Annotated[str, BeforeValidator(_address)]
 OptionalAddress = Annotated[str | None, BeforeValidator(_address)]
 OptionalText = Annotated[str | None, BeforeValidator(_none_from_text)]
 OptionalPath = Annotated[Path | None, BeforeValidator(_path)]
+Strategy = Annotated[str, BeforeValidator(_strategy)]
 EvictionPolicy = Annotated[str, BeforeValidator(_eviction_policy)]
 Quotas = Annotated[dict[str, float | int], BeforeValidator(_quotas)]
 Transport = Literal["shm", "nixl"]
@@ -175,6 +196,37 @@ class ConductorConfig(_Server):
     dead_after_s: Seconds = Field(10.0, description="silence before its blocks are forgotten")
     slo_ttft_s: Seconds = 30.0
     slo_tpot_s: Seconds = 1.0
+    strategy: Strategy = Field("kv-centric", description="how workers are chosen")
+    admission: Literal["none", "arrival", "predicted"] = Field(
+        "predicted",
+        description="refuse early by objectives: never, by the load of now, by that predicted for later",
+    )
+    strategy_seed: int = Field(0, description="of the strategies that draw lots")
+    balancing_threshold: float = Field(
+        1.5,
+        ge=0,
+        description="kv-centric: copy a prefix toward a worker when the pool has more than this many "
+        "times what stands near it; 0: never",
+    )
+    replications_at_once: int = Field(
+        2, ge=0, le=1024, description="background copies of hot prefixes under way; 0: none"
+    )
+    dynamo_temperature: float = Field(
+        0.0, ge=0, le=1000, description="dynamo: 0 takes the cheapest worker, more spreads requests"
+    )
+    dynamo_prefill_scale: float = Field(
+        1.0, ge=0, le=1000, description="dynamo: weight of prefill against blocks in use by decodes"
+    )
+    dynamo_engine_credit: Credit = Field(1.0, description="dynamo: of a block in the engine")
+    dynamo_host_credit: Credit = Field(0.75, description="dynamo: of one in memory of the host")
+    dynamo_remote_credit: Credit = Field(0.5, description="dynamo: of one on another host")
+    dynamo_disk_credit: Credit = Field(0.25, description="dynamo: of one on a disk")
+    sglang_imbalance_requests: int = Field(
+        32, ge=0, description="sglang: queues differ by more than this, and ..."
+    )
+    sglang_imbalance_ratio: float = Field(
+        1.1, ge=1, le=1000, description="... the longest is more than this many times the shortest"
+    )
     min_remote_prefill_tokens: int = Field(
         192, ge=0, description="shorter prompts (after reuse) are prefilled by the decode worker"
     )

@@ -131,6 +131,7 @@ class Conductor:
             max_active=64,
             prefill_timeout_s=self.config.prefill_timeout_s,
             first_token_timeout_s=self.config.first_token_timeout_s,
+            replications_at_once=self.config.replications_at_once,
         )
         self.http: httpx.AsyncClient
         self.port = 0

@@ -1,0 +1,58 @@
+"""The strategies by name."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+from conductor.strategies.base import Strategy
+from conductor.strategies.cache_aware import CacheAware
+from conductor.strategies.dynamo import Dynamo
+from conductor.strategies.kv_centric import KvCentric
+from conductor.strategies.least_loaded import LeastLoaded
+from conductor.strategies.random_choice import RandomChoice
+from conductor.strategies.round_robin import RoundRobin
+from conductor.strategies.sglang import Sglang
+from kvpool.errors import ConfigError
+
+DEFAULT = "kv-centric"
+_STRATEGIES: dict[str, Strategy] = {
+    "kv-centric": KvCentric(),
+    "cache-aware": CacheAware(),
+    "least-loaded": LeastLoaded(),
+    "round-robin": RoundRobin(),
+    "random": RandomChoice(),
+    "dynamo": Dynamo(),
+    "sglang": Sglang(),
+}
+
+
+def register_strategy(name: str, strategy: Strategy) -> None:
+    """Make a strategy choosable by `Policy.strategy`.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+    if name in _STRATEGIES:
+        raise ConfigError(f"scheduling strategy {name!r} is registered already")
+    _STRATEGIES[name] = strategy
+
+
+def strategies() -> list[str]:
+    """Names that `Policy.strategy` may have."""
+    return sorted(_STRATEGIES)
+
+
+def strategy_named(name: str) -> Strategy:
+    """The strategy of that name.
+
+    Raises:
+        ConfigError: there is none; the text names the nearest.
+    """
+    found = _STRATEGIES.get(name)
+    if found is None:
+        near = get_close_matches(str(name), _STRATEGIES, n=1)
+        raise ConfigError(
+            f"unknown scheduling strategy {name!r}",
+            hint=f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(strategies())}",
+        )
+    return found
