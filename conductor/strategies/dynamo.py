@@ -70,10 +70,12 @@ def _credit(choices: Choices, worker: WorkerView) -> float:
         node = choices.state.nodes.get(segment.node_id)
         if node is None or node.state is State.SUSPECT:
             break  # what follows has no prefix
-        count = min(segment.start + segment.count, request.full_blocks) - max(own, segment.start)
+        end = min(segment.start + segment.count, request.full_blocks)
+        ready = end  # where what must be read from a disk begins
         if segment.tier == "nvme":
-            weight = options.disk_credit
-        else:
-            weight = options.host_credit if node.host == worker.host else options.remote_credit
-        credit += weight * max(0, count)
+            ready = min(end, segment.start + segment.ready)
+        memory = options.host_credit if node.host == worker.host else options.remote_credit
+        start = max(own, segment.start)
+        credit += memory * max(0, ready - start)
+        credit += options.disk_credit * max(0, end - max(start, ready))
     return credit
