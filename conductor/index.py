@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from kvpool.errors import InvalidArgument
+from kvpool.hashing import HASH_BYTES, unpack_hashes
 from kvpool.wire.messages import TIERS, BlockEvent, Segment
 
 TIER_RANK = {tier: rank for rank, tier in enumerate(TIERS)}
@@ -123,6 +125,61 @@ class Index(Protocol):
 
     def blocks(self) -> int:
         """Entries kept, the hidden ones that wait for `reclaim` included."""
+
+
+class SharedIndex(Protocol):
+    """The contract of `Index` for a backend outside of this process: the same calls, to be awaited.
+
+    In addition every call may raise `Unavailable`. What it was to change is then in doubt, and the node has
+    to report again.
+    """
+
+    async def apply(self, node_id: str, epoch: int, events: Sequence[BlockEvent]) -> None: ...
+
+    async def leading_run(self, namespace_id: bytes, hashes: Sequence[bytes]) -> int: ...
+
+    async def holders(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[Holders]: ...
+
+    async def segments(
+        self,
+        namespace_id: bytes,
+        hashes: Sequence[bytes],
+        hosts: Mapping[str, str],
+        prefer_host: str = "",
+    ) -> list[Segment]: ...
+
+    async def begin_snapshot(self, node_id: str, epoch: int) -> None: ...
+
+    async def end_snapshot(self, node_id: str) -> bool: ...
+
+    async def remove_node(self, node_id: str, max_blocks: int) -> bool: ...
+
+    async def reclaim(self, max_blocks: int) -> bool: ...
+
+    async def forget_block(self, namespace_id: bytes, block_hash: bytes) -> None: ...
+
+    def suspect(
+        self, node_id: str, namespace_id: bytes, block_hash: bytes, until: float
+    ) -> None: ...
+
+    def expire_suspicions(self, now: float) -> int: ...
+
+    def blocks(self) -> int: ...
+
+
+def checked_hashes(event: BlockEvent) -> list[bytes]:
+    """The hashes of an event.
+
+    Raises:
+        InvalidArgument: an unknown kind or tier, or hashes or a namespace id of a wrong length.
+    """
+    if event.kind not in ("stored", "removed", "cleared"):
+        raise InvalidArgument(f"unknown kind of block event {event.kind!r}")
+    if event.tier not in TIER_RANK and (event.tier or event.kind == "stored"):
+        raise InvalidArgument(f"block event with unknown tier {event.tier!r}")
+    if len(event.namespace_id) != HASH_BYTES:
+        raise InvalidArgument(f"a namespace id has {HASH_BYTES} bytes")
+    return unpack_hashes(event.hashes)
 
 
 def cover_run(

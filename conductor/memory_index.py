@@ -15,9 +15,9 @@ import heapq
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from conductor.index import TIER_RANK, Holder, Holders, cover_run
+from conductor.index import TIER_RANK, Holder, Holders, checked_hashes, cover_run
+from conductor.suspicions import Suspicions
 from kvpool.errors import InvalidArgument, StaleEpoch
-from kvpool.hashing import HASH_BYTES, unpack_hashes
 from kvpool.wire.messages import BlockEvent, Segment
 
 MAX_FENCES = 65_536  # epochs remembered of nodes that are gone
@@ -40,14 +40,13 @@ class _Holding:
 class _Space:
     """One namespace: masks by hash, and what the bits mean."""
 
-    __slots__ = ("blocks", "decoded", "free_bits", "holdings", "live", "suspects")
+    __slots__ = ("blocks", "decoded", "free_bits", "holdings", "live")
 
     def __init__(self) -> None:
         self.blocks: dict[bytes, int] = {}
         self.live = 0
         self.holdings: list[_Holding | None] = []
         self.free_bits: list[int] = []  # a heap: low bits first, so that masks stay short
-        self.suspects: dict[bytes, dict[str, float]] = {}
         self.decoded: dict[int, Holders] = {}
 
 
@@ -79,7 +78,6 @@ class MemoryIndex:
         if max_blocks < 1 or max_suspicions < 1:
             raise InvalidArgument("max_blocks and max_suspicions must be positive")
         self.max_blocks = max_blocks
-        self.max_suspicions = max_suspicions
         self.dropped = 0
         self._count = 0
         self._spaces: dict[bytes, _Space] = {}
@@ -87,12 +85,12 @@ class MemoryIndex:
         self._fences: dict[str, int] = {}
         self._retired: deque[_Holding] = deque()
         self._masks: dict[int, int] = {}
-        self._suspicions: list[tuple[float, bytes, bytes, str]] = []  # a heap
+        self._suspicions = Suspicions(max_suspicions)
 
     # ------------------------------------------------------------ what nodes say
 
     def apply(self, node_id: str, epoch: int, events: Sequence[BlockEvent]) -> None:
-        unpacked = [_checked(event) for event in events]
+        unpacked = [checked_hashes(event) for event in events]
         node = self._admit(node_id, epoch)
         for event, hashes in zip(events, unpacked, strict=True):
             if event.kind == "stored":
@@ -147,27 +145,17 @@ class MemoryIndex:
             holding.hashes.discard(block_hash)
             self._clear_bit(space.blocks, block_hash, holding.mask)
             self._drop_if_empty(holding)
-        space.suspects.pop(block_hash, None)
+        self._suspicions.clear(namespace_id, block_hash)
 
     # ------------------------------------------------------------ suspicion
 
     def suspect(self, node_id: str, namespace_id: bytes, block_hash: bytes, until: float) -> None:
         space = self._spaces.get(namespace_id)
-        if space is None or block_hash not in space.blocks:
-            return
-        nodes = space.suspects.setdefault(block_hash, {})
-        if nodes.get(node_id, float("-inf")) >= until:
-            return
-        nodes[node_id] = until
-        heapq.heappush(self._suspicions, (until, namespace_id, block_hash, node_id))
-        while len(self._suspicions) > self.max_suspicions:
-            self._end_suspicion(*heapq.heappop(self._suspicions))
+        if space is not None and block_hash in space.blocks:
+            self._suspicions.add(node_id, namespace_id, block_hash, until)
 
     def expire_suspicions(self, now: float) -> int:
-        ended = 0
-        while self._suspicions and self._suspicions[0][0] <= now:
-            ended += self._end_suspicion(*heapq.heappop(self._suspicions))
-        return ended
+        return self._suspicions.expire(now)
 
     # ------------------------------------------------------------ answers
 
@@ -175,8 +163,8 @@ class MemoryIndex:
         space = self._spaces.get(namespace_id)
         if space is None:
             return 0
-        if space.suspects:
-            return len(self._leading_masks(space, hashes))
+        if self._suspicions.of(namespace_id):
+            return len(self._leading_masks(namespace_id, space, hashes))
         get, live, found = space.blocks.get, space.live, 0
         for block_hash in hashes:
             if not get(block_hash, 0) & live:
@@ -190,7 +178,7 @@ class MemoryIndex:
             return []
         decoded = space.decoded
         found: list[Holders] = []
-        for mask in self._leading_masks(space, hashes):
+        for mask in self._leading_masks(namespace_id, space, hashes):
             copies = decoded.get(mask)
             if copies is None:
                 copies = _decode(space, mask)
@@ -257,10 +245,11 @@ class MemoryIndex:
             holding = self._new_holding(event.namespace_id, node_id, event.tier)
             table[event.namespace_id, event.tier] = holding
         space = self._spaces[event.namespace_id]
-        blocks, suspects, mask = space.blocks, space.suspects, holding.mask
+        suspects = self._suspicions.of(event.namespace_id)
+        blocks, mask = space.blocks, holding.mask
         for block_hash in hashes:
             if suspects and block_hash in suspects:
-                self._clear_suspicion(space, block_hash, node_id)
+                self._suspicions.clear(event.namespace_id, block_hash, node_id)
             held = blocks.get(block_hash)
             if held is None:
                 if self._count >= self.max_blocks:
@@ -341,8 +330,10 @@ class MemoryIndex:
             self._masks.clear()
         return self._masks.setdefault(mask, mask)
 
-    def _leading_masks(self, space: _Space, hashes: Sequence[bytes]) -> list[int]:
-        get, live, suspects = space.blocks.get, space.live, space.suspects
+    def _leading_masks(
+        self, namespace_id: bytes, space: _Space, hashes: Sequence[bytes]
+    ) -> list[int]:
+        get, live, suspects = space.blocks.get, space.live, self._suspicions.of(namespace_id)
         masks: list[int] = []
         for block_hash in hashes:
             mask = get(block_hash, 0) & live
@@ -355,31 +346,6 @@ class MemoryIndex:
                 break
             masks.append(mask)
         return masks
-
-    def _end_suspicion(
-        self, until: float, namespace_id: bytes, block_hash: bytes, node_id: str
-    ) -> int:
-        space = self._spaces.get(namespace_id)
-        if space is None or space.suspects.get(block_hash, {}).get(node_id) != until:
-            return 0  # ended by an event, or prolonged
-        self._clear_suspicion(space, block_hash, node_id)
-        return 1
-
-    def _clear_suspicion(self, space: _Space, block_hash: bytes, node_id: str) -> None:
-        nodes = space.suspects[block_hash]
-        nodes.pop(node_id, None)
-        if not nodes:
-            del space.suspects[block_hash]
-
-
-def _checked(event: BlockEvent) -> list[bytes]:
-    if event.kind not in ("stored", "removed", "cleared"):
-        raise InvalidArgument(f"unknown kind of block event {event.kind!r}")
-    if event.tier not in TIER_RANK and (event.tier or event.kind == "stored"):
-        raise InvalidArgument(f"block event with unknown tier {event.tier!r}")
-    if len(event.namespace_id) != HASH_BYTES:
-        raise InvalidArgument(f"a namespace id has {HASH_BYTES} bytes")
-    return unpack_hashes(event.hashes)
 
 
 def _tables(node: _Node) -> tuple[_Table, ...]:

@@ -1,0 +1,62 @@
+"""Copies that are not answered for a while because a pin of them has just failed. Bounded; no clock."""
+
+from __future__ import annotations
+
+import heapq
+
+Copies = dict[str, float]  # node id -> when the suspicion ends, in monotonic seconds
+
+
+class Suspicions:
+    """Suspected copies by namespace and block.
+
+    Args:
+        capacity: kept at most; beyond it the ones that end first are dropped.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._spaces: dict[bytes, dict[bytes, Copies]] = {}
+        self._ends: list[tuple[float, bytes, bytes, str]] = []  # a heap
+
+    def of(self, namespace_id: bytes) -> dict[bytes, Copies] | None:
+        """The suspects of one namespace by block; None when there are none. Read it only."""
+        return self._spaces.get(namespace_id)
+
+    def add(self, node_id: str, namespace_id: bytes, block_hash: bytes, until: float) -> None:
+        """Suspect a copy, or prolong its suspicion; a shorter one changes nothing."""
+        blocks = self._spaces.setdefault(namespace_id, {})
+        copies = blocks.setdefault(block_hash, {})
+        if copies.get(node_id, float("-inf")) >= until:
+            return
+        copies[node_id] = until
+        heapq.heappush(self._ends, (until, namespace_id, block_hash, node_id))
+        while len(self._ends) > self.capacity:
+            self._end(*heapq.heappop(self._ends))
+
+    def clear(self, namespace_id: bytes, block_hash: bytes, node_id: str | None = None) -> None:
+        """End the suspicion of a copy; None: of all copies of the block."""
+        blocks = self._spaces.get(namespace_id)
+        copies = blocks.get(block_hash) if blocks is not None else None
+        if blocks is None or copies is None:
+            return
+        if node_id is not None:
+            copies.pop(node_id, None)
+        if node_id is None or not copies:
+            del blocks[block_hash]
+            if not blocks:
+                del self._spaces[namespace_id]
+
+    def expire(self, now: float) -> int:
+        """End those whose time has passed; returns how many."""
+        ended = 0
+        while self._ends and self._ends[0][0] <= now:
+            ended += self._end(*heapq.heappop(self._ends))
+        return ended
+
+    def _end(self, until: float, namespace_id: bytes, block_hash: bytes, node_id: str) -> int:
+        copies = self._spaces.get(namespace_id, {}).get(block_hash, {})
+        if copies.get(node_id) != until:
+            return 0  # ended by an event, or prolonged
+        self.clear(namespace_id, block_hash, node_id)
+        return 1
