@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import structlog
 
 from conductor.cluster import Cluster
 from conductor.jobs import Job, Result
 from conductor.links import Links
+from conductor.policy_holder import PolicyHolder
+from conductor.policy_service import pool_facts
 from conductor.remote_prefill import RemotePrefill
 from conductor.replicator import Replicator
 from conductor.requests import Decision, Outcome, RequestLog
-from conductor.scheduler import ScheduleRequest, schedule
+from conductor.routing import Facts
+from conductor.scheduler import ClusterView, ScheduleRequest, schedule
 from conductor.segments import cut
 from kvpool.errors import (
     DeadlineExceeded,
@@ -48,6 +51,7 @@ class Gateway:
         prefill_timeout_s: longest wait for a remote prefill.
         first_token_timeout_s: longest wait for a decode worker's first token.
         replications_at_once: copies of hot prefixes under way in the background.
+        policy: the routing policy; None: an empty one.
     """
 
     def __init__(
@@ -61,8 +65,10 @@ class Gateway:
         prefill_timeout_s: float = WAIT_S,
         first_token_timeout_s: float = WAIT_S,
         replications_at_once: int = 0,
+        policy: PolicyHolder | None = None,
     ) -> None:
         self.cluster = cluster
+        self.policy = policy or PolicyHolder()
         self.request_log = request_log
         self.active = 0
         self._ttft_s = default_ttft_s
@@ -178,6 +184,7 @@ class Gateway:
         view = self.cluster.view()
         hosts = {worker.host for worker in view.workers.values()}
         segments = {host: found.segments(host) for host in hosts} if found else {}
+        wanted = mode or self._routed(job, view, segments)
         request = ScheduleRequest(
             job.request_id,
             namespace_id,
@@ -190,11 +197,34 @@ class Gateway:
             output_tokens=job.sampling.max_tokens,
             ttft_s=self._ttft_s,
             tpot_s=self._tpot_s,
-            mode=mode or (MODES[job.prefill] if job.pool == "on" else "local"),
+            mode=wanted,
             pin_decode=job.pin_decode,
             excluded=excluded,
         )
         return schedule(request, view, self.cluster.clock())
+
+    def _routed(
+        self, job: Job, view: ClusterView, segments: Mapping[str, Sequence[m.Segment]]
+    ) -> str:
+        """The mode that the request asks for, or the policy says; "" leaves it to the scheduler."""
+        if job.pool != "on":
+            return "local"
+        found = max((sum(s.count for s in run) for run in segments.values()), default=0)
+        facts = Facts(
+            model=job.model,
+            tenant=job.namespace.tenant,
+            endpoint=job.endpoint,
+            key=job.key or job.request_id,
+            prompt_tokens=len(job.prompt),
+            found_tokens=found * job.namespace.layout.block_tokens,
+            output_tokens=job.sampling.max_tokens,
+        )
+        verdict = self.policy.decide(pool_facts(view, facts))
+        job.transfer_timeout_s = verdict.transfer_timeout_s
+        job.routing = f"{verdict.rule}:{verdict.reason}"
+        asked = MODES[job.prefill]
+        # A rollback is the operator's word; everything else the request may overrule.
+        return verdict.mode if self.policy.is_rolled_back or not asked else asked
 
     # ------------------------------------------------------------ prefill elsewhere
 

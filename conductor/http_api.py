@@ -28,6 +28,7 @@ from kvpool.wire import messages as m
 from kvpool.wire.plain import named
 
 DEFAULT_MAX_TOKENS = 128
+MAX_KEY_CHARS = 512
 CLIENT_LEFT = 499  # nginx's status for it; nobody reads it
 
 
@@ -149,6 +150,9 @@ class HttpApi:
             options.prefill,
             options.decode_worker,
             options.local_prefix_tokens,
+            model=worker.model,
+            endpoint=request.url.path,
+            key=request.headers.get("x-kvpool-key", "")[:MAX_KEY_CHARS] or body.user,
         )
         result = Result()
         await self._gateway.admit(job, result)

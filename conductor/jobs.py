@@ -26,6 +26,11 @@ class Job:
     pin_decode: str | None = None
     local_prefix_tokens: int = 0
     hashes: list[bytes] = field(default_factory=list)
+    model: str = ""
+    endpoint: str = ""
+    key: str = ""  # of the user or conversation: a canary treats equal keys alike
+    transfer_timeout_s: float | None = None  # longest wait for a remote prefill, by the policy
+    routing: str = ""  # what the policy said: "rule:reason"
 
     def left_s(self) -> float:
         """Seconds to the deadline.

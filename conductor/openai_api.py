@@ -52,6 +52,7 @@ class _Completion(msgspec.Struct, frozen=True, kw_only=True):
     n: Literal[1] = 1
     stop: str | list[str] | None = None
     ignore_eos: bool = False
+    user: Annotated[str, Meta(max_length=512)] = ""
     kvpool: PoolOptions = PoolOptions()
 
     def stops(self) -> tuple[str, ...]:

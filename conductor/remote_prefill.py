@@ -64,7 +64,7 @@ class RemotePrefill:
         found = await self._cluster.find(namespace_id, job.hashes)
         reuse = cut(found.segments(prefiller.descriptor.host), decision.reuse_blocks)
         have = sum(segment.count for segment in reuse)
-        within_s = min(self._timeout_s, job.left_s() / 2)
+        within_s = min(self._timeout_s, job.left_s() / 2, job.transfer_timeout_s or self._timeout_s)
         deadline = time.monotonic() + within_s
         asked = time.monotonic()
         grant, existing = await self._reserve(job, prefiller.member_id, target, have, within_s)

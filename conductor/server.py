@@ -16,6 +16,8 @@ from conductor.http_api import HttpApi, no_tokenizer
 from conductor.membership import MembershipConfig
 from conductor.memory_index import MemoryIndex
 from conductor.metrics import ConductorCollector, RequestMetrics
+from conductor.policy_holder import PolicyHolder
+from conductor.policy_service import PolicyService
 from conductor.requests import RequestLog
 from conductor.scheduler import Policy
 from conductor.tokenizer import Tokenizer
@@ -60,6 +62,7 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
         membership,
         scheduling_policy(config),
     )
+    policy = PolicyHolder(config.policy_path, cluster.counters)
     request_log = RequestLog()
     gateway = Gateway(
         cluster,
@@ -70,6 +73,7 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
         prefill_timeout_s=config.prefill_timeout_s,
         first_token_timeout_s=config.first_token_timeout_s,
         replications_at_once=config.replications_at_once,
+        policy=policy,
     )
     registry = new_registry()
     registry.register(ConductorCollector(cluster, gateway))
@@ -79,6 +83,9 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
         stack.push_async_callback(cluster.engines.close)
         wire = WireServer("conductor", conductor_id, epoch)
         cluster.expose(wire)
+        policies = PolicyService(policy)
+        wire.handle(m.PolicyChange, lambda r, _s: policies.change(r))
+        wire.handle(m.PolicyExplain, lambda r, _s: policies.explain(r, cluster.view()))
         wire.handle(m.Tokenize, lambda request, _session: _tokenize(tokenizer, request))
         wire_port = await wire.listen(config.host, config.wire_port)
         stack.push_async_callback(wire.close)
@@ -95,7 +102,7 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
             "http": f"{config.announced_host}:{http.port}",
             "grpc": f"{config.announced_host}:{grpc_port}",
         }
-        tasks = [asyncio.create_task(_sweep(cluster), name="sweep")]
+        tasks = [asyncio.create_task(_sweep(cluster, policy), name="sweep")]
         ready(facts)
         log.info("conductor ready", **facts)
         await wait_for_stop(stop, tasks)
@@ -130,7 +137,8 @@ def scheduling_policy(config: ConductorConfig) -> Policy:
     )
 
 
-async def _sweep(cluster: Cluster) -> None:
+async def _sweep(cluster: Cluster, policy: PolicyHolder) -> None:
     while True:
         await asyncio.sleep(SWEEP_S)
         cluster.sweep()
+        policy.reload_if_changed()

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from pydantic import ValidationError
 from pydantic_settings import (
     BaseSettings,
@@ -43,6 +42,7 @@ from kvpool.settings import (
     shown,
     split_address,
 )
+from kvpool.strict_yaml import read_yaml
 
 __all__ = [
     "ClientConfig",
@@ -64,7 +64,6 @@ __all__ = [
 ENV_PREFIX = "KVPOOL_"
 ENV_CONFIG = "KVPOOL_CONFIG"
 DEFAULT_FILE = "kvpool.yaml"
-MAX_FILE_BYTES = 1 << 20
 DEFAULT_SOURCE = "default"
 
 
@@ -167,20 +166,6 @@ def _nested(values: Mapping[str, Any], prefix: str, delimiter: str) -> EnvSettin
     return source
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """YAML where a key given twice is an error, instead of silently meaning the second."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[object] = set()
-        for key_node in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if key_node.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key_node.value!r} is given twice", key_node.start_mark
-                )
-            seen.add(key_node.value)
-        return super().construct_mapping(node, deep)
-
-
 class _StrictYamlSource(YamlConfigSettingsSource):
     """A YAML file that must exist, be of bounded size, and hold nothing but known sections."""
 
@@ -189,16 +174,7 @@ class _StrictYamlSource(YamlConfigSettingsSource):
 
     def _read_file(self, file_path: Any) -> dict[str, Any]:
         source = f"file {file_path}"
-        try:
-            if file_path.stat().st_size > MAX_FILE_BYTES:
-                raise ConfigError(f"{source} exceeds {MAX_FILE_BYTES} bytes", hint="wrong file?")
-            data = yaml.load(file_path.read_text(encoding="utf-8"), Loader=_StrictLoader)
-        except OSError as error:
-            hint = "see --config and KVPOOL_CONFIG"
-            raise ConfigError(f"cannot read {source}: {error.strerror}", hint=hint) from None
-        except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: also a bad date
-            reason = " ".join(str(error).split())
-            raise ConfigError(f"{source} is not valid YAML: {reason}") from None
+        data = read_yaml(file_path, hint="see --config and KVPOOL_CONFIG")
         if not isinstance(data, dict | None):
             raise ConfigError(f"{source}: sections are expected at the top, not {_kind(data)}")
         for section, content in (data or {}).items():

@@ -230,6 +230,9 @@ class ConductorConfig(_Server):
     min_remote_prefill_tokens: int = Field(
         192, ge=0, description="shorter prompts (after reuse) are prefilled by the decode worker"
     )
+    policy_path: OptionalPath = Field(
+        None, description="YAML file of the routing policy, read again when it changes"
+    )
     always_reuse: bool = Field(
         False,
         description="read what the pool has even where recomputation is predicted to be faster",

@@ -92,4 +92,5 @@ class Load:
             self.rates.prefill_tokens_per_s,
             self.rates.tpot_s,
             self.rates.fetch_bytes_per_s,
+            self._max_concurrent,
         )

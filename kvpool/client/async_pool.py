@@ -260,6 +260,15 @@ class AsyncPool:
         reply: m.PoolStatsReply = await conductor.call(m.PoolStats(), timeout_s or self.timeout_s)
         return reply
 
+    async def ask_conductor(self, request: m.Message, *, timeout_s: float | None = None) -> Any:
+        """Send any message to the conductor; returns its reply (see `kvpool.wire.messages.REPLIES`).
+
+        Raises:
+            ConfigError: this client speaks to one node alone.
+        """
+        conductor = self._the_conductor(type(request).__name__)
+        return await conductor.call(request, timeout_s or self.timeout_s)
+
     # ------------------------------------------------------------ reading
 
     async def get(

@@ -205,6 +205,10 @@ class Pool:
         """See `AsyncPool.unprotect`."""
         return self._call(self._pool.unprotect(namespace, hashes, timeout_s=timeout_s), timeout_s)
 
+    def ask_conductor(self, request: m.Message, *, timeout_s: float | None = None) -> Any:
+        """See `AsyncPool.ask_conductor`."""
+        return self._call(self._pool.ask_conductor(request, timeout_s=timeout_s), timeout_s)
+
     def drain(self, node_id: str, *, drop: bool = False, timeout_s: float = 60.0) -> m.DrainReply:
         """See `AsyncPool.drain`."""
         job = self._pool.drain(node_id, drop=drop, timeout_s=timeout_s)

@@ -448,6 +448,7 @@ class WorkerLoad(Reply, frozen=True):
     prefill_tokens_per_s: float  # measured; 0 when unknown
     tpot_s: float  # measured, smoothed; 0 when unknown
     fetch_bytes_per_s: float = 0.0
+    places: int = 0  # requests that it takes at once; 0: unknown
 
 
 class WorkerJoin(Message, frozen=True):
@@ -568,6 +569,51 @@ class WorkerInfo(Reply, frozen=True):
     descriptor: WorkerDescriptor
     state: str
     load: WorkerLoad
+
+
+class PolicyChange(Message, frozen=True):
+    """Change the routing policy: "replace" (by the YAML in `text`), "rollback", "resume", or "" (only ask)."""
+
+    action: str = ""
+    text: str = ""
+
+
+class PolicyReply(Reply, frozen=True):
+    """The policy in force. `error`: why the file's present content is not."""
+
+    text: str
+    is_rolled_back: bool
+    error: str = ""
+
+
+class PolicyExplain(Message, frozen=True):
+    """What would the policy say of such a request, with the pool as it is now?"""
+
+    model: str = ""
+    tenant: str = ""
+    endpoint: str = ""
+    key: str = ""
+    prompt_tokens: int = 0
+    found_tokens: int = 0
+    output_tokens: int = 0
+
+
+class PolicyCheck(Reply, frozen=True):
+    """One threshold as it was applied."""
+
+    what: str
+    value: float
+    threshold: float
+    holds: bool
+
+
+class PolicyVerdict(Reply, frozen=True):
+    """`mode`: "local", "disaggregated", or "" (by cost). `rule`: the one that took it, or ""."""
+
+    mode: str
+    rule: str
+    reason: str
+    checks: list[PolicyCheck]
 
 
 class PoolStats(Message, frozen=True):
@@ -713,6 +759,8 @@ REPLIES: dict[type[Message], type[Reply]] = {
     Nodes: NodesReply,
     Namespaces: NamespacesReply,
     Tokenize: TokenizeReply,
+    PolicyChange: PolicyReply,
+    PolicyExplain: PolicyVerdict,
     PoolStats: PoolStatsReply,
     Prefill: PrefillReply,
     Generate: GenerateReply,

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.config import (
-    MAX_FILE_BYTES,
     LoadedSettings,
     Override,
     load_settings,
@@ -22,6 +21,7 @@ from kvpool.config import (
 )
 from kvpool.errors import ConfigError
 from kvpool.settings import NodeConfig, Settings, split_address
+from kvpool.strict_yaml import MAX_FILE_BYTES
 
 
 def load(
