@@ -76,6 +76,11 @@ def _list_from_text(value: object) -> object:
     return value
 
 
+def _paths(value: object) -> object:
+    value = _list_from_text("" if _none_from_text(value) is None else value)
+    return tuple(map(_path, value)) if isinstance(value, (list, tuple)) else value
+
+
 EVICTION_POLICIES = ("prefix-lru", "lru", "lfu", "fifo", "s3fifo", "gdsf")  # of tiers.policies
 
 
@@ -144,6 +149,7 @@ OptionalAddress = Annotated[str | None, BeforeValidator(_address)]
 OptionalText = Annotated[str | None, BeforeValidator(_none_from_text)]
 OptionalPath = Annotated[Path | None, BeforeValidator(_path)]
 Strategy = Annotated[str, BeforeValidator(_strategy)]
+Paths = Annotated[tuple[Path, ...], BeforeValidator(_paths)]
 EvictionPolicy = Annotated[str, BeforeValidator(_eviction_policy)]
 Quotas = Annotated[dict[str, float | int], BeforeValidator(_quotas)]
 Transport = Literal["shm", "nixl"]
@@ -278,8 +284,14 @@ class NodeConfig(_Server):
     conductor: OptionalAddress = Field(DEFAULT_CONDUCTOR, description="None: stand alone")
     dram_bytes: Bytes = Field(2 * GIB, ge=MIB, le=64 * TIB)
     slab_bytes: Bytes = Field(64 * MIB, ge=64 * KIB, le=16 * GIB)
-    nvme_directory: OptionalPath = None
-    nvme_bytes: Bytes = Field(0, ge=0, le=1024 * TIB)
+    nvme_directory: OptionalPath = Field(None, description="the NVMe tier's, on one device")
+    nvme_directories: Paths = Field(
+        (), max_length=64, description="instead: one on each device, which share blocks evenly"
+    )
+    nvme_bytes: Bytes = Field(0, ge=0, le=1024 * TIB, description="on all devices together")
+    nvme_dtype: Literal["as_is", "fp8"] = Field(
+        "as_is", description="fp8: 16 and 32 bit floats go to NVMe as e4m3, which loses precision"
+    )
     data_dir: OptionalPath = Field(None, description="what survives a restart; None: nothing does")
     runtime_dir: OptionalPath = Field(None, description="sockets; None: a temporary one")
     transports: Transports = ("shm", "nixl")
@@ -310,6 +322,11 @@ class NodeConfig(_Server):
     fsync_interval_s: Seconds = 1.0
     max_frame_bytes: Bytes = Field(64 * MIB, ge=64 * KIB, le=2 * GIB)
 
+    @property
+    def nvme_paths(self) -> tuple[Path, ...]:
+        """The directories of the NVMe tier, one a device."""
+        return self.nvme_directories or ((self.nvme_directory,) if self.nvme_directory else ())
+
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
         if self.slab_bytes % (4 * KIB):
@@ -318,11 +335,20 @@ class NodeConfig(_Server):
             raise ValueError(
                 f"dram_bytes {self.dram_bytes} is less than one slab of {self.slab_bytes}"
             )
-        if bool(self.nvme_bytes) != bool(self.nvme_directory):
-            raise ValueError("nvme_directory and nvme_bytes are set together or not at all")
-        if 0 < self.nvme_bytes < self.slab_bytes:
+        if self.nvme_directory and self.nvme_directories:
             raise ValueError(
-                f"nvme_bytes {self.nvme_bytes} is less than one slab of {self.slab_bytes}"
+                "nvme_directory and nvme_directories are both set: name all in the list"
+            )
+        if len(set(self.nvme_directories)) < len(self.nvme_directories):
+            raise ValueError("nvme_directories names one twice")
+        if bool(self.nvme_bytes) != bool(self.nvme_paths):
+            raise ValueError(
+                "nvme_bytes and nvme_directory (or nvme_directories) are set together or not at all"
+            )
+        if self.nvme_paths and self.nvme_bytes // len(self.nvme_paths) < self.slab_bytes:
+            raise ValueError(
+                f"nvme_bytes {self.nvme_bytes} on {len(self.nvme_paths)} devices is less than "
+                f"one slab of {self.slab_bytes} on each"
             )
         if self.low_watermark >= self.high_watermark:
             raise ValueError(

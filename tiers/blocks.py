@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from kvpool.layout import Namespace
 from tiers.policies.cost import prefill_cost
+from tiers.quantise import Encoding
 from tiers.slots import Place
 
 DRAM = 0
@@ -32,20 +33,30 @@ class Copy:
         "block",
         "checksums",
         "committed",
+        "encoding",
         "filling",
         "pins",
         "places",
         "reading",
         "refused_use",
+        "slot_bytes",
         "tier",
         "whole_checksums",
         "whole_places",
     )
 
-    def __init__(self, block: Block, tier: int) -> None:
-        tp_size = block.space.tp_size
+    def __init__(
+        self, block: Block, tier: int, encoding: Encoding | None = None, slot_bytes: int = 0
+    ) -> None:
+        space = block.space
+        tp_size = space.tp_size
         self.block = block
         self.tier = tier
+        # On disk there may be copies from before a change of settings, in slots of another size.
+        if encoding is None:
+            encoding = space.nvme_encoding if tier == NVME else "as_is"
+        self.encoding: Encoding = encoding
+        self.slot_bytes = slot_bytes or space.slot_bytes[tier]
         self.places: list[Place | None] = [None] * tp_size
         self.checksums: list[int | None] = [None] * tp_size
         self.committed = 0  # parts
@@ -78,7 +89,7 @@ class Copy:
     @property
     def size_bytes(self) -> int:
         """Bytes of its slots, all parts."""
-        return self.block.space.slot_bytes[self.tier] * self.block.space.tp_size
+        return self.slot_bytes * len(self.places)
 
     @property
     def cost(self) -> float:
@@ -126,19 +137,27 @@ class Space:
         "kept_children",
         "namespace",
         "namespace_id",
+        "nvme_encoding",
         "part_bytes",
         "slot_bytes",
         "tp_size",
         "visible",
     )
 
-    def __init__(self, namespace: Namespace, slot_bytes: tuple[int, ...], account: int = 0) -> None:
+    def __init__(
+        self,
+        namespace: Namespace,
+        slot_bytes: tuple[int, ...],
+        account: int = 0,
+        nvme_encoding: Encoding = "as_is",
+    ) -> None:
         self.namespace = namespace
         self.namespace_id = namespace.namespace_id
         self.tp_size = namespace.layout.tp_size
         self.part_bytes = namespace.layout.part_bytes
         self.block_tokens = namespace.layout.block_tokens
         self.slot_bytes = slot_bytes  # by tier; 0 for one that the node has not got
+        self.nvme_encoding = nvme_encoding  # of parts that are written there from now on
         self.account = account  # whose quota its slots count against
         self.blocks: dict[bytes, Block] = {}
         self.visible: tuple[dict[bytes, Copy], ...] = tuple({} for _ in TIER_NAMES)  # whole ones
@@ -171,6 +190,9 @@ class Move(NamedTuple):
     length: int  # bytes of the part, not of the slot
     checksum: int
     parent: bytes
+    encoding: Encoding = (
+        "as_is"  # of the part on nvme, which the checksum is of when it is read there
+    )
 
 
 @dataclass(slots=True, frozen=True)

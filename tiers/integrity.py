@@ -144,7 +144,7 @@ def _check_tier(tier: Tier, copies: list[Copy], quarantined: list[Slot]) -> None
     for copy in copies:
         if copy.tier != tier.index:
             continue
-        slot_bytes = copy.block.space.slot_bytes[tier.index]
+        slot_bytes = copy.slot_bytes
         for place, checksum in zip(copy.places, copy.checksums, strict=True):
             if place is None:
                 continue
@@ -174,7 +174,7 @@ def _check_candidates(residency: Residency, tier: Tier, copies: list[Copy]) -> N
             continue
         # What stands in an arena on its way out is taken from there, not chosen.
         if eviction.is_evictable(copy) and not eviction.stands_in(copy, tier.slots.closed):
-            shelf = tier.shelf(copy.block.space)
+            shelf = tier.shelf_of(copy)
             _require(copy in shelf, f"{copy.block.name.hex()} can never be evicted")
 
 
@@ -202,7 +202,7 @@ def _check_ledger(tier: Tier, quarantined: list[Slot]) -> None:
     """Every slot counts for one account, in quarantine too."""
     used: Counter[int] = Counter()
     for copy in tier.owners.values():
-        used[copy.block.space.account] += copy.block.space.slot_bytes[tier.index]
+        used[copy.block.space.account] += copy.slot_bytes
     for place, slot_bytes in quarantined:
         used[tier.quarantined_of[place]] += slot_bytes
     _require(len(tier.quarantined_of) == len(quarantined), "somebody pays for no quarantine")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvpool.errors import ConfigError
 from tiers.policies import DEFAULT, policy_class
+from tiers.quantise import Encoding
 from tiers.quotas import check_quotas
 
 
@@ -38,6 +39,7 @@ class StoreConfig:
     protected_share: float = 0.5  # of each tier that may be promised to protected blocks
     # By tenant or namespace id (hex): a share (float) of each tier, or bytes (int) of dram (`tiers.quotas`).
     quotas: Mapping[str, float | int] = field(default_factory=dict)
+    nvme_dtype: Encoding = "as_is"  # how parts are written to nvme (`tiers.quantise`)
     first_id: int = 1  # of leases and reservations; seed it by epoch, so that old numbers are void
 
     def __post_init__(self) -> None:

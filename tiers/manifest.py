@@ -21,6 +21,7 @@ import structlog
 
 from kvpool.errors import InvalidArgument, KvpoolError
 from kvpool.layout import Namespace
+from tiers.quantise import Encoding
 from tiers.slots import Place
 
 log = structlog.get_logger(__name__)
@@ -49,8 +50,9 @@ class NvmeEntry(NamedTuple):
     parent: bytes
     part: int
     place: Place
-    length: int
-    checksum: int
+    length: int  # bytes on disk
+    checksum: int  # of the bytes on disk
+    encoding: Encoding = "as_is"  # how the part is stored, see `tiers.quantise`
 
     @property
     def key(self) -> Key:
@@ -71,6 +73,7 @@ class _Put(_Record, tag="put"):
     offset: int
     length: int
     checksum: int
+    encoding: Encoding = "as_is"  # an unknown one is a record that cannot be read
 
 
 class _Removed(_Record, tag="removed"):
@@ -276,6 +279,7 @@ class Manifest:
                     place,
                     record.length,
                     record.checksum,
+                    record.encoding,
                 )
             )
         elif isinstance(record, _Removed):
@@ -354,6 +358,7 @@ def _put_record(entry: NvmeEntry) -> _Put:
         entry.place.offset,
         entry.length,
         entry.checksum,
+        entry.encoding,
     )
 
 

@@ -58,11 +58,14 @@ class NodeCollector(Collector):
         yield GaugeMetricFamily(
             "kvpool_node_reservations", "Reservations in force", value=stats.reservations
         )
-        yield GaugeMetricFamily(
+        failed = GaugeMetricFamily(
             "kvpool_nvme_failed",
-            "1 when the NVMe tier was turned off after an error",
-            value=float(self._service.mover.is_disk_failed),
+            "1 when an NVMe device is used no more after an error, 0.5 when it is only read",
+            labels=["directory"],
         )
+        for directory, state in self._service.mover.devices.states().items():
+            failed.add_metric([directory], {"ok": 0.0, "read_only": 0.5, "failed": 1.0}[state])
+        yield failed
         events = CounterMetricFamily(
             "kvpool_node_events", "What happened to blocks, by kind", labels=["kind"]
         )

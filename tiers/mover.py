@@ -2,8 +2,9 @@
 
 Every move verifies the checksum of what it read before the copy may be read (invariant 5). A move is the
 mover's own from the moment it begins: whoever asked for it may leave, the slots stay held until the I/O is over,
-and its true result reaches the store. A failing disk turns the NVMe tier off and says so; nobody's request
-fails for it, and no block is dropped for it.
+and its true result reaches the store. A device that refuses a write gets no more of them; one that refuses a read
+is given up with its blocks, and the store says so to the index. The others go on, at the end DRAM alone; nobody's
+request fails for it.
 """
 
 from __future__ import annotations
@@ -14,70 +15,68 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import structlog
 
 from kvpool.errors import ChecksumMismatch, KvpoolError
-from kvpool.hashing import checksum
 from kvpool.layout import Namespace
 from tiers.arena import Arena
 from tiers.bandwidth import ByteQueue, Throughput
 from tiers.blocks import Move
+from tiers.devices import Device, Devices
 from tiers.manifest import NvmeFailed
-from tiers.nvme import NvmeFiles
 from tiers.store import Store
 
 log = structlog.get_logger(__name__)
 
-BATCH_BLOCKS = 16  # demoted together; their slots are held meanwhile
+BATCH_BLOCKS = 16  # demoted together, for each device; their slots are held meanwhile
+LOST_AT_ONCE = 4096  # slots of a lost device given up in one go: a few milliseconds
 TICK_S = 0.25
 POLL_S = 0.01  # for blocks that somebody else brings into DRAM
-
-Job = Callable[[Move], None]
 
 
 class Mover:
     """Carries out the store's moves.
 
-    Reads and writes have threads of their own, so that no promotion, which a request waits for, ever queues
-    behind demotions, for which nobody does.
-
     Args:
-        files: the NVMe tier; None where the node has none.
-        threads: how many disk operations may be under way at once, half of them writes; at least one each.
+        devices: the NVMe tier, whose numbers are the arena ids there; None where the node has none.
     """
 
     def __init__(
         self,
         store: Store,
         arenas: Sequence[Arena],
-        files: NvmeFiles | None,
+        devices: Devices | None,
         *,
-        threads: int = 4,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters: Counter[str] = Counter()
-        self.is_disk_failed = False  # nothing is written any more
-        self.can_promote = (
-            True  # until a read fails: after a failed write, what stands there is still good
-        )
         self._store = store
         self._arenas = {arena.arena_id: arena for arena in arenas}
-        self._files = files
+        self._devices = devices
         self._clock = clock
-        writers = max(1, threads // 2)
-        self._writers = ThreadPoolExecutor(writers, thread_name_prefix="kvpool-disk-write")
-        self._readers = ThreadPoolExecutor(
-            max(1, threads - writers), thread_name_prefix="kvpool-disk-read"
-        )
         self.read_speed, self.write_speed = Throughput(), Throughput()
         self._speed_lock = threading.Lock()  # the threads feed them
         self._queue = ByteQueue()  # promotions, by move id
-        self._recorded: set[bytes] = set()  # namespace ids that the manifest has
-        self._promotions: dict[tuple[bytes, bytes], dict[int, asyncio.Future[None]]] = {}
+        self._promotions: dict[tuple[bytes, bytes], dict[int, asyncio.Future[int]]] = {}
         self._wake = asyncio.Event()
         self._defect: BaseException | None = None
+
+    @property
+    def devices(self) -> Devices:
+        """The NVMe tier's devices; none where the node has no such tier."""
+        return self._devices if self._devices is not None else Devices([])
+
+    @property
+    def is_disk_failed(self) -> bool:
+        """There is an NVMe tier, and nothing can be written to it any more."""
+        return self._devices is not None and not self._devices.can_write
+
+    @property
+    def can_promote(self) -> bool:
+        """Some of the NVMe tier can be read: after a failed write, what stands there is still good."""
+        return self._devices is None or self._devices.can_read
 
     # ------------------------------------------------------------ namespaces
 
@@ -87,27 +86,21 @@ class Mover:
         Returns at once. What fails is logged and counted; blocks of the namespace are not demoted before
         its record is written.
         """
-        namespace_id = namespace.namespace_id
-        if self._files is None or self.is_disk_failed or namespace_id in self._recorded:
-            return
-        work = asyncio.wrap_future(self._writers.submit(self._record, namespace))
-        work.add_done_callback(lambda ended: self._namespace_kept(namespace, ended))
+        for device in self.devices:
+            if device.state == "ok" and not device.knows(namespace.namespace_id):
+                submitted = device.writers.submit(device.record_namespace, namespace)
+                work = asyncio.wrap_future(submitted)
+                work.add_done_callback(partial(self._namespace_kept, namespace, device))
 
-    def _record(self, namespace: Namespace) -> None:
-        # In a thread, and perhaps in two at once: recording it again changes nothing.
-        assert self._files is not None
-        namespace_id = namespace.namespace_id
-        if namespace_id not in self._recorded:
-            self._files.record_namespace(namespace)
-            self._recorded.add(namespace_id)
-
-    def _namespace_kept(self, namespace: Namespace, work: asyncio.Future[None]) -> None:
+    def _namespace_kept(
+        self, namespace: Namespace, device: Device, work: asyncio.Future[None]
+    ) -> None:
         error = None if work.cancelled() else work.exception()
         if error is None:
             return
         self.counters["namespaces_not_kept"] += 1
         log.error("a namespace was not recorded", namespace=namespace.name, error=str(error))
-        self._judge(error)
+        self._judge(error, device, is_read=False)
 
     # ------------------------------------------------------------ demotion
 
@@ -129,25 +122,28 @@ class Mover:
             if self._defect is not None:
                 raise self._defect
             self._store.expire(self._clock())
-            if self._files is None or self.is_disk_failed:
+            if self._store.drop_lost(LOST_AT_ONCE, self._clock()):
+                self._wake.set()
+                await asyncio.sleep(0)  # requests come in between
+            if self._devices is None or not self._devices.can_write:
                 continue
-            moves = self._store.plan_demotions(BATCH_BLOCKS, self._clock())
+            batch = BATCH_BLOCKS * self._devices.writable
+            moves = self._store.plan_demotions(batch, self._clock())
             if moves:
                 await asyncio.wait([self._begin(move) for move in moves])
                 self._wake.set()
 
     # ------------------------------------------------------------ promotion
 
-    def begin(self, moves: Sequence[Move]) -> list[asyncio.Future[None]]:
+    def begin(self, moves: Sequence[Move]) -> list[asyncio.Future[int]]:
         """Start promotions; they go on to their end whatever becomes of the caller.
 
-        Returns what is done when each has ended; wait for these, never cancel them. After a read from the
-        disk failed the moves are cancelled instead: see `can_promote`.
+        Returns what is done when each has ended; wait for these, never cancel them. Those from a device that
+        is lost are cancelled instead.
         """
-        if not self.can_promote:
-            self._store.cancel_moves(moves, self._clock())
-            return []
-        return [self._begin(move) for move in moves]
+        hopeless = [move for move in moves if self._device(move).state == "failed"]
+        self._store.cancel_moves(hopeless, self._clock())
+        return [self._begin(move) for move in moves if move not in hopeless]
 
     async def promote(self, moves: Sequence[Move]) -> None:
         """Bring blocks into DRAM; when this returns every move has ended, one way or the other."""
@@ -210,13 +206,18 @@ class Mover:
 
     # ------------------------------------------------------------ on the event loop
 
-    def _begin(self, move: Move) -> asyncio.Future[None]:
+    def _device(self, move: Move) -> Device:
+        place = move.source if move.source_tier == "nvme" else move.target
+        return self.devices[place.arena_id]
+
+    def _begin(self, move: Move) -> asyncio.Future[int]:
         is_promotion = move.target_tier == "dram"
+        device = self._device(move)
+        namespace = self._store.namespace(move.namespace_id)
         if is_promotion:
-            submitted = self._readers.submit(self._read, move)
+            submitted = device.readers.submit(self._read, device, move, namespace)
         else:
-            namespace = self._store.namespace(move.namespace_id)
-            submitted = self._writers.submit(self._write, move, namespace)
+            submitted = device.writers.submit(self._write, device, move, namespace)
         work = asyncio.wrap_future(submitted)
         if is_promotion:
             self._promotions.setdefault(_block(move), {})[move.move_id] = work
@@ -225,7 +226,7 @@ class Mover:
         work.add_done_callback(lambda ended: self._settle(move, ended))
         return work
 
-    def _settle(self, move: Move, work: asyncio.Future[None]) -> None:
+    def _settle(self, move: Move, work: asyncio.Future[int]) -> None:
         self._queue.leave(move.move_id)
         works = self._promotions.get(_block(move), {})
         if works.pop(move.move_id, None) is not None and not works:
@@ -235,13 +236,15 @@ class Mover:
         except KvpoolError as defect:
             self._fail(defect)
 
-    def _finish(self, move: Move, work: asyncio.Future[None]) -> None:
+    def _finish(self, move: Move, work: asyncio.Future[int]) -> None:
         now = self._clock()
         if work.cancelled():  # it never began: the mover was closed
             self._store.cancel_moves([move], now)
             return
         error = work.exception()
-        self._store.finish_move(move.move_id, error is None, now)
+        self._store.finish_move(
+            move.move_id, error is None, now, None if error is not None else work.result()
+        )
         if error is None:
             kind = "bytes_promoted" if move.target_tier == "dram" else "bytes_demoted"
             self.counters[kind] += move.length
@@ -250,21 +253,35 @@ class Mover:
             log.error("dropping a corrupt block", block=move.block_hash.hex(), error=str(error))
             self._store.drop(move.namespace_id, move.block_hash, "checksum", now)
         else:
-            if move.target_tier == "dram":
-                self.can_promote = False
-            self._judge(error)
+            self._judge(error, self._device(move), is_read=move.source_tier == "nvme")
 
-    def _judge(self, error: BaseException) -> None:
+    def _judge(self, error: BaseException, device: Device, *, is_read: bool) -> None:
         if isinstance(error, NvmeFailed):
             self.counters["disk_errors"] += 1
-            if not self.is_disk_failed:
-                self.is_disk_failed = True
-                log.error("NVMe tier is off after an error", error=str(error))
+            self._give_up(device, is_read=is_read, error=str(error))
         elif isinstance(error, KvpoolError):  # one record or place that the files refuse
             self.counters["disk_refusals"] += 1
             log.error("the NVMe files refused a move", error=str(error))
         else:
             self._fail(error)
+
+    def _give_up(self, device: Device, *, is_read: bool, error: str) -> None:
+        """Use a device no more after an error: for nothing where reads fail, else to read alone."""
+        if device.state == "failed" or (device.state == "read_only" and not is_read):
+            return
+        said = {"directory": str(device.directory), "device": device.identity, "error": error}
+        if is_read:
+            device.state = "failed"
+            self.counters["devices_lost"] += 1
+            self._store.lose_device(device.number, self._clock())
+            self._store.drop_lost(LOST_AT_ONCE, self._clock())
+            self._wake.set()  # for the rest of it
+            log.error("an NVMe device cannot be read: its blocks are lost", **said)
+        else:
+            device.state = "read_only"
+            self.counters["devices_read_only"] += 1
+            self._store.close_device(device.number, self._clock())
+            log.error("an NVMe device cannot be written: it is only read from now on", **said)
 
     def _fail(self, defect: BaseException) -> None:
         """Have the owner of `run` see it."""
@@ -273,33 +290,15 @@ class Mover:
 
     # ------------------------------------------------------------ in threads
 
-    def _write(self, move: Move, namespace: Namespace) -> None:
-        assert self._files is not None
+    def _write(self, device: Device, move: Move, namespace: Namespace) -> int:
         data = self._arenas[move.source.arena_id].view(move.source.offset, move.length)
-        if checksum(data) != move.checksum:
-            raise ChecksumMismatch(f"part {move.part} in DRAM is not what was committed")
-        self._record(namespace)  # a block that no namespace explains could never be recovered
         with self._timed(self.write_speed, move.length):
-            self._files.write(move.target, data)
-        self._files.record_put(
-            move.namespace_id,
-            move.block_hash,
-            move.parent,
-            move.part,
-            move.target,
-            move.length,
-            move.checksum,
-        )
+            return device.write_part(move, namespace, data)
 
-    def _read(self, move: Move) -> None:
-        assert self._files is not None
+    def _read(self, device: Device, move: Move, namespace: Namespace) -> int:
         target = self._arenas[move.target.arena_id].view(move.target.offset, move.length)
         with self._timed(self.read_speed, move.length):
-            self._files.read(move.source, target)
-        if checksum(target) != move.checksum:
-            with contextlib.suppress(NvmeFailed):  # a record too many is found out again
-                self._files.record_removed(move.namespace_id, move.block_hash)
-            raise ChecksumMismatch(f"part {move.part} on NVMe is not what was written")
+            return device.read_part(move, namespace, target)
 
     @contextlib.contextmanager
     def _timed(self, speed: Throughput, size_bytes: int) -> Iterator[None]:
@@ -314,9 +313,8 @@ class Mover:
                 speed.end(operation, moved, self._clock())
 
     def close(self) -> None:
-        """Wait for the I/O under way; what has not begun never will."""
-        for pool in (self._readers, self._writers):
-            pool.shutdown(wait=True, cancel_futures=True)
+        """Wait for the I/O under way; what has not begun never will. Closes the devices' files."""
+        self.devices.close()
 
 
 def _block(move: Move) -> tuple[bytes, bytes]:

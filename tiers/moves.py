@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 
 from kvpool.errors import InvalidArgument
 from tiers import eviction
-from tiers.blocks import BEST_FIRST, HBM, TIER_NAMES, Copy, Move, Space
+from tiers.blocks import BEST_FIRST, HBM, NVME, TIER_NAMES, Copy, Move, Space
 from tiers.boundary import Boundary
 from tiers.residency import Residency
 
@@ -133,11 +133,14 @@ class MoveBook:
             return []
         return self._begin(copy, boundary.target, copy.last_use) or []
 
-    def finish(self, move_id: int, is_ok: bool | None, now: float) -> None:
+    def finish(
+        self, move_id: int, is_ok: bool | None, now: float, checksum: int | None = None
+    ) -> None:
         """The bytes of one move are in place, or never will be; nothing touches its slots any more.
 
         Args:
             is_ok: None for a move that was not begun, which is no failure.
+            checksum: of the bytes that were written; None where they are those that were read.
 
         Raises:
             InvalidArgument: no such move is under way.
@@ -151,8 +154,10 @@ class MoveBook:
         if boundary is not None:
             boundary.cleaning_bytes -= source.block.space.slot_bytes[source.tier]
         source.reading -= 1
+        if is_ok and residency.is_lost(target):
+            is_ok = False
         if is_ok:
-            if residency.fill(target, move.part, move.checksum):
+            if residency.fill(target, move.part, move.checksum if checksum is None else checksum):
                 kind = "promoted" if is_up else "demoted"
                 residency.counters[kind] += 1
                 residency.counters[f"{kind}:{move.target_tier}"] += 1
@@ -207,6 +212,7 @@ class MoveBook:
                 space.part_bytes,
                 checksum,
                 block.parent,
+                target.encoding if target_tier == NVME else source.encoding,
             )
             self._moves[self._next_id] = (move, source, target)
             self._next_id += 1

@@ -25,6 +25,7 @@ from kvpool.errors import ConfigError, InvalidArgument, WrongByteCount
 from kvpool.hashing import checksum as checksum_of
 from kvpool.layout import Namespace
 from tiers.manifest import Manifest, NvmeEntry, NvmeFailed, sync_directory
+from tiers.quantise import Encoding
 from tiers.slots import Place
 
 __all__ = ["FsyncPolicy", "NvmeEntry", "NvmeFailed", "NvmeFiles", "NvmeInUse"]
@@ -176,8 +177,13 @@ class NvmeFiles:
         place: Place,
         length: int,
         checksum: int,
+        encoding: Encoding = "as_is",
     ) -> None:
         """Record a part whose bytes `write` has put at `place`; from here on a restart finds it.
+
+        Args:
+            length: bytes on disk, whose `checksum` is given.
+            encoding: how the part is stored.
 
         Raises:
             NvmeFailed: the disk refused; the part is not recorded.
@@ -185,7 +191,7 @@ class NvmeFiles:
         self._check(place, length)
         if self._fsync == "always":
             self._sync_data()  # outside the lock: other threads' records need not wait for it
-        entry = NvmeEntry(namespace_id, block_hash, parent, part, place, length, checksum)
+        entry = NvmeEntry(namespace_id, block_hash, parent, part, place, length, checksum, encoding)
         with self._lock:
             self._manifest.put(entry)
             self._sync_if_due()

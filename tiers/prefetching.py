@@ -61,7 +61,7 @@ class Prefetcher:
             if (request.namespace_id, block_hash) in self._waiting:
                 taken += 1
                 continue
-            if self._mover.is_disk_failed:
+            if not self._mover.can_promote:
                 reason = "disk_failed"
                 break
             if len(self._waiting) >= self._max_blocks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tiers.blocks import NVME, Space
+from tiers.quantise import Encoding
 from tiers.residency import Residency
 from tiers.slots import Place
 
@@ -15,16 +16,20 @@ def recover_part(
     part: int,
     place: Place,
     checksum: int,
+    encoding: Encoding,
 ) -> bool:
-    """Enter one part at its place in nvme; False when the place or the part is taken or impossible."""
+    """Enter one part at its place in nvme; False when the place or the part is taken or impossible.
+
+    Parts of one block that are encoded in different ways do not make a block.
+    """
     if NVME not in residency.tiers or not 0 <= part < space.tp_size:
         return False
     block = residency.block(space, block_hash, parent)
     copy = block.copies[NVME]
     is_known = any(other is not None and other is not copy for other in block.copies) or (
-        copy is not None and copy.places[part] is not None
+        copy is not None and (copy.places[part] is not None or copy.encoding != encoding)
     )
-    if is_known or not residency.claim(block, NVME, part, place):
+    if is_known or not residency.claim(block, NVME, part, place, encoding):
         residency.forget_if_gone(block)
         return False
     copy = block.copies[NVME]

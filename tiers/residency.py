@@ -16,6 +16,7 @@ from tiers.boundary import Boundary
 from tiers.eviction import Shelf
 from tiers.limits import StoreConfig
 from tiers.policies import policy_class
+from tiers.quantise import Encoding, stored_bytes
 from tiers.quotas import Accounts
 from tiers.room import Tier
 from tiers.slot_pool import SlotPool
@@ -63,6 +64,7 @@ class Residency:
         self.dropped = Ghosts(config.ghost_hashes)
         self._events: deque[StoreEvent] = deque(maxlen=config.max_pending_events)
         self.counters: Counter[str] = Counter()
+        self.lost: set[tuple[int, int]] = set()  # (tier, arena id) of what cannot be read any more
         self._tick = 0
 
     # ------------------------------------------------------------ blocks
@@ -86,7 +88,7 @@ class Residency:
         for block in blocks:
             for copy in block.copies:
                 if copy is not None:
-                    self.tiers[copy.tier].shelf(block.space).policy.used(copy)
+                    self._shelf(copy).policy.used(copy)
 
     @contextmanager
     def shield(self, blocks: Collection[Block]) -> Iterator[None]:
@@ -159,11 +161,16 @@ class Residency:
         self._enter(copy, part, place)
         return place
 
-    def claim(self, block: Block, tier_index: int, part: int, place: Place) -> bool:
+    def claim(
+        self, block: Block, tier_index: int, part: int, place: Place, encoding: Encoding
+    ) -> bool:
         """Reserve the slot at a known place for one part (recovery); False when it cannot be had."""
         tier = self.tiers[tier_index]
-        if not tier.slots.claim(place, block.space.slot_bytes[tier_index]):
+        slot_bytes = tier.slots.slot_size(stored_bytes(block.space.namespace.layout, encoding))
+        if not tier.slots.claim(place, slot_bytes):
             return False
+        if block.copies[tier_index] is None:
+            self._enter_copy(Copy(block, tier_index, encoding, slot_bytes))
         copy = self._open(block, tier_index)
         copy.filling += 1
         self._enter(copy, part, place)
@@ -172,7 +179,7 @@ class Residency:
     def fill(self, copy: Copy, part: int, checksum: int) -> bool:
         """Reserved to committed; True when the copy became whole and visible by it."""
         block, tier = copy.block, self.tiers[copy.tier]
-        slot_bytes = block.space.slot_bytes[copy.tier]
+        slot_bytes = copy.slot_bytes
         tier.reserved_bytes -= slot_bytes
         tier.committed_bytes += slot_bytes
         copy.checksums[part] = checksum
@@ -190,7 +197,7 @@ class Residency:
         if place is None or copy.checksums[part] is not None:
             raise StoreCorrupt(f"part {part} of {copy.block.name.hex()} is not reserved")
         tier = self.tiers[copy.tier]
-        slot_bytes = copy.block.space.slot_bytes[copy.tier]
+        slot_bytes = copy.slot_bytes
         tier.reserved_bytes -= slot_bytes
         del tier.owners[place]
         copy.places[part] = None
@@ -293,7 +300,7 @@ class Residency:
         self.counters[f"evicted:{tier.name}"] += 1
         if eviction.is_soft(copy):
             self.counters["evicted:soft"] += 1
-        tier.evicted_since_scan[block.space.slot_bytes[copy.tier]] += 1
+        tier.evicted_since_scan[copy.slot_bytes] += 1
         self._shelf(copy).discard(copy, is_evicted=True)
         was_whole = copy.is_whole
         if was_whole:
@@ -303,6 +310,33 @@ class Residency:
         if was_whole and not any(block.name in names for names in block.space.visible):
             self.counters["lost"] += 1
             self.evicted.remember(block, "evicted")
+
+    def lose(self, copy: Copy, reason: str) -> None:
+        """The copy cannot be read any more: hide it, and free its slots as soon as nobody holds them.
+
+        While it is filled it is not to be seen; the end of its moves is the end of it (see `is_lost`).
+        """
+        block = copy.block
+        if copy.filling or block.is_detached:
+            return
+        self.counters["lost_with_device"] += 1
+        if copy.reading:
+            self.detach(block, reason)
+            return
+        was_whole = copy.is_whole
+        if was_whole:
+            self._hide(copy)
+        self._free_committed(copy)
+        self._close(copy)
+        if was_whole and not any(block.name in names for names in block.space.visible):
+            self.counters["lost"] += 1
+            self.dropped.remember(block, reason)
+
+    def is_lost(self, copy: Copy) -> bool:
+        """Some part of the copy stands where nothing can be read any more."""
+        return bool(self.lost) and any(
+            place is not None and (copy.tier, place.arena_id) in self.lost for place in copy.places
+        )
 
     def detach(self, block: Block, reason: str) -> None:
         """Hide a block from everybody at once; slots that are still held go when they are let go."""
@@ -332,17 +366,22 @@ class Residency:
     # ------------------------------------------------------------ within
 
     def _shelf(self, copy: Copy) -> Shelf:
-        return self.tiers[copy.tier].shelf(copy.block.space)
+        return self.tiers[copy.tier].shelf_of(copy)
 
     def _open(self, block: Block, tier_index: int) -> Copy:
         copy = block.copies[tier_index]
         if copy is None:
-            copy = block.copies[tier_index] = Copy(block, tier_index)
-            if block.parent and not block.is_detached:  # the twin of one that moves has no family
-                children = block.space.children[tier_index]
-                children[block.parent] = children.get(block.parent, 0) + 1
-            self._offer_nvme(block, tier_index)
+            copy = Copy(block, tier_index)
+            self._enter_copy(copy)
         return copy
+
+    def _enter_copy(self, copy: Copy) -> None:
+        block = copy.block
+        block.copies[copy.tier] = copy
+        if block.parent and not block.is_detached:  # the twin of one that moves has no family
+            children = block.space.children[copy.tier]
+            children[block.parent] = children.get(block.parent, 0) + 1
+        self._offer_nvme(block, copy.tier)
 
     def _close(self, copy: Copy) -> None:
         block = copy.block
@@ -378,7 +417,7 @@ class Residency:
 
     def _enter(self, copy: Copy, part: int, place: Place) -> None:
         tier = self.tiers[copy.tier]
-        slot_bytes = copy.block.space.slot_bytes[copy.tier]
+        slot_bytes = copy.slot_bytes
         tier.reserved_bytes += slot_bytes
         tier.ledger.charge(copy.block.space.account, slot_bytes)
         tier.owners[place] = copy
@@ -386,7 +425,7 @@ class Residency:
 
     def _free_committed(self, copy: Copy) -> None:
         tier = self.tiers[copy.tier]
-        slot_bytes = copy.block.space.slot_bytes[copy.tier]
+        slot_bytes = copy.slot_bytes
         for part, place in enumerate(copy.places):
             if place is not None and copy.checksums[part] is not None:
                 del tier.owners[place]
@@ -434,7 +473,7 @@ class Residency:
         while place is None:
             victims = room.victims(tier, space, colder_than)
             if victims:
-                is_slab = victims[0].block.space.slot_bytes[tier.index] != slot_bytes
+                is_slab = victims[0].slot_bytes != slot_bytes
                 self.counters["slabs_reclaimed"] += is_slab
                 for copy in victims:
                     self.evict(copy)

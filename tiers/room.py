@@ -82,10 +82,18 @@ class Tier:
 
     def shelf(self, space: Space) -> Shelf:
         """Where the copies of a namespace stand as candidates."""
-        key = (space.slot_bytes[self.index], space.account)
+        return self._shelf(space.slot_bytes[self.index], space.account)
+
+    def shelf_of(self, copy: Copy) -> Shelf:
+        """Where a copy stands as a candidate."""
+        return self._shelf(copy.slot_bytes, copy.block.space.account)
+
+    def _shelf(self, slot_bytes: int, account: int) -> Shelf:
+        key = (slot_bytes, account)
         shelf = self.shelves.get(key)
         if shelf is None:
-            closed = self.slots.closed
+            # What stands on a disk that takes nothing more still goes: it may be the child of what must.
+            closed = self.slots.closed if self.index != NVME else frozenset()
             shelf = self.shelves[key] = Shelf(self.index, self._policy, self._parked, closed)
         return shelf
 
@@ -233,7 +241,7 @@ def _is_fair(tier: Tier, space: Space, is_own_spared: bool, copies: list[Copy]) 
                 return False
         elif not tier.ledger.is_over(account, lost[account]):
             return False
-        lost[account] += copy.committed * copy.block.space.slot_bytes[tier.index]
+        lost[account] += copy.committed * copy.slot_bytes
     return True
 
 

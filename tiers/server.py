@@ -24,12 +24,12 @@ from kvpool.wire import WireServer
 from kvpool.wire import messages as m
 from tiers.adapters import grpc_server, http_app
 from tiers.arena import Arena, ArenaServer
+from tiers.devices import Devices, open_devices
 from tiers.draining import Drainer
 from tiers.metrics import NodeCollector
 from tiers.mover import Mover
 from tiers.nixl_target import NixlTarget
 from tiers.node import NodeIdentity, NodeService
-from tiers.nvme import NvmeFiles
 from tiers.prefetching import Prefetcher
 from tiers.replication import Replicator
 from tiers.reporter import Reporter
@@ -82,10 +82,10 @@ class _Node:
         runtime = self._runtime_directory()
         arena = Arena(0, config.dram_bytes - config.dram_bytes % config.slab_bytes)
         stack.callback(arena.close)
-        files = self._open_nvme()
+        devices = self._open_nvme()
         store = Store(
             SlotAllocator(arena.size_bytes, config.slab_bytes, arena.arena_id),
-            SlotAllocator(config.nvme_bytes, config.slab_bytes, 0) if files else None,
+            devices.slots(config.slab_bytes) if devices else None,
             StoreConfig(
                 grace_s=config.grace_s,
                 max_lease_s=config.lease_s,
@@ -96,17 +96,19 @@ class _Node:
                 write_through=config.write_through,
                 eviction=config.eviction,
                 nvme_eviction=config.nvme_eviction,
+                nvme_dtype=config.nvme_dtype,
                 protected_share=config.protected_share,
                 quotas=config.quotas,
                 max_pending_events=1_000_000 if config.conductor else 1,  # else nobody reads them
                 first_id=identity.epoch,  # ids of an earlier life name nothing here
             ),
         )
-        mover = Mover(store, [arena], files)
+        mover = Mover(store, [arena], devices)
         stack.callback(mover.close)
         service = NodeService(identity, store, [arena], mover, lambda: self._descriptor)
-        if files is not None:
-            _recover(service, files)
+        if devices is not None:
+            count = devices.recover_into(store, time.monotonic())
+            log.info("recovered blocks from NVMe", parts=count, devices=devices.states())
             service.on_namespace.append(mover.keep_namespace)
         shm_path = ""
         if "shm" in config.transports:
@@ -215,18 +217,18 @@ class _Node:
         self._stack.callback(shutil.rmtree, path, ignore_errors=True)
         return path
 
-    def _open_nvme(self) -> NvmeFiles | None:
+    def _open_nvme(self) -> Devices | None:
         config = self._config
-        if config.nvme_directory is None or not config.nvme_bytes:
+        if not config.nvme_paths:
             return None
-        files = NvmeFiles(
-            config.nvme_directory,
+        devices = open_devices(
+            config.nvme_paths,
             config.nvme_bytes,
             fsync=config.fsync,
             fsync_interval_s=config.fsync_interval_s,
         )
-        self._stack.callback(files.close)
-        return files
+        self._stack.callback(devices.close)
+        return devices
 
     def _start_nixl(self, arena: Arena, service: NodeService) -> NixlTarget | None:
         if "nixl" not in self._config.transports:
@@ -254,32 +256,13 @@ def _node_id(config: NodeConfig) -> str:
     """The configured id, else one kept with the data, else a fresh UUID."""
     if config.node_id is not None:
         return config.node_id
-    keep = config.data_dir or config.nvme_directory
-    if keep is None:
-        return str(uuid.uuid4())
-    keep.mkdir(parents=True, exist_ok=True)
-    path = keep / "node_id"
-    if not path.exists():
-        path.write_text(str(uuid.uuid4()))
-    return path.read_text().strip()
-
-
-def _recover(service: NodeService, files: NvmeFiles) -> None:
-    """Offer what the files hold to the store again; each block is verified when it is read."""
-    now = time.monotonic()
-    count = 0
-    for namespace in files.namespaces():
-        service.store.register_namespace(namespace, now)
-    for entry in files.recover():
-        count += service.store.recover(
-            entry.namespace_id,
-            entry.block_hash,
-            entry.parent,
-            entry.part,
-            entry.place,
-            entry.checksum,
-            now,
-        )
-    for namespace_id, block_hash in service.store.finish_recovery(now):
-        files.record_removed(namespace_id, block_hash)
-    log.info("recovered blocks from NVMe", blocks=count)
+    keeps = [config.data_dir] if config.data_dir else list(config.nvme_paths)
+    paths = [keep / "node_id" for keep in keeps]
+    node_id = next((path.read_text().strip() for path in paths if path.is_file()), "")
+    node_id = node_id or str(uuid.uuid4())
+    for path in paths:  # with each device: any of them may be missing at the next start
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not path.exists():
+                path.write_text(node_id)
+    return node_id

@@ -33,8 +33,10 @@ from tiers.blocks import (
 )
 from tiers.leases import LeaseBook
 from tiers.limits import StoreConfig
+from tiers.losses import LossBook
 from tiers.moves import MoveBook, whole_copy
 from tiers.protection import ProtectionBook
+from tiers.quantise import Encoding, encoding_of, stored_bytes
 from tiers.quotas import AccountUsage
 from tiers.reservations import ReservationBook
 from tiers.residency import Residency
@@ -85,6 +87,7 @@ class Store:
         self._protections = ProtectionBook(self._residency, config.protected_share)
         self._moves = MoveBook(self._residency, config.move_retry_s)
         self._retirements = RetirementBook(self._residency, self._moves)
+        self._losses = LossBook(self._residency)
 
     # ------------------------------------------------------------ namespaces
 
@@ -111,11 +114,15 @@ class Store:
                     )
         if len(spaces) >= self.config.max_namespaces:
             raise NoRoom(f"{len(spaces)} namespaces are known", hint="raise max_namespaces")
-        part_bytes = namespace.layout.part_bytes
-        tiers = map(self._residency.tiers.get, range(len(TIER_NAMES)))
-        slot_bytes = tuple(tier.slots.slot_size(part_bytes) if tier else 0 for tier in tiers)
+        layout = namespace.layout
+        on_disk = encoding_of(layout, self.config.nvme_dtype)
+        sizes = {NVME: stored_bytes(layout, on_disk)}
+        slot_bytes = tuple(
+            tier.slots.slot_size(sizes.get(index, layout.part_bytes)) if tier else 0
+            for index, tier in ((i, self._residency.tiers.get(i)) for i in range(len(TIER_NAMES)))
+        )
         account = self._residency.accounts.number_of(namespace)
-        spaces[namespace_id] = Space(namespace, slot_bytes, account)
+        spaces[namespace_id] = Space(namespace, slot_bytes, account, on_disk)
         return namespace_id
 
     def namespaces(self) -> list[Namespace]:
@@ -444,13 +451,17 @@ class Store:
         indexes = [TIER_NAMES.index(name) for name in sources]
         return self._moves.plan_demotions(max_blocks, now, indexes)
 
-    def finish_move(self, move_id: int, ok: bool, now: float) -> None:
+    def finish_move(self, move_id: int, ok: bool, now: float, checksum: int | None = None) -> None:
         """The bytes of a move are in place (`ok`), or will never be.
+
+        Args:
+            checksum: of the bytes as they are now; None where they are those that were read. A part that is
+                encoded on its way has another one at its target.
 
         Raises:
             InvalidArgument: no such move is under way.
         """
-        self._finish(move_id, ok, now)
+        self._finish(move_id, ok, now, checksum)
 
     def cancel_moves(self, moves: Sequence[Move], now: float) -> None:
         """Give up moves that were not begun; their targets are free at once.
@@ -516,20 +527,52 @@ class Store:
         place: Place,
         checksum: int,
         now: float,
+        encoding: Encoding = "as_is",
     ) -> bool:
         """Take in one part found in nvme at start; False when it cannot be (taken, misplaced, known).
+
+        Args:
+            checksum: of the bytes on disk.
+            encoding: how they encode the part.
 
         Raises:
             UnknownNamespace.
         """
         space = self._space(namespace_id, 1)
         return recovery.recover_part(
-            self._residency, space, block_hash, parent, part, place, checksum
+            self._residency, space, block_hash, parent, part, place, checksum, encoding
         )
 
     def finish_recovery(self, now: float) -> list[tuple[bytes, bytes]]:
         """Free the blocks recovered in part only; returns (namespace id, hash) of each."""
         return recovery.discard_partial(self._residency)
+
+    # ------------------------------------------------------------ failing devices
+
+    def close_device(self, number: int, now: float) -> None:
+        """Plan no more writes to an nvme device; what stands there can still be read.
+
+        Raises:
+            NotFound: there is no such device.
+        """
+        self._losses.close(NVME, number)
+
+    def lose_device(self, number: int, now: float) -> None:
+        """An nvme device cannot be read any more: plan nothing there, and give up its blocks.
+
+        Call `drop_lost` until it returns 0.
+
+        Raises:
+            NotFound: there is no such device.
+        """
+        self._losses.lose(NVME, number)
+
+    def drop_lost(self, max_slots: int, now: float) -> int:
+        """Hide blocks that were lost with their device, and free their slots; returns how many slots are left.
+
+        Blocks that stand elsewhere as well lose a copy. Later pins of the others say "disk_failed".
+        """
+        return self._losses.step(max_slots, "disk_failed")
 
     # ------------------------------------------------------------ reports
 
@@ -636,11 +679,13 @@ class Store:
             raise InvalidArgument(f"no memory tier is called {name!r}", hint="dram or hbm")
         return HBM if name == "hbm" else DRAM
 
-    def _finish(self, move_id: int, ok: bool | None, now: float) -> None:
+    def _finish(
+        self, move_id: int, ok: bool | None, now: float, checksum: int | None = None
+    ) -> None:
         if move_id in self._retirements:
             self._retirements.finish(move_id, ok)
         else:
-            self._moves.finish(move_id, ok, now)
+            self._moves.finish(move_id, ok, now, checksum)
 
     def _tier_index(self, name: str) -> int:
         for tier in self._residency.tiers.values():

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -289,10 +289,16 @@ def check_ptrace(root: Path) -> Check:
 
 
 def check_nvme(node: NodeConfig) -> Check:
-    """Whether the NVMe directory can be written with O_DIRECT, and has the room it promises."""
-    directory = node.nvme_directory
-    if directory is None:
+    """Whether the NVMe directories can be written with O_DIRECT, and have the room they promise."""
+    paths = node.nvme_paths
+    if not paths:
         return Check("nvme", "ok", "not used (node.nvme_directory is not set)")
+    devices = [_check_device(path, node.nvme_bytes // len(paths)) for path in paths]
+    worst = max(devices, key=lambda device: ("ok", "warn", "fail").index(device.status))
+    return replace(worst, detail=" | ".join(device.detail for device in devices))
+
+
+def _check_device(directory: Path, asked_bytes: int) -> Check:
     # The node makes the directory; until then its nearest parent stands for it.
     existing = next(p for p in (directory.absolute(), *directory.absolute().parents) if p.is_dir())
     try:
@@ -301,8 +307,8 @@ def check_nvme(node: NodeConfig) -> Check:
         detail = f"{directory} cannot be written: {error.strerror}"
         return Check("nvme", "fail", detail, "set node.nvme_directory")
     free = shutil.disk_usage(existing).free
-    detail = f"{directory}: {format_bytes(free)} free, {format_bytes(node.nvme_bytes)} asked"
-    if free < node.nvme_bytes:
+    detail = f"{directory}: {format_bytes(free)} free, {format_bytes(asked_bytes)} asked"
+    if free < asked_bytes:
         return Check("nvme", "warn", detail, "lower node.nvme_bytes (existing pool files count)")
     if not o_direct:
         advice = "use a directory on ext4 or XFS: reads fall to less than half without it"

@@ -12,6 +12,7 @@ import typer
 
 from kvpool.cli.context import invocation, overrides
 from kvpool.cli.output import error_console
+from kvpool.config import Override
 from kvpool.errors import KvpoolError
 from kvpool.fleet import Fleet
 from kvpool.process import run_process
@@ -53,7 +54,9 @@ def node(
     http_port: Annotated[int | None, typer.Option(help="HTTP port; 0 picks a free one.")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="gRPC port; 0 picks a free one.")] = None,
     dram: Annotated[str | None, typer.Option(help="DRAM to lend, e.g. 4GiB.")] = None,
-    nvme_directory: Annotated[Path | None, typer.Option(help="Directory of the NVMe tier.")] = None,
+    nvme_directory: Annotated[
+        list[Path] | None, typer.Option(help="Directory of the NVMe tier; once for each device.")
+    ] = None,
     nvme: Annotated[str | None, typer.Option(help="NVMe space to lend, e.g. 100GiB.")] = None,
 ) -> None:
     """Run a pool node in the foreground; prints one JSON line when ready."""
@@ -69,9 +72,9 @@ def node(
             http_port=("node.http_port", http_port),
             grpc_port=("node.grpc_port", grpc_port),
             dram=("node.dram_bytes", dram),
-            nvme_directory=("node.nvme_directory", nvme_directory),
             nvme=("node.nvme_bytes", nvme),
-        ),
+        )
+        + _nvme_overrides(nvme_directory or []),
     )
     run_process(lambda ready, stop: run_node(settings.node, ready, stop))
 
@@ -158,8 +161,9 @@ def up(
             own = settings.node
             flags = _port_flags(ports(own.wire_port, own.http_port, own.grpc_port, i))
             command = [*shared, "node", "--conductor", address, *flags]
-            if own.nvme_directory is not None and nodes > 1:
-                command += ["--nvme-directory", str(own.nvme_directory / f"node-{i}")]
+            if nodes > 1:
+                for path in own.nvme_paths:
+                    command += ["--nvme-directory", str(path / f"node-{i}")]
             node_facts = fleet.start(f"node-{i}", command, READY_TIMEOUT_S)
             out.print(
                 f"node       wire {node_facts['wire']}  transports {node_facts['transports']}"
@@ -197,6 +201,19 @@ def _ports_after(wire: int, http: int, grpc: int | None, number: int) -> list[st
     """Configured ports, moved by ten for each further process; 0 stays 0."""
     given = [wire, http] + ([grpc] if grpc is not None else [])
     return [str(port + 10 * number if port else 0) for port in given]
+
+
+def _nvme_overrides(directories: list[Path]) -> list[Override]:
+    """One key or the other, and the one that the environment or a file may have set is unset."""
+    if not directories:
+        return []
+    one = str(directories[0]) if len(directories) == 1 else "none"
+    several = ",".join(map(str, directories)) if len(directories) > 1 else "none"
+    flag = "--nvme-directory"
+    return [
+        Override("node.nvme_directory", one, flag),
+        Override("node.nvme_directories", several, flag),
+    ]
 
 
 def _port_flags(ports: list[str]) -> list[str]:

@@ -227,6 +227,8 @@ def test_absurd_values_are_refused_naming_key_and_source(tmp_path: Path, setting
         ("node.slab_bytes=4GiB", "less than one slab"),
         ("node.nvme_bytes=1GiB", "set together"),
         ("node.nvme_directory=/x", "set together"),
+        ("node.nvme_directories=/x,/y", "set together"),
+        ("node.nvme_directories=/x,/x", "names one twice"),
         ("node.http_port=7810", "a port of its own"),
         ("conductor.heartbeat_s=3", "heartbeat_s < suspect_after_s"),
         ("conductor.dead_after_s=2", "suspect_after_s < dead_after_s"),
@@ -238,6 +240,18 @@ def test_values_that_contradict_each_other_are_refused(
     message = refusal(tmp_path, sets=(setting,))
     assert part in message
     assert f"from --set {setting.partition('=')[0]}" in message
+
+
+def test_nvme_is_on_one_directory_or_on_several_but_not_on_both(tmp_path: Path) -> None:
+    nvme = ("node.nvme_bytes=4GiB",)
+    one = load(tmp_path, sets=(*nvme, "node.nvme_directory=/x")).settings.node
+    assert one.nvme_paths == (Path("/x"),)
+    two = load(tmp_path, sets=(*nvme, "node.nvme_directories=/x, ~/y")).settings.node
+    assert two.nvme_paths == (Path("/x"), Path.home() / "y")
+    both = (*nvme, "node.nvme_directory=/x", "node.nvme_directories=/x,/y")
+    assert "both set" in refusal(tmp_path, sets=both)
+    small = ("node.nvme_bytes=100MiB", "node.nvme_directories=/x,/y")
+    assert "one slab of 67108864 on each" in refusal(tmp_path, sets=small)
 
 
 def test_all_problems_are_told_at_once(tmp_path: Path) -> None:

@@ -191,6 +191,12 @@ def test_nvme_directory(tmp_path: Path) -> None:
     wrong = NodeConfig(nvme_directory=Path("/proc/nothing/here"), nvme_bytes=GIB)
     assert checks.check_nvme(wrong).status == "fail"
 
+    mixed = NodeConfig(nvme_directories=(tmp_path, Path("/proc/nothing/here")), nvme_bytes=GIB)
+    found = checks.check_nvme(mixed)
+    assert found.status == "fail"
+    assert str(tmp_path) in found.detail
+    assert "/proc/nothing/here" in found.detail
+
 
 def test_shared_memory_that_is_not_there_is_a_warning(tmp_path: Path) -> None:
     assert checks.check_shared_memory(tmp_path / "absent").status == "warn"

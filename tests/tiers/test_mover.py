@@ -20,6 +20,7 @@ from kvpool.layout import Layout, Namespace
 from kvpool.wire import messages as m
 from tiers import cold_pins, node
 from tiers.arena import Arena
+from tiers.devices import Device, Devices
 from tiers.manifest import NvmeFailed
 from tiers.mover import Mover
 from tiers.node import NodeIdentity, NodeService
@@ -55,7 +56,8 @@ class Node:
             SlotAllocator(256 * PAGE, SLAB),
             StoreConfig(write_through=write_through, grace_s=0.0),
         )
-        self.mover = Mover(self.store, [self.arena], self.files)
+        self.devices = Devices([Device(0, self.files)])
+        self.mover = Mover(self.store, [self.arena], self.devices)
         self.service = NodeService(
             NodeIdentity("n", 1, "here"), self.store, [self.arena], self.mover, _no_descriptor
         )
@@ -229,22 +231,25 @@ async def test_a_block_whose_bytes_changed_on_disk_is_dropped_as_such(tmp_path: 
         assert not n.mover.is_disk_failed
 
 
-async def test_a_disk_that_cannot_be_read_drops_no_block_and_holds_nobody_up(
+async def test_blocks_of_a_disk_that_cannot_be_read_are_hidden_and_hold_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(tmp_path, 4) as n:
         assert (await n.pin(n.chain[:1])).found == 1
+        n.store.take_events()
         monkeypatch.setattr(os, "preadv", failing(errno.EIO))
         reply = await n.pin(n.chain)
         assert (reply.found, reply.miss_reason) == (1, "disk_failed")
         again = n.pin(n.chain)  # answered at once: nothing is tried any more
         assert (again.found, again.miss_reason) == (1, "disk_failed")
-        assert n.tiers(n.chain) == ["dram", "nvme", "nvme", "nvme"]
-        assert n.recorded() == set(n.chain)
-        assert "dropped" not in n.store.counters
+        assert n.tiers(n.chain) == ["dram"]
+        gone = [(e.kind, e.block_hash, e.tier) for e in n.store.take_events()]
+        assert sorted(gone) == [("removed", name, "nvme") for name in n.chain]
+        assert n.recorded() == set(n.chain)  # a restart tries again
         assert n.mover.counters["corrupt_blocks"] == 0
         assert n.mover.is_disk_failed
-        assert n.store.move_count == 0
+        await until(n.has_moves(0), "all reads are over")
+        assert n.store.usage()[1].committed_bytes == n.store.usage()[1].capacity_bytes == 0
         n.store.check_integrity()
 
 
