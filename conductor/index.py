@@ -100,7 +100,7 @@ class Index(Protocol):
         """What was not named since `begin_snapshot` is gone. False when none was begun."""
 
     def remove_node(self, node_id: str, max_blocks: int) -> bool:
-        """Hide all that the node holds, at once, and free up to `max_blocks` entries.
+        """Hide all that the node holds, at once, and free about `max_blocks` entries.
 
         Call it once, then `reclaim` until done: the node may have come back in between.
 
@@ -109,7 +109,7 @@ class Index(Protocol):
         """
 
     def reclaim(self, max_blocks: int) -> bool:
-        """Free up to `max_blocks` entries of hidden blocks; True when nothing is left to reclaim."""
+        """Free about `max_blocks` entries of hidden blocks; True when nothing is left to reclaim."""
 
     def forget_block(self, namespace_id: bytes, block_hash: bytes) -> None:
         """Drop a block on every node (it was found corrupt)."""

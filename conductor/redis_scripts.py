@@ -6,7 +6,7 @@ slot of a Cluster; what concerns the pool as a whole has the tag `{pool}`.
     ...:blocks    hash   block hash -> ids of its holdings, 4 bytes each
     ...:holdings  hash   id -> tier digit and node id; only of those that may be answered
     ...:nodes     hash   node id -> epoch, session, ids by tier: current, and of the report under way
-    ...:retired   list   ids that are hidden already and whose blocks wait to be reclaimed
+    ...:retired   list   ids that are hidden and whose blocks wait to be reclaimed, and how far that is
     ...:ids       the last id; ids are never used again, so a stale one can mean nobody else
     ...:set:ID    set    the blocks of one holding: the reverse index
 
@@ -250,12 +250,23 @@ RECLAIM = _script(
     """
 local left = tonumber(ARGV[1])
 while left > 0 do
-  local id = redis.call('LINDEX', R, 0)
-  if not id then break end
-  local names = redis.call('SPOP', S .. id, math.min(left, CHUNK))
-  if #names > 0 then strike(names, id) end
-  if redis.call('EXISTS', S .. id) == 0 then redis.call('LPOP', R) end
-  left = left - #names
+  local entry = redis.call('LINDEX', R, 0)
+  if not entry then break end
+  local id, cursor = string.sub(entry, 1, 4), string.sub(entry, 5)
+  if cursor == '' then cursor = '0' end
+  -- Nobody adds to a retired set: scanning it needs no removal, and the whole is freed at once.
+  local page = redis.call('SSCAN', S .. id, cursor, 'COUNT', math.min(left, CHUNK))
+  local names = page[2]
+  for from = 1, #names, CHUNK do
+    strike({unpack(names, from, math.min(from + CHUNK - 1, #names))}, id)
+  end
+  if page[1] == '0' then
+    redis.call('LPOP', R)
+    redis.call('UNLINK', S .. id)
+  else
+    redis.call('LSET', R, 0, id .. page[1])
+  end
+  left = left - math.max(#names, 1)
 end
 return {redis.call('LLEN', R), redis.call('HLEN', B)}
 """,
@@ -280,7 +291,9 @@ TOUCH = _script(
     """
 keep(ARGV[1])
 for _, id in ipairs(redis.call('HKEYS', H)) do redis.call('EXPIRE', S .. id, ARGV[1]) end
-for _, id in ipairs(redis.call('LRANGE', R, 0, -1)) do redis.call('EXPIRE', S .. id, ARGV[1]) end
+for _, entry in ipairs(redis.call('LRANGE', R, 0, -1)) do
+  redis.call('EXPIRE', S .. string.sub(entry, 1, 4), ARGV[1])
+end
 return {redis.call('HLEN', B), redis.call('LLEN', R)}
 """,
 )
