@@ -58,10 +58,15 @@ def _none_from_text(value: object) -> object:
     )
 
 
-def _address(value: object) -> object:
+def _addresses(value: object) -> object:
     value = _none_from_text(value)
+    if isinstance(value, (list, tuple)):
+        value = ",".join(map(str, value))
     if isinstance(value, str):
-        split_address(value)
+        addresses = [address.strip() for address in value.split(",")]
+        for address in addresses:
+            split_address(address)
+        value = ",".join(addresses)
     return value
 
 
@@ -144,8 +149,8 @@ Port = Annotated[int, Field(ge=0, le=65_535)]  # 0: any free port
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Credit = Annotated[float, Field(ge=0, le=10)]
-Address = Annotated[str, BeforeValidator(_address)]
-OptionalAddress = Annotated[str | None, BeforeValidator(_address)]
+Addresses = Annotated[str, BeforeValidator(_addresses)]  # one or several, with commas
+OptionalAddresses = Annotated[str | None, BeforeValidator(_addresses)]
 OptionalText = Annotated[str | None, BeforeValidator(_none_from_text)]
 OptionalPath = Annotated[Path | None, BeforeValidator(_path)]
 Strategy = Annotated[str, BeforeValidator(_strategy)]
@@ -281,7 +286,11 @@ class NodeConfig(_Server):
     wire_port: Port = 7810
     http_port: Port = 7811
     grpc_port: Port = 7812
-    conductor: OptionalAddress = Field(DEFAULT_CONDUCTOR, description="None: stand alone")
+    conductor: OptionalAddresses = Field(
+        DEFAULT_CONDUCTOR,
+        description='its wire address, or those of several, as in "a:7800,b:7800": the node reports to '
+        "the first that answers; None: stand alone",
+    )
     dram_bytes: Bytes = Field(2 * GIB, ge=MIB, le=64 * TIB)
     slab_bytes: Bytes = Field(64 * MIB, ge=64 * KIB, le=16 * GIB)
     nvme_directory: OptionalPath = Field(None, description="the NVMe tier's, on one device")
@@ -377,7 +386,9 @@ class WorkerConfig(_Server):
     host_label: str = Field(default_factory=socket.gethostname, min_length=1, max_length=128)
     wire_port: Port = 7820
     http_port: Port = 7821
-    conductor: Address = DEFAULT_CONDUCTOR
+    conductor: Addresses = Field(
+        DEFAULT_CONDUCTOR, description="wire address of one or of several, as in node.conductor"
+    )
     kv_events: str = Field(
         "", max_length=512, description="where its engine publishes KV events, as tcp://host:5557"
     )
@@ -419,7 +430,9 @@ class FakeEngineConfig(Section):
 class ClientConfig(Section):
     """How an engine, a script or the command line talks to the pool."""
 
-    conductor: Address = DEFAULT_CONDUCTOR
+    conductor: Addresses = Field(
+        DEFAULT_CONDUCTOR, description="wire address of one or of several, as in node.conductor"
+    )
     host_label: str = Field(default_factory=socket.gethostname, min_length=1, max_length=128)
     transport: Literal["auto", "shm", "nixl"] = "auto"
     timeout_s: Seconds = 30.0

@@ -17,7 +17,7 @@ import structlog
 from kvpool.client.placement import rank_nodes
 from kvpool.errors import Draining, InvalidArgument, KvpoolError
 from kvpool.hashing import pack_hashes
-from kvpool.wire import WireClient
+from kvpool.wire import FailoverClient, WireClient
 from kvpool.wire import messages as m
 from tiers.store import Store
 
@@ -67,7 +67,7 @@ class Drainer:
 
     Args:
         describe: this node's descriptor, from which the others pull.
-        conductor: its wire address; None: there is nobody to move blocks to.
+        conductor: wire address of one or several; None: there is nobody to move blocks to.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class Drainer:
         self._clock = clock
         self._task: asyncio.Task[m.DrainReply] | None = None
         self._clients: dict[str, WireClient] = {}
+        self._to_conductor: FailoverClient | None = None
 
     async def end_when_told(
         self, stop: asyncio.Event, drain_s: float | None, ended: asyncio.Event
@@ -145,8 +146,9 @@ class Drainer:
                 await asyncio.sleep(LEASE_POLL_S)
                 self._store.expire(self._clock())
         finally:
-            for client in self._clients.values():
-                await client.close()
+            for client in (*self._clients.values(), self._to_conductor):
+                if client is not None:
+                    await client.close()
             # After the reply: the loop runs what is scheduled now when this task's waiters have gone on.
             asyncio.get_running_loop().call_soon(self.drained.set)
         reply = m.DrainReply(
@@ -278,16 +280,14 @@ class Drainer:
                 log.warning("cannot ask where blocks stand", error=str(error))
         return bytes(len(hashes))
 
-    def _conductor(self) -> WireClient:
+    def _conductor(self) -> FailoverClient:
         assert self._conductor_address is not None
-        client = self._clients.get("")
-        if client is None:
+        if self._to_conductor is None:
             me = self._describe()
-            client = WireClient(
+            self._to_conductor = FailoverClient(
                 self._conductor_address, f"drain-{me.epoch}", kind="node", epoch=me.epoch
             )
-            self._clients[""] = client
-        return client
+        return self._to_conductor
 
 
 def _alone(run: Run, copies: bytes) -> Iterator[tuple[bytes, tuple[bytes, ...]]]:

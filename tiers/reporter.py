@@ -13,30 +13,30 @@ from collections.abc import Callable
 
 import structlog
 
-from kvpool.errors import KvpoolError
+from kvpool.errors import KvpoolError, Unavailable
 from kvpool.hashing import HASH_BYTES, pack_hashes
 from kvpool.layout import Namespace
-from kvpool.wire import WireClient
+from kvpool.wire import WireClient, split_addresses
 from kvpool.wire import messages as m
 from tiers.node import NodeService
 
 log = structlog.get_logger(__name__)
 
 FLUSH_S = 0.02
+MISSED_PULSES = 2  # unanswered heartbeats after which another conductor is tried
 CALL_TIMEOUT_S = 2.0
 RETRY_S = 0.5
 SLICE_BLOCKS = 65_536
 
 
 class Reporter:
-    """Keeps one conductor informed.
+    """Keeps one conductor informed: of several the first that answers, and the next when it is lost.
 
     Args:
-        conductor: its wire address.
+        conductors: wire addresses, with commas between them.
     """
 
-    def __init__(self, service: NodeService, conductor: str, describe: m.NodeDescriptor) -> None:
-        identity = service.identity
+    def __init__(self, service: NodeService, conductors: str, describe: m.NodeDescriptor) -> None:
         self.is_joined = False
         self.is_draining: Callable[[], bool] = lambda: False  # told again after each joining
         self._service = service
@@ -45,40 +45,55 @@ class Reporter:
         self._lost_before = 0.0
         self._heartbeat_s = 1.0
         self._must_join = asyncio.Event()
-        self._events_link = WireClient(
-            conductor, identity.node_id, kind="node", epoch=identity.epoch
-        )
-        self._pulse_link = WireClient(
-            conductor, identity.node_id, kind="node", epoch=identity.epoch
-        )
+        self._is_lost = False
+        # Heartbeats have a link of their own.
+        self._links = [
+            (self._link(address), self._link(address)) for address in split_addresses(conductors)
+        ]
+        self._at = 0
         service.on_namespace.append(self._namespace_added)
 
     async def run(self) -> None:
         """Report until cancelled; then say goodbye if anybody is there to hear it."""
         pulse = asyncio.create_task(self._pulse())
+        failures = 0
         try:
             while True:
                 try:
                     await self._join()
+                    failures = 0
                     await self._report()
                 except KvpoolError as error:
                     if self.is_joined:
                         log.warning("conductor lost, serving on", error=str(error))
                     self.is_joined = False
-                    await asyncio.sleep(RETRY_S)
+                    failures += 1
+                    self._at = (self._at + 1) % len(self._links)
+                    if failures % len(self._links) == 0:  # nobody answers
+                        await asyncio.sleep(RETRY_S)
         finally:
             pulse.cancel()
             with contextlib.suppress(KvpoolError, asyncio.CancelledError):
                 identity = self._service.identity
                 await self._events_link.call(m.NodeLeave(identity.node_id, identity.epoch), 0.5)
-            await self._events_link.close()
-            await self._pulse_link.close()
+            for events_link, pulse_link in self._links:
+                await events_link.close()
+                await pulse_link.close()
+
+    def _link(self, address: str) -> WireClient:
+        identity = self._service.identity
+        return WireClient(address, identity.node_id, kind="node", epoch=identity.epoch)
+
+    @property
+    def _events_link(self) -> WireClient:
+        return self._links[self._at][0]
 
     def _namespace_added(self, namespace: Namespace) -> None:
         self._events_link.send_nowait(m.RegisterNamespace(namespace))
 
     async def _join(self) -> None:
         self._must_join.clear()
+        self._is_lost = False
         join = m.NodeJoin(self._descriptor, self._service.store.namespaces())
         reply: m.MemberReply = await self._events_link.call(join, CALL_TIMEOUT_S)
         self._heartbeat_s = reply.heartbeat_s
@@ -106,6 +121,9 @@ class Reporter:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FLUSH_S):
                     await self._must_join.wait()
+            is_cut = len(self._links) > 1 and not self._events_link.is_connected
+            if self._is_lost or is_cut:
+                raise Unavailable(f"the conductor at {self._events_link.address} is lost")
             events = self._service.store.take_events()
             if self._lost_events() > self._lost_before:
                 self._must_join.set()  # only a full report is right again
@@ -147,16 +165,25 @@ class Reporter:
 
     async def _pulse(self) -> None:
         identity = self._service.identity
+        missed = 0
         while True:
             await asyncio.sleep(self._heartbeat_s)
             if not self.is_joined:
+                missed = 0
                 continue
+            at = self._at
             beat = m.NodeHeartbeat(
                 identity.node_id, identity.epoch, self._sequence, self._service.stats()
             )
             try:
-                reply: m.MemberReply = await self._pulse_link.call(beat, self._heartbeat_s)
+                reply: m.MemberReply = await self._links[at][1].call(beat, self._heartbeat_s)
             except KvpoolError:
-                continue  # the conductor notices silence by itself; the events link will notice too
-            if reply.resync:
+                missed += 1
+                # With one conductor there is nothing to be done but to go on: it notices silence itself.
+                if missed >= MISSED_PULSES and len(self._links) > 1 and at == self._at:
+                    self._is_lost = True
+                    self._must_join.set()
+                continue
+            missed = 0
+            if reply.resync and at == self._at:
                 self._must_join.set()

@@ -8,7 +8,7 @@ import contextlib
 import structlog
 
 from kvpool.errors import KvpoolError
-from kvpool.wire import WireClient
+from kvpool.wire import WireClient, split_addresses
 from kvpool.wire import messages as m
 from workers.service import WorkerService
 
@@ -19,22 +19,30 @@ RETRY_S = 0.5
 
 
 class Membership:
-    """Joins, sends heartbeats, and joins again whenever the conductor does not know this worker."""
+    """Joins, sends heartbeats, and joins again whenever the conductor does not know this worker.
+
+    Args:
+        conductors: wire addresses, with commas between them; the worker reports to the first that answers,
+            and to the next when that one is lost.
+    """
 
     def __init__(
-        self, conductor: str, descriptor: m.WorkerDescriptor, service: WorkerService
+        self, conductors: str, descriptor: m.WorkerDescriptor, service: WorkerService
     ) -> None:
         self.is_joined = False
         self._descriptor = descriptor
         self._service = service
-        self._link = WireClient(
-            conductor, descriptor.worker_id, kind="worker", epoch=descriptor.epoch
-        )
+        self._links = [
+            WireClient(address, descriptor.worker_id, kind="worker", epoch=descriptor.epoch)
+            for address in split_addresses(conductors)
+        ]
+        self._at = 0
 
     async def run(self) -> None:
         """Until cancelled; then say goodbye."""
         me = self._descriptor
         heartbeat_s = 1.0
+        failures = 0
         try:
             while True:
                 try:
@@ -47,6 +55,7 @@ class Membership:
                         log.info("joined the conductor", conductor=self._link.address)
                     beat = m.WorkerHeartbeat(me.worker_id, me.epoch, self._service.load.report())
                     reply = await self._link.call(beat, CALL_TIMEOUT_S)
+                    failures = 0
                     if reply.resync:
                         self.is_joined = False
                         continue
@@ -55,8 +64,16 @@ class Membership:
                     if self.is_joined:
                         log.warning("conductor lost", error=str(error))
                     self.is_joined = False
-                    await asyncio.sleep(RETRY_S)
+                    failures += 1
+                    self._at = (self._at + 1) % len(self._links)
+                    if failures % len(self._links) == 0:  # nobody answers
+                        await asyncio.sleep(RETRY_S)
         finally:
             with contextlib.suppress(KvpoolError, asyncio.CancelledError):
                 await self._link.call(m.WorkerLeave(me.worker_id, me.epoch), 0.5)
-            await self._link.close()
+            for link in self._links:
+                await link.close()
+
+    @property
+    def _link(self) -> WireClient:
+        return self._links[self._at]

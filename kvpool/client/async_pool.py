@@ -40,7 +40,7 @@ from kvpool.hashing import pack_hashes
 from kvpool.layout import Layout, Namespace
 from kvpool.resharding import Plan, TensorParallelRank, plan_part, plan_read, plan_write
 from kvpool.transports import TransportName, Transports
-from kvpool.wire import WireClient
+from kvpool.wire import FailoverClient, WireClient, split_addresses
 from kvpool.wire import messages as m
 
 NODES_TTL_S = 1.0  # how long a list of nodes is trusted
@@ -84,7 +84,8 @@ class AsyncPool:
     """Client of a pool. Use as `async with AsyncPool(conductor="127.0.0.1:7800") as pool:`.
 
     Args:
-        conductor: wire address of a conductor.
+        conductor: wire address of a conductor; of several that share their state, with commas. The first
+            that answers is used, and the next one when it does not.
         node: wire address of one node, instead of a conductor.
         host_label: label of this machine; equal to a node's, shared memory is used.
         transport: "auto", or "shm" or "nixl" to allow that one alone.
@@ -112,13 +113,16 @@ class AsyncPool:
         self.host_label = host_label or socket.gethostname()
         self.timeout_s = timeout_s
         self.verify_checksums = verify_checksums
-        loopback = (conductor or node or "").startswith(("127.", "localhost", "unix:", "[::1]"))
+        loopback = all(
+            address.startswith(("127.", "localhost", "unix:", "[::1]"))
+            for address in split_addresses(conductor or node or "")
+        )
         self.transports = Transports(
             f"client-{self.client_id}-{next(_pool_numbers)}",
             forced=transport,
             loopback_only=loopback,
         )
-        self._conductor = WireClient(conductor, self.client_id) if conductor else None
+        self._conductor = FailoverClient(conductor, self.client_id) if conductor else None
         self._only_node = WireClient(node, self.client_id) if node else None
         self._links: dict[str, NodeLink] = {}
         self._nodes: list[m.NodeInfo] = []
@@ -672,7 +676,7 @@ class AsyncPool:
             for info in choose_nodes(nodes, key, prefer_host=self.host_label):
                 yield self.link_to(info.descriptor)
 
-    def _the_conductor(self, what: str) -> WireClient:
+    def _the_conductor(self, what: str) -> FailoverClient:
         if self._conductor is None:
             raise ConfigError(f"{what}: a conductor is needed", hint="use conductor=")
         return self._conductor

@@ -10,13 +10,13 @@ from kvpool.client.deadlines import time_left
 from kvpool.errors import CannotReshard, LayoutMismatch
 from kvpool.layout import Namespace
 from kvpool.resharding import plan_read
-from kvpool.wire import WireClient
+from kvpool.wire import FailoverClient
 from kvpool.wire import messages as m
 
 PAGE = 1000
 
 
-async def known_namespaces(conductor: WireClient, deadline: float) -> list[Namespace]:
+async def known_namespaces(conductor: FailoverClient, deadline: float) -> list[Namespace]:
     """All namespaces that a conductor knows, oldest first."""
     known: list[Namespace] = []
     while True:
