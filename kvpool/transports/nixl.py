@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,9 @@ import structlog
 from kvpool.errors import DeadlineExceeded, KvpoolError, TransferFailed
 from kvpool.transports.base import Pieces, Transport
 from kvpool.transports.copying import Sums, sum_runs
+from kvpool.transports.groups import GRACE_S, GROUP_BYTES, PACK_BELOW_BYTES, GroupMover
 from kvpool.transports.nixl_agent import NixlAgent
+from kvpool.transports.staging import Staging
 from kvpool.wire.messages import NodeDescriptor
 
 log = structlog.get_logger(__name__)
@@ -30,9 +32,6 @@ log = structlog.get_logger(__name__)
 SPIN_S = 0.0005  # poll without sleeping for this long, then with pauses
 PAUSE_S = 0.0001
 PROBE_BYTES = 64
-# Checksums of one group are made while the next is under way; smaller ones cost more in posting.
-GROUP_BYTES = 8 << 20
-GRACE_S = 1.0  # beyond a transfer's deadline, for the thread to notice it
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +45,7 @@ class _Transfer:
     deadline: float
     future: Future[None]
     posted_at: float
+    on_end: Callable[[], None] | None = None  # told once nothing is moved any more
 
 
 Job = Callable[[Future[None]], bool]  # False: the future is settled later, by `_poll`
@@ -57,6 +57,7 @@ class NixlTransport(Transport):
     Args:
         name: agent name, unique per process and start.
         loopback_only: keep UCX on the loopback interface.
+        pack_below_bytes: see `groups`; 0 packs nothing.
 
     Raises:
         NixlUnavailable: NIXL cannot be loaded here.
@@ -65,7 +66,13 @@ class NixlTransport(Transport):
     name = "nixl"
     may_write_late = True  # there is no cancel
 
-    def __init__(self, name: str, *, loopback_only: bool = True) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        loopback_only: bool = True,
+        pack_below_bytes: int = PACK_BELOW_BYTES,
+    ) -> None:
         self._jobs: queue.SimpleQueue[tuple[Job, Future[None]] | None] = queue.SimpleQueue()
         self._agent_name = name
         self._loopback_only = loopback_only
@@ -74,6 +81,9 @@ class NixlTransport(Transport):
         self._registered: dict[int, tuple[int, Any, Any]] = {}  # address -> (size, handle, owner)
         self._active: list[_Transfer] = []
         self._stuck: list[_Transfer] = []  # past their deadline, not over
+        self._groups = GroupMover(
+            self._enqueue, self._post, self._await, self.register, pack_below_bytes
+        )
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="kvpool-nixl", daemon=True)
         self._thread.start()
@@ -98,36 +108,35 @@ class NixlTransport(Transport):
         self.read(node, Pieces(local, place, np.array([PROBE_BYTES]), scratch), timeout_s)
 
     def read(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> None:
-        self._transfer("READ", node, pieces, timeout_s)
+        self._groups.move("READ", node, pieces, timeout_s)
 
     def write(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> None:
-        self._transfer("WRITE", node, pieces, timeout_s)
+        self._groups.move("WRITE", node, pieces, timeout_s)
 
     def read_and_sum(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> Sums:
-        deadline = time.monotonic() + timeout_s
         groups = pieces.groups(GROUP_BYTES)
-        sums: list[Sums] = []
-        with self._all_ended(deadline) as begun:
-            for group in groups:
-                begun.append(self._begin("READ", node, group, deadline))
-            for group, work in zip(groups, begun, strict=True):
-                self._await(work, deadline)
-                sums.append(sum_runs(group.local, group.lengths, group.per_sum))
-        return np.concatenate(sums)
+        with contextlib.closing(self._groups.each("READ", node, groups, timeout_s)) as moved:
+            return np.concatenate([sum_runs(g.local, g.lengths, g.per_sum) for g in moved])
 
     def write_and_sum(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> Sums:
-        deadline = time.monotonic() + timeout_s
         sums: list[Sums] = []
-        with self._all_ended(deadline) as begun:
+
+        def summed() -> Iterator[Pieces]:
             for group in pieces.groups(GROUP_BYTES):
                 sums.append(sum_runs(group.local, group.lengths, group.per_sum))
-                begun.append(self._begin("WRITE", node, group, deadline))
-            for work in begun:
-                self._await(work, deadline)
+                yield group
+
+        for _ in self._groups.each("WRITE", node, summed(), timeout_s):
+            pass
         return np.concatenate(sums)
 
     def forget(self, node_id: str) -> None:
         self._submit(lambda _future: self._unmeet(node_id))
+
+    @property
+    def staging(self) -> Staging:
+        """The buffers that short runs are packed in."""
+        return self._groups.staging
 
     @property
     def quarantined_transfers(self) -> int:
@@ -233,20 +242,6 @@ class NixlTransport(Transport):
                     return
             raise DeadlineExceeded("NIXL's thread was busy until the deadline") from None
 
-    @contextlib.contextmanager
-    def _all_ended(self, deadline: float) -> Iterator[list[Future[None]]]:
-        """Within it transfers may be begun; when it is left none of them touches memory any more.
-
-        Those that outlived their deadline are the exception, as everywhere: they are in quarantine.
-        """
-        begun: list[Future[None]] = []
-        try:
-            yield begun
-        finally:
-            for work in begun:
-                if not work.cancel():
-                    wait([work], timeout=max(0.0, deadline - time.monotonic()) + GRACE_S)
-
     @property
     def _raw(self) -> Any:
         if self._agent is None:
@@ -294,26 +289,14 @@ class NixlTransport(Transport):
 
     def _settle(self, transfer: _Transfer) -> None:
         """Release what a transfer that has ended still holds."""
-        self._raw.release_xfer_handle(transfer.handle)
-        if transfer.registration is not None and self._agent is not None:
-            self._agent.deregister(transfer.registration)
-
-    def _transfer(
-        self, operation: str, node: NodeDescriptor, pieces: Pieces, timeout_s: float
-    ) -> None:
-        deadline = time.monotonic() + timeout_s
-        self._await(self._begin(operation, node, pieces, deadline), deadline)
-
-    def _begin(
-        self, operation: str, node: NodeDescriptor, pieces: Pieces, deadline: float
-    ) -> Future[None]:
-        """Hand a transfer to the agent's thread."""
-        if len(pieces.lengths) == 0:
-            nothing: Future[None] = Future()
-            nothing.set_result(None)
-            return nothing
-        joined = pieces.coalesced()
-        return self._enqueue(lambda future: self._post(operation, node, joined, deadline, future))
+        try:
+            self._raw.release_xfer_handle(transfer.handle)
+            if transfer.registration is not None and self._agent is not None:
+                self._agent.deregister(transfer.registration)
+        finally:
+            on_end, transfer.on_end = transfer.on_end, None
+            if on_end is not None:
+                on_end()
 
     def _post(
         self,
@@ -322,8 +305,31 @@ class NixlTransport(Transport):
         pieces: Pieces,
         deadline: float,
         future: Future[None],
+        on_end: Callable[[], None] | None = None,
     ) -> bool:
-        """Begin a transfer; True when it is over already, as between processes of one host."""
+        """Begin a transfer; True when it is over already, as between processes of one host.
+
+        `on_end` is told when nothing is moved any more: be it soon, late, or never begun.
+        """
+        try:
+            is_over = self._try_post(operation, node, pieces, deadline, future, on_end)
+        except Exception:
+            if on_end is not None:
+                on_end()
+            raise
+        if is_over and on_end is not None:
+            on_end()
+        return is_over
+
+    def _try_post(
+        self,
+        operation: str,
+        node: NodeDescriptor,
+        pieces: Pieces,
+        deadline: float,
+        future: Future[None],
+        on_end: Callable[[], None] | None,
+    ) -> bool:
         assert self._agent is not None
         raw = self._raw
         self._sweep()
@@ -360,6 +366,7 @@ class NixlTransport(Transport):
             self._unmeet(node.node_id)
             raise
         if state == "PROC":
+            transfer.on_end = on_end
             self._active.append(transfer)
             return False
         self._settle(transfer)

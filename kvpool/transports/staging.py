@@ -1,0 +1,142 @@
+"""Registered buffers between scattered memory and a transfer of few large runs: made once, used again, bounded.
+
+A buffer is free when nobody holds it: neither the caller, who packs into it or unpacks from it, nor the
+transfer. One whose transfer outlived its deadline stays held, in quarantine, until that ends (invariant 2).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvpool.transports.base import Pieces
+from kvpool.transports.copying import Int64Array, copy
+
+BUFFER_BYTES = 16 << 20
+MAX_BUFFERS = 4
+
+
+class StagingBuffer:
+    """One buffer, held by its taker. Each `hold` needs a `release`."""
+
+    def __init__(self, pool: Staging) -> None:
+        self._pool = pool
+        self._map = mmap.mmap(-1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._map.madvise(mmap.MADV_HUGEPAGE)  # a copy between processes takes half of the time
+        self.bytes = np.frombuffer(self._map, dtype=np.uint8)
+        self.address = int(self.bytes.ctypes.data)
+        self.holders = 0
+
+    def hold(self) -> None:
+        """Keep it, whatever others do."""
+        self._pool._count(self, 1)
+
+    def release(self) -> None:
+        """Let go; the last one makes it free."""
+        self._pool._count(self, -1)
+
+
+class Staging:
+    """The buffers of one transport.
+
+    Args:
+        register: makes a new buffer known to the transport; called once for each, in the taker's thread.
+    """
+
+    def __init__(self, register: Callable[[StagingBuffer], None]) -> None:
+        self._register = register
+        self._lock = threading.Lock()
+        self._free: list[StagingBuffer] = []
+        self._made = 0
+
+    def take(self) -> StagingBuffer | None:
+        """A free buffer, held once; None when all are in use.
+
+        Raises:
+            KvpoolError: a new one could not be registered.
+        """
+        with self._lock:
+            buffer = self._free.pop() if self._free else None
+            if buffer is None:
+                if self._made == MAX_BUFFERS:
+                    return None
+                self._made += 1
+        if buffer is None:
+            buffer = StagingBuffer(self)
+            try:
+                self._register(buffer)
+            except BaseException:
+                with self._lock:
+                    self._made -= 1
+                raise
+        buffer.hold()
+        return buffer
+
+    @property
+    def made(self) -> int:
+        """Buffers that there are."""
+        with self._lock:
+            return self._made
+
+    @property
+    def free(self) -> int:
+        """Buffers that could be had now."""
+        with self._lock:
+            return len(self._free) + MAX_BUFFERS - self._made
+
+    def _count(self, buffer: StagingBuffer, change: int) -> None:
+        with self._lock:
+            buffer.holders += change
+            if not buffer.holders:
+                self._free.append(buffer)
+
+
+def packed(pieces: Pieces, buffer: StagingBuffer) -> Pieces:
+    """The same runs with `buffer` as their local side, one behind the other; joined where both sides are."""
+    starts = np.cumsum(pieces.lengths) - pieces.lengths
+    return Pieces(buffer.address + starts, pieces.places, pieces.lengths, buffer).coalesced()
+
+
+def pack(pieces: Pieces, buffer: StagingBuffer) -> None:
+    """Copy local memory into the buffer."""
+    rows = _rows(pieces)
+    if rows is not None:
+        np.take(*rows, axis=0, out=_view(pieces, buffer), mode="clip")
+        return
+    starts = np.cumsum(pieces.lengths) - pieces.lengths
+    copy(buffer.address + starts, pieces.local, pieces.lengths)
+
+
+def unpack(pieces: Pieces, buffer: StagingBuffer) -> None:
+    """Copy the buffer to local memory."""
+    rows = _rows(pieces)
+    if rows is not None:
+        memory, numbers = rows
+        memory[numbers] = _view(pieces, buffer)
+        return
+    starts = np.cumsum(pieces.lengths) - pieces.lengths
+    copy(pieces.local, buffer.address + starts, pieces.lengths)
+
+
+def _view(pieces: Pieces, buffer: StagingBuffer) -> np.ndarray:
+    return buffer.bytes[: pieces.total_bytes].reshape(len(pieces.lengths), -1)
+
+
+def _rows(pieces: Pieces) -> tuple[np.ndarray, Int64Array] | None:
+    """Pages of one engine's memory as rows of one array, and which of them: numpy copies these without a call
+    for each. None where they are not of one length and on one grid.
+    """
+    length, first = int(pieces.lengths[0]), int(pieces.local.min())
+    offsets = pieces.local - first
+    if (pieces.lengths != length).any() or (offsets % length).any():
+        return None
+    span = int(offsets.max()) + length
+    # Only the rows named are touched; what lies between need not be memory.
+    span_at: Any = (ctypes.c_uint8 * span).from_address(first)
+    memory = np.frombuffer(span_at, dtype=np.uint8)
+    return memory.reshape(-1, length), offsets // length
