@@ -1,4 +1,4 @@
-"""Shared memory of a node: one memfd, prefaulted, handed to local clients by file descriptor.
+"""Shared memory of a node: memfds, prefaulted, handed to local clients by file descriptor.
 
 A memfd has no name and no place in /dev/shm: it is gone when its last user is, however that one died, and
 the size of /dev/shm (64 MiB in most containers) does not limit it.
@@ -6,7 +6,6 @@ the size of /dev/shm (64 MiB in most containers) does not limit it.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import socket
@@ -19,14 +18,14 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from kvpool.errors import NoSharedMemory
+from kvpool.errors import ConfigError, KvpoolError, NoSharedMemory
 from kvpool.transports.shm import ArenaHandout
 from kvpool.wire.server import remove_stale_socket
+from tiers import pages
+from tiers.pages import PAGE_BYTES, HugePages
 
 log = structlog.get_logger(__name__)
 
-PAGE_BYTES = 4096
-MADV_POPULATE_WRITE = 23
 HEADROOM_BYTES = 256 << 20  # left to the rest of the machine
 
 
@@ -50,25 +49,36 @@ class Arena:
 
     Args:
         arena_id: number within the node.
-        size_bytes: a multiple of the page size.
+        size_bytes: rounded up to whole pages of the kind asked for.
         prefault: touch every page now, so that no write meets a page fault, or a lack of memory, later.
+        hugepages: "auto" takes transparent huge pages where the kernel gives them and "thp" insists, "off" wants
+            none, "2m" and "1g" take reserved ones of that size.
+        numa_node: where the pages come from; None: wherever the kernel likes.
 
     Raises:
-        NoSharedMemory: the machine has not got that much.
+        NoSharedMemory: the machine has not got that much, or no such pages.
+        ConfigError: there is no such NUMA node, or the kernel does not do what was asked by name.
     """
 
-    def __init__(self, arena_id: int, size_bytes: int, *, prefault: bool = True) -> None:
-        room = available_memory_bytes() - HEADROOM_BYTES
-        if size_bytes > room:
-            raise NoSharedMemory(
-                f"an arena of {size_bytes >> 20} MiB does not fit: {max(room, 0) >> 20} MiB are available",
-                hint="lower node.dram_bytes, or give the machine or container more memory",
-            )
+    def __init__(
+        self,
+        arena_id: int,
+        size_bytes: int,
+        *,
+        prefault: bool = True,
+        hugepages: HugePages = "auto",
+        numa_node: int | None = None,
+    ) -> None:
+        unit = pages.page_bytes(hugepages)
+        size_bytes = -(-size_bytes // unit) * unit
+        if unit == PAGE_BYTES:  # reserved pages are not of what is available to all
+            _check_room(size_bytes)
         self.arena_id = arena_id
         self.size_bytes = size_bytes
-        self.fd = os.memfd_create(f"kvpool-arena-{arena_id}", os.MFD_CLOEXEC)
+        self.hugepages = hugepages
+        self.numa_node = numa_node
+        self.fd = pages.create(f"kvpool-arena-{arena_id}", size_bytes, hugepages)
         try:
-            os.ftruncate(self.fd, size_bytes)
             self._map = mmap.mmap(self.fd, size_bytes)
         except OSError as error:
             os.close(self.fd)
@@ -78,27 +88,34 @@ class Arena:
             ) from error
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
         self.base = int(self.bytes.ctypes.data)
-        if prefault:
-            self._populate()
-
-    def _populate(self) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        self._map.madvise(mmap.MADV_HUGEPAGE)
-        if libc.madvise(self.base, self.size_bytes, MADV_POPULATE_WRITE) != 0:
-            code = ctypes.get_errno()
+        try:
+            pages.advise(self._map, self.base, hugepages)
+            if numa_node is not None:
+                pages.bind(self.base, size_bytes, numa_node)
+            if prefault:
+                pages.populate(self.base, size_bytes)
+            self.obtained = pages.obtained(self.base, size_bytes)
+            if hugepages == "thp" and prefault and not self.obtained.huge_bytes:
+                raise ConfigError(
+                    "the kernel gave no transparent huge pages, and node.hugepages=thp asks for them",
+                    hint="echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled",
+                )
+        except KvpoolError:
             self.close()
-            raise NoSharedMemory(
-                f"the kernel did not give {self.size_bytes >> 20} MiB: {os.strerror(code)}",
-                hint="lower node.dram_bytes, or raise the container's memory limit",
-            )
+            raise
 
     def view(self, offset: int, length: int) -> npt.NDArray[np.uint8]:
         """The bytes [offset, offset + length), not a copy."""
         return self.bytes[offset : offset + length]
 
-    def close(self) -> None:
-        """Give the memory back; mappings of clients stay valid until they drop them."""
+    def close(self, *, give_back: bool = False) -> None:
+        """Let go of the memory; mappings of clients stay valid until they drop them.
+
+        Args:
+            give_back: free its pages now all the same; whoever still looks sees zeros.
+        """
+        if give_back and not pages.give_back(self.fd, self.size_bytes):
+            log.warning("memory stays taken until clients unmap it", arena_id=self.arena_id)
         self.bytes = np.empty(0, dtype=np.uint8)
         try:
             self._map.close()
@@ -107,27 +124,43 @@ class Arena:
         os.close(self.fd)
 
 
+def _check_room(size_bytes: int) -> None:
+    room = available_memory_bytes() - HEADROOM_BYTES
+    if size_bytes > room:
+        raise NoSharedMemory(
+            f"an arena of {size_bytes >> 20} MiB does not fit: {max(room, 0) >> 20} MiB are available",
+            hint="lower node.dram_bytes, or give the machine or container more memory",
+        )
+
+
 class ArenaServer:
     """Hands the arenas' file descriptors to processes of the same user, over a Unix socket."""
 
     def __init__(self, path: str, node_id: str, epoch: int, arenas: Sequence[Arena]) -> None:
         remove_stale_socket(path)
         self.path = path
-        self._fds = [arena.fd for arena in arenas]
-        self._handout = msgspec.msgpack.encode(
-            ArenaHandout(
-                node_id,
-                epoch,
-                [arena.arena_id for arena in arenas],
-                [arena.size_bytes for arena in arenas],
-            )
-        )
+        self._node_id = node_id
+        self._epoch = epoch
+        self._lock = threading.Lock()  # an arena is not closed while its descriptor is being sent
+        self.offer(arenas)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(path)
         os.chmod(path, 0o600)
         self._listener.listen(64)
         self._thread = threading.Thread(target=self._serve, name="kvpool-arenas", daemon=True)
         self._thread.start()
+
+    def offer(self, arenas: Sequence[Arena]) -> None:
+        """Hand out these from now on; those no longer among them may be closed when this returns."""
+        handout = ArenaHandout(
+            self._node_id,
+            self._epoch,
+            [arena.arena_id for arena in arenas],
+            [arena.size_bytes for arena in arenas],
+        )
+        with self._lock:
+            self._fds = [arena.fd for arena in arenas]
+            self._handout = msgspec.msgpack.encode(handout)
 
     def _serve(self) -> None:
         while True:
@@ -138,7 +171,8 @@ class ArenaServer:
             with link:
                 try:
                     link.settimeout(1.0)
-                    socket.send_fds(link, [self._handout], self._fds)
+                    with self._lock:
+                        socket.send_fds(link, [self._handout], self._fds)
                 except OSError as error:
                     log.warning("a client left before it had the memory", error=str(error))
 
