@@ -158,6 +158,8 @@ Paths = Annotated[tuple[Path, ...], BeforeValidator(_paths)]
 EvictionPolicy = Annotated[str, BeforeValidator(_eviction_policy)]
 Quotas = Annotated[dict[str, float | int], BeforeValidator(_quotas)]
 Transport = Literal["shm", "nixl"]
+NumaNode = Annotated[int, Field(ge=0, le=1023)]
+NumaNodes = Annotated[tuple[NumaNode, ...], BeforeValidator(_list_from_text), Field(max_length=64)]
 Transports = Annotated[tuple[Transport, ...], BeforeValidator(_list_from_text), Field(min_length=1)]
 
 DEFAULT_CONDUCTOR = "127.0.0.1:7800"
@@ -292,6 +294,18 @@ class NodeConfig(_Server):
         "the first that answers; None: stand alone",
     )
     dram_bytes: Bytes = Field(2 * GIB, ge=MIB, le=64 * TIB)
+    arenas: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="pieces of DRAM; a whole one is what can be given back at run time",
+    )
+    hugepages: Literal["auto", "off", "thp", "2m", "1g"] = Field(
+        "auto", description="auto: transparent ones if they can be had; 2m, 1g: reserved ones"
+    )
+    numa_nodes: NumaNodes = Field(
+        (), description="arenas take their memory from these in turn; empty: from wherever"
+    )
     slab_bytes: Bytes = Field(64 * MIB, ge=64 * KIB, le=16 * GIB)
     nvme_directory: OptionalPath = Field(None, description="the NVMe tier's, on one device")
     nvme_directories: Paths = Field(
@@ -336,6 +350,11 @@ class NodeConfig(_Server):
         """The directories of the NVMe tier, one a device."""
         return self.nvme_directories or ((self.nvme_directory,) if self.nvme_directory else ())
 
+    @property
+    def arena_count(self) -> int:
+        """Arenas to begin with: one for each NUMA node at least."""
+        return max(self.arenas, len(self.numa_nodes))
+
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
         if self.slab_bytes % (4 * KIB):
@@ -343,6 +362,11 @@ class NodeConfig(_Server):
         if self.dram_bytes < self.slab_bytes:
             raise ValueError(
                 f"dram_bytes {self.dram_bytes} is less than one slab of {self.slab_bytes}"
+            )
+        if self.dram_bytes // self.arena_count < self.slab_bytes:
+            raise ValueError(
+                f"dram_bytes {self.dram_bytes} in {self.arena_count} arenas is less than "
+                f"one slab of {self.slab_bytes} in each"
             )
         if self.nvme_directory and self.nvme_directories:
             raise ValueError(

@@ -22,6 +22,7 @@ import structlog
 from kvpool.errors import ChecksumMismatch, KvpoolError
 from kvpool.layout import Namespace
 from tiers.arena import Arena
+from tiers.arenas import ArenaSet
 from tiers.bandwidth import ByteQueue, Throughput
 from tiers.blocks import Move
 from tiers.devices import Device, Devices
@@ -46,14 +47,14 @@ class Mover:
     def __init__(
         self,
         store: Store,
-        arenas: Sequence[Arena],
+        arenas: ArenaSet | Sequence[Arena],
         devices: Devices | None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters: Counter[str] = Counter()
         self._store = store
-        self._arenas = {arena.arena_id: arena for arena in arenas}
+        self._arenas = ArenaSet.of(arenas)
         self._devices = devices
         self._clock = clock
         self.read_speed, self.write_speed = Throughput(), Throughput()

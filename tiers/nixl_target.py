@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import structlog
 
-from kvpool.transports.nixl_agent import NixlAgent
+from kvpool.transports.nixl_agent import NixlAgent, NixlUnavailable
 from tiers.arena import Arena
 
 log = structlog.get_logger(__name__)
@@ -16,6 +17,7 @@ log = structlog.get_logger(__name__)
 BUSY_PAUSE_S = 0.00005  # while a lease or reservation is young: somebody is moving bytes now
 HELD_PAUSE_S = 0.0005  # while one is held for longer
 BUSY_FOR_S = 0.05
+UPDATE_TIMEOUT_S = 30.0  # on RDMA the pages of a large arena are pinned one by one
 IDLE_PAUSE_S = 0.01  # 1 % of a core or less, and the first contact of a peer waits no longer
 
 
@@ -41,6 +43,9 @@ class NixlTarget:
         self.agent_name = agent_name
         self.metadata = b""
         self._arenas = arenas
+        self._update = threading.Lock()  # one at a time
+        self._is_updated = threading.Event()
+        self._registered: dict[int, Any] = {}  # NIXL's handles, by arena id
         self._is_busy = is_busy
         self._loopback_only = loopback_only
         self._wake = threading.Event()
@@ -62,15 +67,15 @@ class NixlTarget:
     def _run(self) -> None:
         try:
             agent = NixlAgent(self.agent_name, loopback_only=self._loopback_only)
-            for arena in self._arenas:
-                agent.register(arena.base, arena.size_bytes)
-            self.metadata = agent.metadata()
+            self._register(agent)
         except Exception as error:  # noqa: BLE001 - handed to the thread that made us
             self._error = error
             return
         finally:
             self._ready.set()
         while not self._is_stopped:
+            if self._update.locked() and not self._is_updated.is_set():
+                self._register_again(agent)
             agent.progress()
             if time.monotonic() - self._woken_at < BUSY_FOR_S:
                 time.sleep(BUSY_PAUSE_S)
@@ -78,6 +83,40 @@ class NixlTarget:
                 time.sleep(HELD_PAUSE_S)
             elif self._wake.wait(IDLE_PAUSE_S):
                 self._wake.clear()
+
+    def _register(self, agent: NixlAgent) -> None:
+        arenas = {arena.arena_id: arena for arena in self._arenas}
+        for arena_id in self._registered.keys() - arenas.keys():
+            agent.deregister(self._registered.pop(arena_id))
+        for arena_id in arenas.keys() - self._registered.keys():
+            arena = arenas[arena_id]
+            self._registered[arena_id] = agent.register(arena.base, arena.size_bytes)
+        self.metadata = agent.metadata()
+
+    def _register_again(self, agent: NixlAgent) -> None:
+        try:
+            self._register(agent)
+        except Exception as error:  # noqa: BLE001 - handed to the thread that asked
+            self._error = error
+        finally:
+            self._is_updated.set()
+
+    def update(self, arenas: Sequence[Arena]) -> None:
+        """Register what is new and forget what is gone; transfers with the others go on. Blocks up to 10 ms.
+
+        Raises:
+            NixlUnavailable: NIXL does not take it, or made no progress any more.
+        """
+        with self._update:
+            self._arenas, self._error = arenas, None
+            self._is_updated.clear()
+            self._wake.set()
+            is_done = self._is_updated.wait(UPDATE_TIMEOUT_S)
+            self._is_updated.set()
+            if self._error is not None or not is_done:
+                raise NixlUnavailable(
+                    f"arenas cannot be registered: {self._error or 'no progress'}"
+                )
 
     def wake(self) -> None:
         """A lease or reservation was just given: over TCP its transfers need our progress at once."""

@@ -25,6 +25,7 @@ from kvpool.layout import Namespace
 from kvpool.wire import Session, WireServer
 from kvpool.wire import messages as m
 from tiers.arena import Arena
+from tiers.arenas import ArenaSet
 from tiers.cold_pins import PROMOTING, ColdAnswer, ColdPins
 from tiers.mover import Mover
 from tiers.slots import Place
@@ -45,6 +46,9 @@ class NodeIdentity:
     host: str
 
 
+Resize = Callable[[m.ResizeDram], Awaitable[m.ResizeDramReply]]
+
+
 class NodeService:
     """Answers everything that a node is asked.
 
@@ -60,7 +64,7 @@ class NodeService:
         self,
         identity: NodeIdentity,
         store: Store,
-        arenas: Sequence[Arena],
+        arenas: ArenaSet | Sequence[Arena],
         mover: Mover,
         describe: Callable[[], m.NodeDescriptor],
         *,
@@ -74,8 +78,9 @@ class NodeService:
         self.more_counters: list[Counter[str]] = []  # of parts that work beside this service
         self.refuse_writers: Callable[[], None] = lambda: None  # raises while the node drains
         self.refuses_readers: Callable[[], bool] = lambda: False
+        self.resize: Resize = _cannot_resize
         self.on_grant: Callable[[], None] = lambda: None  # a lease or reservation was just given
-        self._arenas = {arena.arena_id: arena for arena in arenas}
+        self._arenas = ArenaSet.of(arenas)
         self._describe = describe
         self._clock = clock
         self._started = clock()
@@ -348,7 +353,24 @@ class NodeService:
             self.store.reservation_count,
             len(self.store.namespaces()),
             {name: float(value) for name, value in counters.items()},
+            self._arena_usage(),
         )
+
+    def _arena_usage(self) -> list[m.ArenaUsage]:
+        used_bytes = self.store.arena_bytes()
+        retiring = self.store.retiring()
+        return [
+            m.ArenaUsage(
+                arena_id,
+                arena.size_bytes,
+                used_bytes.get(arena_id, 0),
+                arena_id in retiring,
+                arena.obtained.page_bytes,
+                arena.obtained.huge_bytes,
+                -1 if arena.numa_node is None else arena.numa_node,
+            )
+            for arena_id, arena in self._arenas.items()
+        ]
 
     def _with_speed(self, usage: m.TierUsage) -> m.TierUsage:
         if usage.tier != "nvme":
@@ -369,6 +391,10 @@ class NodeService:
 
     def _view(self, place: Place, length: int) -> Any:
         return self._arenas[place.arena_id].view(place.offset, length)
+
+
+async def _cannot_resize(_request: m.ResizeDram) -> m.ResizeDramReply:
+    raise InvalidArgument("this node cannot be resized")
 
 
 def _check_ttl(ttl_s: float) -> None:

@@ -33,6 +33,7 @@ from kvpool.transports.copying import Sums
 from kvpool.transports.nixl import NixlTransport
 from kvpool.wire import messages as m
 from tiers.arena import Arena
+from tiers.arenas import ArenaSet
 from tiers.store import Reservation, Store
 
 log = structlog.get_logger(__name__)
@@ -101,7 +102,7 @@ class Replicator:
         node_id: str,
         host: str,
         store: Store,
-        arenas: Sequence[Arena],
+        arenas: ArenaSet | Sequence[Arena],
         transports: Transports,
         wake: Callable[[], None],
         *,
@@ -112,7 +113,7 @@ class Replicator:
         self._node_id = node_id
         self._host = host
         self._store = store
-        self._arenas = {arena.arena_id: arena for arena in arenas}
+        self._arenas = ArenaSet.of(arenas)
         self._transports = transports
         self._wake = wake
         self._fetch = fetch
@@ -120,7 +121,8 @@ class Replicator:
         self._client_id = str(uuid.uuid4())
         self._links: dict[str, NodeLink] = {}
         self._slots = asyncio.Semaphore(MAX_AT_ONCE)
-        self._is_registered = False
+        self._nixl: NixlTransport | None = None  # once it was used
+        self._registered: dict[int, Arena] = {}  # with it, by arena id
 
     async def replicate(self, request: m.Replicate) -> m.ReplicateReply:
         """Copy a run; see `ReplicateReply` for what is told of it.
@@ -360,12 +362,22 @@ class Replicator:
             await link.close()
             await asyncio.to_thread(self._transports.forget, node_id)
 
+    async def forget_gone_arenas(self) -> None:
+        """Let go of the arenas that the node has no more, before they are closed."""
+        for arena_id in self._registered.keys() - self._arenas.keys():
+            gone = self._registered.pop(arena_id)
+            if self._nixl is not None:
+                await asyncio.to_thread(self._nixl.deregister, gone.base)
+
     async def _register_arenas(self, link: NodeLink) -> None:
         """Register the arenas with NIXL once, not with every transfer."""
         transport = await asyncio.to_thread(lambda: link.transport)
-        if isinstance(transport, NixlTransport) and not self._is_registered:
-            self._is_registered = True
-            for arena in self._arenas.values():
+        if not isinstance(transport, NixlTransport):
+            return
+        self._nixl = transport
+        for arena_id, arena in self._arenas.items():
+            if arena_id not in self._registered:
+                self._registered[arena_id] = arena
                 await asyncio.to_thread(transport.register, arena.base, arena.size_bytes, arena)
 
 

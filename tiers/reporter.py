@@ -40,7 +40,7 @@ class Reporter:
         self.is_joined = False
         self.is_draining: Callable[[], bool] = lambda: False  # told again after each joining
         self._service = service
-        self._descriptor = describe
+        self.descriptor = describe
         self._sequence = 0
         self._lost_before = 0.0
         self._heartbeat_s = 1.0
@@ -88,13 +88,18 @@ class Reporter:
     def _events_link(self) -> WireClient:
         return self._links[self._at][0]
 
+    def announce(self, descriptor: m.NodeDescriptor) -> None:
+        """The node can be reached in another way, or has other memory: the conductor hears it at once."""
+        self.descriptor = descriptor
+        self._must_join.set()
+
     def _namespace_added(self, namespace: Namespace) -> None:
         self._events_link.send_nowait(m.RegisterNamespace(namespace))
 
     async def _join(self) -> None:
         self._must_join.clear()
         self._is_lost = False
-        join = m.NodeJoin(self._descriptor, self._service.store.namespaces())
+        join = m.NodeJoin(self.descriptor, self._service.store.namespaces())
         reply: m.MemberReply = await self._events_link.call(join, CALL_TIMEOUT_S)
         self._heartbeat_s = reply.heartbeat_s
         self._lost_before = self._lost_events()

@@ -81,6 +81,10 @@ class RetirementBook:
         self._walks: dict[int, _Walk] = {}  # by arena id
         self._next_id = -1  # downwards: the numbers of all other moves are positive
         self._moves: dict[int, tuple[Move, Copy, Copy]] = {}
+        self._demoted: set[Copy] = (
+            set()
+        )  # once each: a disk that refuses one does not keep the arena
+        self._may_demote = True
 
     def __len__(self) -> int:
         return len(self._moves)
@@ -119,12 +123,15 @@ class RetirementBook:
         empty = [arena_id for arena_id, used_bytes in self.retiring().items() if not used_bytes]
         for arena_id in empty:
             del self._walks[arena_id]
+            if not self._walks:
+                self._demoted.clear()
             self._residency.tiers[DRAM].slots.remove(arena_id)
             self._residency.resized(DRAM)
         return empty
 
-    def plan(self, max_blocks: int) -> list[Move]:
+    def plan(self, max_blocks: int, *, may_demote: bool = True) -> list[Move]:
         """Move or evict up to `max_blocks` blocks that nobody holds; returns the moves to carry out."""
+        self._may_demote = may_demote
         owners = self._residency.tiers[DRAM].owners
         budget = _Budget(max_blocks)
         for walk in self._walks.values():
@@ -179,8 +186,10 @@ class RetirementBook:
         is_pressed = walk.is_pressing and eviction.has_descendant(copy)
         is_urgent = is_pressed or block.keep_until != NEVER
         started = self._relocate(copy, None if is_urgent else block.last_use, budget)
-        if not started and not copy.pins:
+        if not started and not copy.pins and self._may_demote and copy not in self._demoted:
             started = self._demotions.demote(copy)
+            if started:
+                self._demoted.add(copy)
         budget.moves += started
         is_evicted = not started and eviction.is_evictable(copy)
         if is_evicted:

@@ -8,9 +8,11 @@ import shutil
 import tempfile
 import time
 import uuid
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import structlog
+from msgspec import structs
 
 from kvpool.config import NodeConfig
 from kvpool.errors import ConfigError
@@ -24,6 +26,7 @@ from kvpool.wire import WireServer
 from kvpool.wire import messages as m
 from tiers.adapters import grpc_server, http_app
 from tiers.arena import Arena, ArenaServer
+from tiers.arenas import ArenaSet, arena_unit, make_arena, make_arenas
 from tiers.devices import Devices, open_devices
 from tiers.draining import Drainer
 from tiers.metrics import NodeCollector
@@ -33,6 +36,8 @@ from tiers.node import NodeIdentity, NodeService
 from tiers.prefetching import Prefetcher
 from tiers.replication import Replicator
 from tiers.reporter import Reporter
+from tiers.resizing import Resizer
+from tiers.slot_pool import SlotPool
 from tiers.slots import SlotAllocator
 from tiers.store import Store, StoreConfig
 
@@ -73,6 +78,9 @@ class _Node:
         self._stack = stack
         self.tasks: list[asyncio.Task[None]] = []
         self._reporter: Reporter | None = None
+        self._handout: ArenaServer | None = None
+        self._target: NixlTarget | None = None
+        self._replicator: Replicator
         self.drainer: Drainer
         # Microseconds since 1970: grows with every start, also across reboots.
         self._identity = NodeIdentity(_node_id(config), time.time_ns() // 1000, config.host_label)
@@ -80,11 +88,17 @@ class _Node:
     async def start(self) -> _Node:
         config, stack, identity = self._config, self._stack, self._identity
         runtime = self._runtime_directory()
-        arena = Arena(0, config.dram_bytes - config.dram_bytes % config.slab_bytes)
-        stack.callback(arena.close)
+        arenas = make_arenas(config)
+        stack.callback(arenas.close)
         devices = self._open_nvme()
         store = Store(
-            SlotAllocator(arena.size_bytes, config.slab_bytes, arena.arena_id),
+            SlotPool(
+                [
+                    SlotAllocator(a.size_bytes, config.slab_bytes, a.arena_id)
+                    for a in arenas.values()
+                ],
+                "spread" if len(config.numa_nodes) > 1 else "fill",
+            ),
             devices.slots(config.slab_bytes) if devices else None,
             StoreConfig(
                 grace_s=config.grace_s,
@@ -103,9 +117,9 @@ class _Node:
                 first_id=identity.epoch,  # ids of an earlier life name nothing here
             ),
         )
-        mover = Mover(store, [arena], devices)
+        mover = Mover(store, arenas, devices)
         stack.callback(mover.close)
-        service = NodeService(identity, store, [arena], mover, lambda: self._descriptor)
+        service = NodeService(identity, store, arenas, mover, lambda: self._descriptor)
         if devices is not None:
             count = devices.recover_into(store, time.monotonic())
             log.info("recovered blocks from NVMe", parts=count, devices=devices.states())
@@ -113,9 +127,11 @@ class _Node:
         shm_path = ""
         if "shm" in config.transports:
             shm_path = str(runtime / f"arena-{identity.epoch}.sock")
-            arenas = ArenaServer(shm_path, identity.node_id, identity.epoch, [arena])
-            stack.callback(arenas.close)
-        target = self._start_nixl(arena, service)
+            self._handout = ArenaServer(
+                shm_path, identity.node_id, identity.epoch, tuple(arenas.values())
+            )
+            stack.callback(self._handout.close)
+        target = self._target = self._start_nixl(arenas, service)
         if target is not None:
             service.on_grant = target.wake
 
@@ -123,7 +139,7 @@ class _Node:
             "node", identity.node_id, identity.epoch, max_frame_bytes=config.max_frame_bytes
         )
         service.expose(wire)
-        self._beside(service, arena, wire)
+        self._beside(service, arenas, wire)
         port = await wire.listen(config.host, config.wire_port)
         stack.push_async_callback(wire.close)
         registry = new_registry()
@@ -141,7 +157,7 @@ class _Node:
             identity.host,
             f"{config.announced_host}:{port}",
             f"{config.announced_host}:{http.port}",
-            [m.Arena(arena.arena_id, arena.size_bytes, arena.base)],
+            _described(arenas.values()),
             shm_path,
             target.agent_name if target else "",
             target.metadata if target else b"",
@@ -158,25 +174,38 @@ class _Node:
             self.tasks.append(asyncio.create_task(self._reporter.run(), name="reporter"))
         return self
 
-    def _beside(self, service: NodeService, arena: Arena, wire: WireServer) -> None:
-        """The parts that work beside the service: copies from other nodes, prefetch, draining."""
+    def _beside(self, service: NodeService, arenas: ArenaSet, wire: WireServer) -> None:
+        """The parts that work beside the service: copies from other nodes, prefetch, resizing, draining."""
         config, identity = self._config, self._identity
         transports = Transports(
             f"copies-{identity.node_id}-{identity.epoch}",
             forced=config.transports[0] if len(config.transports) == 1 else "auto",
             loopback_only=config.host.startswith(_LOOPBACK),
         )
-        replicator = Replicator(
+        replicator = self._replicator = Replicator(
             identity.node_id,
             identity.host,
             service.store,
-            [arena],
+            arenas,
             transports,
             service.mover.wake,
         )
         self._stack.push_async_callback(replicator.close)
         prefetcher = Prefetcher(service.store, service.mover, config.max_prefetch_blocks)
         self.tasks.append(asyncio.create_task(prefetcher.run(), name="prefetch"))
+        resizer = Resizer(
+            service.store,
+            arenas,
+            lambda arena_id, size_bytes: make_arena(config, arena_id, size_bytes),
+            self._announce,
+            service.mover.begin,
+            lambda: not service.mover.is_disk_failed,
+            slab_bytes=config.slab_bytes,
+            unit_bytes=arena_unit(config),
+        )
+        self._stack.callback(resizer.close)
+        self.tasks.append(asyncio.create_task(resizer.run(), name="resizer"))
+        service.resize = resizer.resize
         self.drainer = Drainer(service.store, lambda: self._descriptor, config.conductor)
         service.refuse_writers = self.drainer.refuse_writers
         service.refuses_readers = lambda: self.drainer.refuses_readers
@@ -188,7 +217,23 @@ class _Node:
 
         wire.handle(m.Replicate, lambda r, _s: replicate(r))
         wire.handle(m.Prefetch, lambda r, _s: prefetcher.prefetch(r))
+        wire.handle(m.ResizeDram, lambda r, _s: resizer.resize(r))
         wire.handle(m.Drain, lambda r, _s: self.drainer.drain(r))
+
+    async def _announce(self, arenas: Sequence[Arena]) -> None:
+        """Have everybody who reaches into the node's memory know what there is of it now."""
+        if self._target is not None:
+            await asyncio.to_thread(self._target.update, arenas)
+        if self._handout is not None:
+            await asyncio.to_thread(self._handout.offer, arenas)
+        await self._replicator.forget_gone_arenas()
+        self._descriptor = structs.replace(
+            self._descriptor,
+            arenas=_described(arenas),
+            nixl_metadata=self._target.metadata if self._target else b"",
+        )
+        if self._reporter is not None:
+            self._reporter.announce(self._descriptor)
 
     def facts(self) -> dict[str, object]:
         """What a starter needs to know."""
@@ -230,14 +275,14 @@ class _Node:
         self._stack.callback(devices.close)
         return devices
 
-    def _start_nixl(self, arena: Arena, service: NodeService) -> NixlTarget | None:
+    def _start_nixl(self, arenas: ArenaSet, service: NodeService) -> NixlTarget | None:
         if "nixl" not in self._config.transports:
             return None
         name = f"node-{self._identity.node_id}-{self._identity.epoch}"
         try:
             target = NixlTarget(
                 name,
-                [arena],
+                tuple(arenas.values()),
                 service.is_busy,
                 loopback_only=self._config.host.startswith(_LOOPBACK),
             )
@@ -250,6 +295,10 @@ class _Node:
             return None
         self._stack.callback(target.close)
         return target
+
+
+def _described(arenas: Iterable[Arena]) -> list[m.Arena]:
+    return [m.Arena(arena.arena_id, arena.size_bytes, arena.base) for arena in arenas]
 
 
 def _node_id(config: NodeConfig) -> str:

@@ -499,14 +499,24 @@ class Store:
         """
         self._retirements.retire(arena_id)
 
-    def plan_retirement(self, max_blocks: int, now: float) -> list[Move]:
+    def plan_retirement(
+        self, max_blocks: int, now: float, *, may_demote: bool = True
+    ) -> list[Move]:
         """Take up to `max_blocks` blocks out of the retired arenas; what is leased or written stays.
 
         Returns moves from dram to dram or nvme, each to be ended by `finish_move`; the rest was evicted, which
         `retiring` shows. A call takes 5 ms at most.
+
+        Args:
+            may_demote: nvme takes blocks; without it what finds no room in dram is evicted.
         """
         self.expire(now)
-        return self._retirements.plan(max_blocks)
+        return self._retirements.plan(max_blocks, may_demote=may_demote)
+
+    def arena_bytes(self) -> dict[int, int]:
+        """Bytes in slots of each dram arena, by arena id."""
+        arenas = self._residency.tiers[DRAM].slots.arenas
+        return {arena.arena_id: arena.used_bytes for arena in arenas}
 
     def retiring(self) -> dict[int, int]:
         """Bytes that are still in slots of each retired dram arena, by arena id."""

@@ -352,6 +352,32 @@ class PrefetchReply(Reply, frozen=True):
     reason: str
 
 
+class ResizeDram(Message, frozen=True):
+    """Make the node's DRAM this large, rounded down to slabs; answered when what is new can be used."""
+
+    target_bytes: int
+
+
+class ResizeDramReply(Reply, frozen=True):
+    """`retiring_bytes`: of arenas that are being emptied, and stay for as long as somebody holds blocks there."""
+
+    before_bytes: int
+    capacity_bytes: int
+    retiring_bytes: int
+
+
+class ArenaUsage(Reply, frozen=True):
+    """One arena of DRAM: what it is made of, and how full it is."""
+
+    arena_id: int
+    size_bytes: int
+    used_bytes: int  # in slots
+    is_retiring: bool
+    page_bytes: int  # of the mapping
+    huge_bytes: int  # in huge pages, as the kernel said when all had been touched
+    numa_node: int = -1  # -1: wherever the kernel liked
+
+
 class NodeStats(Message, frozen=True):
     pass
 
@@ -366,6 +392,7 @@ class NodeStatsReply(Reply, frozen=True):
     reservations: int
     namespaces: int
     counters: dict[str, float]  # e.g. "hits", "misses", "evicted", "bytes_read:shm"
+    arenas: list[ArenaUsage] = []
 
 
 # ---------------------------------------------------------------- conductor: membership and index
@@ -742,6 +769,7 @@ REPLIES: dict[type[Message], type[Reply]] = {
     GetInline: GetInlineReply,
     Replicate: ReplicateReply,
     Drain: DrainReply,
+    ResizeDram: ResizeDramReply,
     Prefetch: PrefetchReply,
     NodeStats: NodeStatsReply,
     Protect: ProtectReply,
