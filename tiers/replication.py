@@ -262,6 +262,7 @@ class Replicator:
             _check_epoch(link)
             if lease.found < last - first:
                 run.cut(first + lease.found, f"source:{lease.miss_reason or 'miss'}")
+            await link.know(lease.places, left)
             rows = self._rows(run, lease, first)
             if not rows:
                 return

@@ -20,6 +20,7 @@ from kvpool.client.deadlines import time_left
 from kvpool.errors import (
     ChecksumMismatch,
     LeaseExpired,
+    StaleEpoch,
     TransferFailed,
     Unavailable,
     UnknownNamespace,
@@ -102,6 +103,7 @@ class NodeLink:
     ) -> None:
         self.node = node
         self.wire = WireClient(node.address, client_id, expected_epoch=node.epoch)
+        self._arena_ids = frozenset(arena.arena_id for arena in node.arenas)
         self._transports = transports
         self._host = host
 
@@ -112,8 +114,29 @@ class NodeLink:
 
     async def connect(self, timeout_s: float) -> None:
         """Do now what the first transfer would do: load the transport, meet the node, open the wire."""
-        await asyncio.to_thread(lambda: self.transport.connect(self.node, timeout_s))
-        await self.wire.call(m.Ping(), timeout_s)
+        deadline = time.monotonic() + timeout_s
+        await self._describe(timeout_s)  # what was looked up may be older than an arena
+        await asyncio.to_thread(lambda: self.transport.connect(self.node, time_left(deadline)))
+
+    async def know(self, places: Int64Array, timeout_s: float) -> None:
+        """Have the node described again where some place lies in an arena that it got since then.
+
+        Raises:
+            StaleEpoch: it has restarted. TransferFailed: it has no such arena.
+        """
+        if self._arena_ids.issuperset(places[:, 0].tolist()):
+            return
+        await self._describe(timeout_s)
+        missing = set(places[:, 0].tolist()) - self._arena_ids
+        if missing:
+            raise TransferFailed(f"node {self.node.node_id} has no arena {min(missing)}")
+
+    async def _describe(self, timeout_s: float) -> None:
+        node: m.NodeDescriptor = await self.wire.call(m.Describe(), timeout_s)
+        if (node.node_id, node.epoch) != (self.node.node_id, self.node.epoch):
+            raise StaleEpoch(f"node {self.node.node_id} has restarted since it was looked up")
+        self.node = node
+        self._arena_ids = frozenset(arena.arena_id for arena in node.arenas)
 
     async def call(self, request: Any, namespace: Namespace, timeout_s: float) -> Any:
         """A call that names `namespace`; registers it first where the node does not know it."""
@@ -219,6 +242,8 @@ class NodeLink:
         """
         self._check_lease(lease)  # else the reason would be a deadline that the caller has not set
         plan = plan or plan_part(namespace.layout, 0)
+        deadline = min(time.monotonic() + timeout_s, lease.deadline)
+        await self.know(lease.places, time_left(deadline))
         bad = await self._off_loop(
             plan.effort_bytes(len(addresses)),
             self._read_blocking,
@@ -228,7 +253,7 @@ class NodeLink:
             addresses,
             owner,
             verify,
-            min(time.monotonic() + timeout_s, lease.deadline),
+            deadline,
             is_disposable,
         )
         self._check_lease(lease)
@@ -350,6 +375,7 @@ class NodeLink:
             deadline: of the reservation (monotonic seconds); nothing is written past it.
         """
         until = min(time.monotonic() + timeout_s, deadline)
+        await self.know(pieces.places, time_left(until))
 
         def work() -> Sums:
             # Seen from the thread that writes: loading a transport or waiting for a turn takes time too.

@@ -11,7 +11,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +48,15 @@ class _Transfer:
     on_end: Callable[[], None] | None = None  # told once nothing is moved any more
 
 
+@dataclass(slots=True, frozen=True)
+class _Peer:
+    """A node that was met, and the arenas that it had then."""
+
+    epoch: int
+    agent_name: str
+    arena_ids: frozenset[int]
+
+
 Job = Callable[[Future[None]], bool]  # False: the future is settled later, by `_poll`
 
 
@@ -77,7 +86,7 @@ class NixlTransport(Transport):
         self._agent_name = name
         self._loopback_only = loopback_only
         self._agent: NixlAgent | None = None
-        self._peers: dict[str, tuple[int, str]] = {}  # node id -> (epoch, agent name)
+        self._peers: dict[str, _Peer] = {}  # by node id
         self._registered: dict[int, tuple[int, Any, Any]] = {}  # address -> (size, handle, owner)
         self._active: list[_Transfer] = []
         self._stuck: list[_Transfer] = []  # past their deadline, not over
@@ -266,25 +275,33 @@ class NixlTransport(Transport):
     def _is_registered(self, low: int, high: int) -> bool:
         return any(a <= low and high <= a + size for a, (size, _, _) in self._registered.items())
 
-    def _meet(self, node: NodeDescriptor) -> str:
+    def _meet(self, node: NodeDescriptor, arena_ids: Set[int]) -> str:
         """The agent name of a node's present life; an earlier life is removed first."""
         known = self._peers.get(node.node_id)
-        if known is not None and known[0] == node.epoch:
-            return known[1]
-        self._unmeet(node.node_id)
+        is_same_life = known is not None and known.epoch == node.epoch
+        if known is not None and is_same_life and known.arena_ids >= arena_ids:
+            return known.agent_name
+        # New arenas: what is met already learns of them. Where nothing is under way it is met afresh, so that
+        # arenas that are gone are forgotten, whose addresses may be those of the new ones.
+        if not is_same_life or not self._is_busy_with(node.node_id):
+            self._unmeet(node.node_id)
         name = self._raw.add_remote_agent(node.nixl_metadata)
         name = name.decode() if isinstance(name, bytes) else str(name)
         if name != node.nixl_agent:
             raise TransferFailed(f"metadata of {node.node_id} names agent {name!r}")
-        self._peers[node.node_id] = (node.epoch, name)
+        arena_ids = frozenset(arena.arena_id for arena in node.arenas)
+        self._peers[node.node_id] = _Peer(node.epoch, name, arena_ids)
         return name
+
+    def _is_busy_with(self, node_id: str) -> bool:
+        return any(transfer.node_id == node_id for transfer in (*self._active, *self._stuck))
 
     def _unmeet(self, node_id: str) -> bool:
         # Transfers under way with it stay in quarantine: it may only have been slow.
         known = self._peers.pop(node_id, None)
         if known is not None and self._agent is not None:
             with contextlib.suppress(Exception):
-                self._agent.raw.remove_remote_agent(known[1])
+                self._agent.raw.remove_remote_agent(known.agent_name)
         return True
 
     def _settle(self, transfer: _Transfer) -> None:
@@ -336,8 +353,8 @@ class NixlTransport(Transport):
         if time.monotonic() >= deadline:
             # Never begin late: the lease or reservation behind it may be over (invariants 2 and 3).
             raise DeadlineExceeded(f"no time left to begin a transfer with node {node.node_id}")
-        peer = self._meet(node)
         remote = _remote_rows(node, pieces)
+        peer = self._meet(node, set(pieces.places[:, 0].tolist()))
         low = int(pieces.local.min())
         high = int((pieces.local + pieces.lengths).max())
         registration = None

@@ -2,7 +2,8 @@
 
 A node hands out the file descriptors of its memory over a Unix socket that only its own user can open.
 A mapping outlives a node's death (the kernel keeps the memory while it is mapped), so a copy under way
-never faults.
+never faults. Arenas come and go while a node lives: a place in one that is not mapped yet has the rest mapped,
+once, and what the node handed out no more is unmapped when the last copy there is over.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import msgspec
 import numpy as np
@@ -40,11 +43,19 @@ class ArenaHandout(Reply, frozen=True):
     sizes: list[int]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, frozen=True)
+class _Mapped:
+    map: mmap.mmap
+    base: int
+    size_bytes: int
+
+
+@dataclass(slots=True, frozen=True)
 class _Attached:
+    """A node's memory as it was handed out; whoever copies holds it, and so keeps it mapped."""
+
     epoch: int
-    bases: dict[int, tuple[int, int]]  # arena id -> (address, size)
-    maps: list[mmap.mmap]
+    arenas: dict[int, _Mapped]  # by arena id
 
 
 class ShmTransport(Transport):
@@ -75,17 +86,17 @@ class ShmTransport(Transport):
 
     def read(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        remote = self._addresses(node, pieces.places, pieces.lengths)
+        _held, remote = self._addresses(node, pieces.places, pieces.lengths)
         copy(pieces.local, remote, pieces.lengths, deadline)
 
     def write(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        remote = self._addresses(node, pieces.places, pieces.lengths)
+        _held, remote = self._addresses(node, pieces.places, pieces.lengths)
         copy(remote, pieces.local, pieces.lengths, deadline)
 
     def read_and_sum(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> Sums:
         deadline = time.monotonic() + timeout_s
-        remote = self._addresses(node, pieces.places, pieces.lengths)
+        _held, remote = self._addresses(node, pieces.places, pieces.lengths)
         return copy_and_sum(
             pieces.local,
             remote,
@@ -97,7 +108,7 @@ class ShmTransport(Transport):
 
     def write_and_sum(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> Sums:
         deadline = time.monotonic() + timeout_s
-        remote = self._addresses(node, pieces.places, pieces.lengths)
+        _held, remote = self._addresses(node, pieces.places, pieces.lengths)
         return copy_and_sum(
             remote,
             pieces.local,
@@ -110,34 +121,40 @@ class ShmTransport(Transport):
     def sum_in_place(
         self, node: NodeDescriptor, places: Int64Array, lengths: Int64Array, timeout_s: float
     ) -> Sums:
-        return sum_runs(self._addresses(node, places, lengths), lengths)
+        _held, remote = self._addresses(node, places, lengths)
+        return sum_runs(remote, lengths)
 
     def _addresses(
         self, node: NodeDescriptor, places: Int64Array, lengths: Int64Array
-    ) -> Int64Array:
-        attached = self._attach(node)
+    ) -> tuple[_Attached, Int64Array]:
+        """Where the places are in this process, for as long as the first of both is held."""
+        arena_ids = set(places[:, 0].tolist())
+        attached = self._attach(node, arena_ids)
         out = np.empty(len(lengths), dtype=np.int64)
-        for arena_id in set(places[:, 0].tolist()):
-            if int(arena_id) not in attached.bases:
+        for arena_id in arena_ids:
+            arena = attached.arenas.get(arena_id)
+            if arena is None:
                 raise TransferFailed(f"node {node.node_id} has no arena {arena_id}")
-            base, size = attached.bases[int(arena_id)]
             rows = places[:, 0] == arena_id
             offsets = places[rows, 1]
-            if (offsets < 0).any() or (offsets + lengths[rows] > size).any():
+            if (offsets < 0).any() or (offsets + lengths[rows] > arena.size_bytes).any():
                 raise TransferFailed(f"a place lies outside arena {arena_id} of {node.node_id}")
-            out[rows] = offsets + base
-        return out
+            out[rows] = offsets + arena.base
+        return attached, out
 
-    def _attach(self, node: NodeDescriptor) -> _Attached:
+    def _attach(self, node: NodeDescriptor, arena_ids: Set[int] = frozenset()) -> _Attached:
         attached = self._attached.get(node.node_id)
-        if attached is not None and attached.epoch == node.epoch:
+        if _has(attached, node, arena_ids):
             return attached
         with self._lock:
             attached = self._attached.get(node.node_id)
-            if attached is None or attached.epoch != node.epoch:
-                attached = self._attached[node.node_id] = _map_arenas(node)
+            if not _has(attached, node, arena_ids):
+                is_same_life = attached is not None and attached.epoch == node.epoch
+                known = attached.arenas if attached is not None and is_same_life else {}
+                attached = self._attached[node.node_id] = _map_arenas(node, known)
+                fresh = [arena for key, arena in attached.arenas.items() if key not in known]
                 threading.Thread(
-                    target=_populate, args=(attached,), name="kvpool-populate", daemon=True
+                    target=_populate, args=(fresh,), name="kvpool-populate", daemon=True
                 ).start()
             return attached
 
@@ -151,20 +168,31 @@ class ShmTransport(Transport):
             self._attached.clear()
 
 
-def _populate(attached: _Attached) -> None:
+def _has(
+    attached: _Attached | None, node: NodeDescriptor, arena_ids: Set[int]
+) -> TypeGuard[_Attached]:
+    return (
+        attached is not None
+        and attached.epoch == node.epoch
+        and attached.arenas.keys() >= arena_ids
+    )
+
+
+def _populate(arenas: Sequence[_Mapped]) -> None:
     """Enter the arenas' pages into our page table, beside the traffic.
 
     The node has touched them all, but each page costs this process a fault of its own at its first use:
     a put into fresh slots ran at a third of its speed for it.
     """
-    for base, size in attached.bases.values():
-        for at in range(0, size, POPULATE_BYTES):
-            step = min(POPULATE_BYTES, size - at)
-            if _madvise(base + at, step, MADV_POPULATE_WRITE) != 0:
+    for arena in arenas:
+        for at in range(0, arena.size_bytes, POPULATE_BYTES):
+            step = min(POPULATE_BYTES, arena.size_bytes - at)
+            if _madvise(arena.base + at, step, MADV_POPULATE_WRITE) != 0:
                 return  # an older kernel: pages come when they are used
 
 
-def _map_arenas(node: NodeDescriptor) -> _Attached:
+def _map_arenas(node: NodeDescriptor, known: Mapping[int, _Mapped]) -> _Attached:
+    """Everything that the node hands out now; what is known (of this life of the node) stays where it is."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
             link.settimeout(ATTACH_TIMEOUT_S)
@@ -175,19 +203,21 @@ def _map_arenas(node: NodeDescriptor) -> _Attached:
             f"cannot map the memory of node {node.node_id}: {error}",
             hint="it runs as another user, or has just stopped",
         ) from error
-    maps: list[mmap.mmap] = []
     try:
         handout = msgspec.msgpack.decode(data, type=ArenaHandout)
         if (handout.node_id, handout.epoch) != (node.node_id, node.epoch):
             raise StaleEpoch(f"node {node.node_id} has restarted since it was looked up")
-        bases: dict[int, tuple[int, int]] = {}
+        arenas: dict[int, _Mapped] = {}
         for arena_id, size, fd in zip(handout.arena_ids, handout.sizes, fds, strict=True):
-            mapped = mmap.mmap(fd, size)
-            maps.append(mapped)
-            bases[arena_id] = (ctypes.addressof(ctypes.c_char.from_buffer(mapped)), size)
+            arenas[arena_id] = known.get(arena_id) or _map(fd, size)
     except (msgspec.DecodeError, ValueError, OSError) as error:
         raise TransferFailed(f"node {node.node_id} sent no usable memory: {error}") from error
     finally:
         for fd in fds:
             os.close(fd)
-    return _Attached(node.epoch, bases, maps)
+    return _Attached(node.epoch, arenas)
+
+
+def _map(fd: int, size: int) -> _Mapped:
+    mapped = mmap.mmap(fd, size)
+    return _Mapped(mapped, ctypes.addressof(ctypes.c_char.from_buffer(mapped)), size)
