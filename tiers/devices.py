@@ -215,6 +215,17 @@ class Devices:
             self.record_removed(namespace_id, block_hash)
         return count
 
+    def write_part(self, move: Move, namespace: Namespace, data: Octets) -> int:
+        """`Device.write_part` on the move's target; no other device tells of the part at the next start.
+
+        A lost device may be back by then, with an older copy or none.
+        """
+        stored_sum = self[move.target.arena_id].write_part(move, namespace, data)
+        for device in self:
+            if device.number != move.target.arena_id:
+                device.files.forget(move.namespace_id, move.block_hash, move.part)
+        return stored_sum
+
     def record_removed(self, namespace_id: bytes, block_hash: bytes) -> None:
         """A block must not come back: its parts may stand on any device.
 

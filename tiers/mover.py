@@ -218,7 +218,7 @@ class Mover:
         if is_promotion:
             submitted = device.readers.submit(self._read, device, move, namespace)
         else:
-            submitted = device.writers.submit(self._write, device, move, namespace)
+            submitted = device.writers.submit(self._write, move, namespace)
         work = asyncio.wrap_future(submitted)
         if is_promotion:
             self._promotions.setdefault(_block(move), {})[move.move_id] = work
@@ -291,10 +291,10 @@ class Mover:
 
     # ------------------------------------------------------------ in threads
 
-    def _write(self, device: Device, move: Move, namespace: Namespace) -> int:
+    def _write(self, move: Move, namespace: Namespace) -> int:
         data = self._arenas[move.source.arena_id].view(move.source.offset, move.length)
         with self._timed(self.write_speed, move.length):
-            return device.write_part(move, namespace, data)
+            return self.devices.write_part(move, namespace, data)
 
     def _read(self, device: Device, move: Move, namespace: Namespace) -> int:
         target = self._arenas[move.target.arena_id].view(move.target.offset, move.length)

@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -207,6 +208,16 @@ class NvmeFiles:
         with self._lock:
             self._manifest.remove(namespace_id, block_hash, part)
             self._sync_if_due()
+
+    def forget(self, namespace_id: bytes, block_hash: bytes, part: int) -> None:
+        """Forget a part that is stored elsewhere by now, unless the manifest is busy: nothing depends on it."""
+        if not self._lock.acquire(blocking=False):
+            return  # perhaps in a sync that takes long: other devices do not wait for it
+        try:
+            with suppress(NvmeFailed):
+                self._manifest.remove(namespace_id, block_hash, part)
+        finally:
+            self._lock.release()
 
     def namespaces(self) -> list[Namespace]:
         """The namespaces recorded."""
