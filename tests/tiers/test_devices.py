@@ -21,7 +21,7 @@ from tests.tiers.test_mover import until
 from tiers.arena import Arena
 from tiers.devices import Device, open_devices
 from tiers.manifest import NvmeFailed
-from tiers.mover import Mover
+from tiers.mover import BATCH_BLOCKS, Mover
 from tiers.node import NodeIdentity, NodeService
 from tiers.nvme import NvmeInUse
 from tiers.quantise import Encoding, decode, encode
@@ -195,6 +195,39 @@ async def test_a_slow_device_holds_up_no_read_from_another(
         assert not any(task.done() for task in pending)
         released.set()
         assert [(await task).found for task in pending] == [1] * len(slow)
+
+
+@pytest.mark.parametrize("write_through", [True, False])
+async def test_disks_that_cannot_follow_hold_a_bounded_number_of_slots_and_no_writer(
+    disks: list[Path], monkeypatch: pytest.MonkeyPatch, write_through: bool
+) -> None:
+    with running(disks[:2], disk_pages=1024, write_through=write_through) as n:
+        task = asyncio.create_task(n.mover.run())
+        released = threading.Event()
+        for device in n.devices:
+
+            def late(place: Place, data: Any, real: Any = device.files.write) -> None:
+                assert released.wait(20)
+                real(place, data)
+
+            monkeypatch.setattr(device.files, "write", late)
+        chains = [names(6, b"c%d" % i) for i in range(10)]
+        for chain in chains[:9]:  # 54 of the 64 blocks that DRAM holds
+            await n.put(WIDE, chain)
+        await n.put(WIDE, chains[9])
+        await until(lambda: n.store.move_count > 0, "demotion has begun")
+        for i in range(20):  # as much again, twice: written without waiting for any disk
+            await n.put(WIDE, names(6, b"m%d" % i))
+            assert n.store.move_count <= 2 * BATCH_BLOCKS
+        assert n.store.counters["lost"] > 0  # evicted unwritten
+        assert n.store.usage()[1].reserved_bytes <= 2 * BATCH_BLOCKS * 8 * PAGE
+        released.set()
+        for i in range(20):
+            await n.put(WIDE, names(6, b"l%d" % i))
+            await until(lambda: n.store.move_count == 0, "a batch is over")
+        await until(lambda: n.store.counters.get("demoted", 0) > 2 * BATCH_BLOCKS, "and goes on")
+        n.store.check_integrity()
+        task.cancel()
 
 
 # ---------------------------------------------------------------- restarts

@@ -160,3 +160,44 @@ def test_devices_that_fail_at_any_moment_break_no_invariant(seed: int) -> None:
     assert story.on_disk == set()
     [nvme] = [usage for usage in story.store.usage() if usage.tier == "nvme"]
     assert nvme.capacity_bytes == nvme.committed_bytes == nvme.reserved_bytes == 0
+
+
+def two_devices() -> Store:
+    """Room for two blocks of the second namespace on each device."""
+    store = Store(
+        SlotAllocator(6 * SLAB, SLAB),
+        SlotPool([SlotAllocator(SLAB, SLAB, number) for number in range(2)], "spread"),
+        StoreConfig(write_through=True, grace_s=0.0),
+    )
+    for space in SPACES:
+        store.register_namespace(space, 0.0)
+    return store
+
+
+def put(store: Store, names: list[bytes]) -> None:
+    granted = store.reserve(SPACES[1].namespace_id, names, b"", 0, "w", 9.0, 0.0)
+    store.commit(granted.reservation_id, [1] * len(names), 0.0)
+
+
+def test_a_chain_that_ends_on_a_closed_device_still_gives_way() -> None:
+    store, space_id = two_devices(), SPACES[1].namespace_id
+    old, new = ([tag + bytes([i]) * 15 for i in range(4)] for tag in (b"o", b"n"))
+    for i, (parent, name) in enumerate(zip([b"", *old], old, strict=False)):
+        place = Place(i % 2, i // 2 * 8 * PAGE)
+        assert store.recover(space_id, name, parent, 0, place, 7, 0.0)
+    assert store.usage()[1].free_bytes == 0
+    store.close_device(1, 0.0)
+    put(store, new)
+    moves = store.plan_demotions(4, 0.0)
+    assert [move.target.arena_id for move in moves] == [0, 0]
+    store.check_integrity()
+
+
+def test_parts_in_two_encodings_do_not_make_a_block() -> None:
+    store = two_devices()
+    space_id, name = SPACES[0].namespace_id, b"x" * 16
+    assert store.recover(space_id, name, b"", 0, Place(0, 0), 7, 0.0, "fp8")
+    assert not store.recover(space_id, name, b"", 1, Place(1, 0), 7, 0.0, "as_is")
+    assert store.finish_recovery(0.0) == [(space_id, name)]
+    assert store.lookup(space_id, [name]) == []
+    store.check_integrity()
