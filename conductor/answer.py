@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -150,15 +150,27 @@ class Answer:
 
 
 class EventResponse(StreamingResponse):
-    """A stream of events that is closed in order when its reader leaves, not when memory is tidied."""
+    """A stream of events that is closed in order when its reader leaves, not when memory is tidied.
 
-    def __init__(self, events: AsyncGenerator[str, None], headers: dict[str, str]) -> None:
+    `on_end` is called in any case, also when the stream never began.
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[str, None],
+        headers: dict[str, str],
+        on_end: Callable[[], None],
+    ) -> None:
         super().__init__(events, media_type="text/event-stream", headers=headers)
         self._events = events
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with contextlib.aclosing(self._events):
-            await super().__call__(scope, receive, send)
+        try:
+            async with contextlib.aclosing(self._events):
+                await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()
 
 
 async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T | None:

@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 import structlog
 
 from conductor.cluster import Cluster
+from conductor.entrance import Entrance, Limits, Refused
 from conductor.jobs import Job, Result
 from conductor.links import Links
 from conductor.policy_holder import PolicyHolder
@@ -37,6 +38,7 @@ from kvpool.wire import messages as m
 log = structlog.get_logger(__name__)
 
 MAX_ATTEMPTS = 3
+NOBODY = frozenset(("no_decode_worker", "no_prefill_choice", "prompt_too_long"))
 MODES = {"auto": "", "remote": "disaggregated", "local": "local"}
 READ = "pool_read:"  # how a worker begins its reason for reading less than planned
 WAIT_S = 60.0  # default of the longest waits for a prefill and for a first token
@@ -47,7 +49,7 @@ class Gateway:
 
     Args:
         default_ttft_s, default_tpot_s: objectives of requests that name none.
-        max_active: more at once are refused.
+        limits: how many requests are in work at once, and how many wait for how long.
         prefill_timeout_s: longest wait for a remote prefill.
         first_token_timeout_s: longest wait for a decode worker's first token.
         replications_at_once: copies of hot prefixes under way in the background.
@@ -61,7 +63,7 @@ class Gateway:
         *,
         default_ttft_s: float,
         default_tpot_s: float,
-        max_active: int,
+        limits: Limits,
         prefill_timeout_s: float = WAIT_S,
         first_token_timeout_s: float = WAIT_S,
         replications_at_once: int = 0,
@@ -70,43 +72,56 @@ class Gateway:
         self.cluster = cluster
         self.policy = policy or PolicyHolder()
         self.request_log = request_log
-        self.active = 0
+        self.entrance = Entrance(cluster, limits, self._decide)
         self._ttft_s = default_ttft_s
         self._tpot_s = default_tpot_s
-        self._max_active = max_active
         self._first_token_timeout_s = first_token_timeout_s
         self._links = Links(cluster)
         self._remote_prefill = RemotePrefill(cluster, self._links, prefill_timeout_s)
         self._replicator = Replicator(cluster, self._links, replications_at_once)
 
+    @property
+    def active(self) -> int:
+        """Requests in work."""
+        return self.entrance.active
+
     async def close(self) -> None:
-        """Give up background copies, close the connections to workers and nodes."""
+        """Turn away who waits, give up background copies, close connections to workers and nodes."""
+        await self.entrance.close()
         await self._replicator.close()
         await self._links.close()
 
-    async def admit(self, job: Job, result: Result) -> None:
-        """Decide where the job runs, before anything is sent to the caller.
+    async def admit(self, job: Job, result: Result) -> Decision:
+        """Decide where the job runs, before anything is sent to the caller; it may wait for that.
+
+        The job holds a slot until `run` ends or `release` is called.
 
         Raises:
-            Overloaded: no choice meets the objectives, or too many requests are in work.
+            Overloaded: no choice meets the objectives, or too many requests are in work and waiting.
             Unavailable: there is no worker for this namespace.
         """
-        if self.active >= self._max_active:
-            self.cluster.counters["rejected:queue_full"] += 1
-            raise Overloaded(f"{self.active} requests are in work", retry_after_s=1.0)
-        job.hashes = hash_chain(job.namespace, job.prompt)
-        decision = await self._decide(job, frozenset())
-        result.decision = decision
-        self.request_log.decided(decision, self.cluster.clock())
-        if decision.is_refused:
-            self.cluster.counters[f"rejected:{decision.reason}"] += 1
+        try:
+            decision = await self.entrance.admit(job)
+        except Refused as refused:
+            decision = result.decision = refused.decision
+            self.request_log.decided(decision, self.cluster.clock())
             self.request_log.ended(job.request_id, Outcome("refused"))
-            if not decision.candidates:
-                raise Unavailable(f"nobody can serve this: {decision.reason}", hint="kvpool stats")
-            raise Overloaded(
-                f"refused early: {decision.reason}", retry_after_s=decision.retry_after_s
-            )
+            self.cluster.counters[f"rejected:{decision.reason}"] += 1
+            if decision.reason in NOBODY:
+                raise Unavailable(
+                    f"nobody can serve this: {decision.reason}", hint="kvpool stats"
+                ) from None
+            raise
+        result.decision = decision
+        now = self.cluster.clock()
+        self.request_log.decided(decision, now)
+        result.phases["admission_wait"] = max(0.0, now - (job.received_at or now))
         self._replicator.offer(job, decision)
+        return decision
+
+    def release(self, job: Job) -> None:
+        """The job will not run, or has run: give its slot back. Releasing twice is allowed."""
+        self.entrance.release(job)
 
     async def run(
         self, job: Job, result: Result, received_at: float
@@ -119,7 +134,6 @@ class Gateway:
             DeadlineExceeded, Unavailable, EngineFailed: nothing worked, with the last reason.
         """
         status = "cancelled"
-        self.active += 1
         try:
             async with contextlib.aclosing(self._attempts(job, result, received_at)) as pieces:
                 async for token_ids in pieces:
@@ -130,8 +144,7 @@ class Gateway:
             self.cluster.counters[f"failed:{error.code}"] += 1
             raise
         finally:
-            self.active -= 1
-            self.cluster.in_flight.finished(job.request_id)
+            self.release(job)
             self._finish(job, result, "ok" if result.is_stopped else status)
 
     async def _attempts(
@@ -169,14 +182,18 @@ class Gateway:
                 job.pin_decode = None
                 retry = await self._decide(job, frozenset(tried), mode="local")
                 if retry.is_refused:
-                    retry = await self._decide(job, frozenset(), mode="local")
+                    retry = await self._decide(job, mode="local")
                 if retry.is_refused:
                     raise
                 decision = result.decision = retry
 
     # ------------------------------------------------------------ deciding
 
-    async def _decide(self, job: Job, excluded: frozenset[str], mode: str = "") -> Decision:
+    async def _decide(
+        self, job: Job, excluded: frozenset[str] = frozenset(), mode: str = ""
+    ) -> Decision:
+        if not job.hashes:
+            job.hashes = hash_chain(job.namespace, job.prompt)
         layout = job.namespace.layout
         namespace_id = job.namespace.namespace_id
         found = await self.cluster.find(namespace_id, job.hashes) if job.pool == "on" else None

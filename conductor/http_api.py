@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CollectorRegistry
 
+from conductor.admission import priority_of
 from conductor.answer import Answer, EventResponse, unless_left
 from conductor.cluster import Cluster
 from conductor.gateway import Gateway
@@ -22,8 +23,8 @@ from conductor.openai_api import ChatRequest, CompletionRequest, read_prompt, re
 from conductor.requests import RequestLog
 from conductor.tokenizer import Tokenizer
 from kvpool.config import ConductorConfig
-from kvpool.errors import InvalidArgument, NotFound, Unavailable, brief
-from kvpool.http import base_app
+from kvpool.errors import InvalidArgument, KvpoolError, NotFound, Unavailable, brief
+from kvpool.http import base_app, error_response
 from kvpool.wire import messages as m
 from kvpool.wire.plain import named
 
@@ -153,23 +154,41 @@ class HttpApi:
             model=worker.model,
             endpoint=request.url.path,
             key=request.headers.get("x-kvpool-key", "")[:MAX_KEY_CHARS] or body.user,
+            priority=priority_of(
+                options.priority,
+                worker.namespace.tenant,
+                self._config.tenant_priorities,
+                self._config.default_priority,
+            ),
+            received_at=received_at,
         )
         result = Result()
-        await self._gateway.admit(job, result)
-        answer = Answer(
-            self._gateway,
-            self._metrics,
-            self._tokenizer,
-            body,
-            job,
-            result,
-            worker.model,
-            received_at,
-        )
-        headers = answer.headers()
-        if body.stream:
-            return EventResponse(answer.events(), headers)
-        document = await unless_left(request, answer.whole())
+        is_handed_on = False
+        try:
+            if await unless_left(request, self._gateway.admit(job, result)) is None:
+                return Response(status_code=CLIENT_LEFT)
+            answer = Answer(
+                self._gateway,
+                self._metrics,
+                self._tokenizer,
+                body,
+                job,
+                result,
+                worker.model,
+                received_at,
+            )
+            headers = answer.headers()
+            if body.stream:
+                is_handed_on = True
+                return EventResponse(answer.events(), headers, lambda: self._gateway.release(job))
+            document = await unless_left(request, answer.whole())
+        except KvpoolError as error:
+            refusal = error_response(error)
+            refusal.headers["X-Request-Id"] = request_id  # for `kvpool explain`
+            return refusal
+        finally:
+            if not is_handed_on:
+                self._gateway.release(job)
         if document is None:
             return Response(status_code=CLIENT_LEFT)
         return JSONResponse(document, headers=headers)

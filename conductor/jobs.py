@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from conductor.admission import Priority
 from conductor.requests import Decision
 from kvpool.errors import DeadlineExceeded, InvalidArgument
 from kvpool.layout import Namespace
@@ -25,6 +26,8 @@ class Job:
     prefill: str = "auto"  # "auto", "remote", "local"
     pin_decode: str | None = None
     local_prefix_tokens: int = 0
+    priority: Priority = "normal"
+    received_at: float = 0.0  # monotonic seconds
     hashes: list[bytes] = field(default_factory=list)
     model: str = ""
     endpoint: str = ""

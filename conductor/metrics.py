@@ -83,6 +83,12 @@ class ConductorCollector(Collector):
         yield GaugeMetricFamily(
             "kvpool_active_requests", "Requests in work", value=self._gateway.active
         )
+        waiting = GaugeMetricFamily(
+            "kvpool_waiting_requests", "Requests in the admission queue", labels=["priority"]
+        )
+        for priority, count in self._gateway.entrance.queue.by_priority().items():
+            waiting.add_metric([priority], count)
+        yield waiting
         events = CounterMetricFamily(
             "kvpool_conductor_events", "Counted events, by kind", labels=["kind"]
         )

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from conductor.admission import Priority
 from kvpool.errors import InvalidArgument, brief
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -24,6 +25,7 @@ class PoolOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `pool`: "on" (default); "off" recomputes everything; "local" uses the decode engine's own prefix
     cache instead (a reference to compare with), at most `local_prefix_tokens` of it when that is not 0.
     `prefill`: "remote" or "local" takes the choice from the scheduler, as does `decode_worker`.
+    `priority`: whose place in the queue comes first; never above that of the tenant, where it has one.
     """
 
     pool: Literal["on", "off", "local"] = "on"
@@ -31,6 +33,7 @@ class PoolOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode_worker: Annotated[str, Meta(max_length=128)] | None = None
     local_prefix_tokens: Natural = 0
     return_token_ids: bool = False
+    priority: Priority | None = None
 
 
 class StreamOptions(msgspec.Struct, frozen=True):

@@ -10,6 +10,7 @@ import uuid
 import structlog
 
 from conductor.cluster import Cluster
+from conductor.entrance import Limits
 from conductor.gateway import Gateway
 from conductor.grpc_api import grpc_server
 from conductor.http_api import HttpApi, no_tokenizer
@@ -69,7 +70,12 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
         request_log,
         default_ttft_s=config.slo_ttft_s,
         default_tpot_s=config.slo_tpot_s,
-        max_active=config.max_queued_requests,
+        limits=Limits(
+            config.max_active_requests,
+            config.max_queued_requests,
+            config.max_queue_wait_s,
+            config.slo_ttft_s,
+        ),
         prefill_timeout_s=config.prefill_timeout_s,
         first_token_timeout_s=config.first_token_timeout_s,
         replications_at_once=config.replications_at_once,

@@ -138,9 +138,12 @@ class Overloaded(KvpoolError):
     retryable = True
     http_status = 429
 
-    def __init__(self, message: str, *, hint: str = "", retry_after_s: float = 1.0) -> None:
+    def __init__(
+        self, message: str, *, hint: str = "", retry_after_s: float = 1.0, reason: str = ""
+    ) -> None:
         super().__init__(message, hint=hint)
         self.retry_after_s = retry_after_s
+        self.reason = reason  # for programs: one word
 
 
 class DeadlineExceeded(KvpoolError):

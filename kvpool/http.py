@@ -90,6 +90,8 @@ def error_response(error: KvpoolError) -> Response:
     headers = {}
     if isinstance(error, Overloaded):
         headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+        if error.reason:
+            headers["X-Kvpool-Reason"] = error.reason
     return plain_error(error.http_status, error.code, str(error), headers)
 
 

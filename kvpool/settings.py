@@ -144,10 +144,19 @@ def _quotas(value: object) -> object:
     return quotas
 
 
+def _priorities(value: object) -> object:
+    if isinstance(value, str):  # "tenant=high,other=low"
+        pairs = [item.partition("=") for item in value.strip("{}").split(",") if item.strip()]
+        return {tenant.strip(): priority.strip() for tenant, _, priority in pairs}
+    return value
+
+
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Port = Annotated[int, Field(ge=0, le=65_535)]  # 0: any free port
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
+Priority = Literal["low", "normal", "high"]
+Priorities = Annotated[dict[str, Priority], BeforeValidator(_priorities)]
 Credit = Annotated[float, Field(ge=0, le=10)]
 Addresses = Annotated[str, BeforeValidator(_addresses)]  # one or several, with commas
 OptionalAddresses = Annotated[str | None, BeforeValidator(_addresses)]
@@ -257,7 +266,25 @@ class ConductorConfig(_Server):
     first_token_timeout_s: Seconds = Field(
         60.0, description="longest wait for a decode worker's first token before another is tried"
     )
-    max_queued_requests: int = Field(256, ge=1, le=1_000_000)
+    max_active_requests: int = Field(
+        256, ge=1, le=1_000_000, description="requests in work at once; more wait"
+    )
+    max_queued_requests: int = Field(
+        256,
+        ge=0,
+        le=100_000,
+        description="requests that wait because they cannot start now but in time; 0: none does",
+    )
+    max_queue_wait_s: Seconds = Field(
+        30.0, description="longest wait there; slo_ttft_s, less the predicted TTFT, bounds it, too"
+    )
+    default_priority: Priority = Field(
+        "normal", description="class of requests that name none: low, normal or high"
+    )
+    tenant_priorities: Priorities = Field(
+        {},
+        description="class by tenant: the default of its requests, and the highest they may have",
+    )
     max_body_bytes: Bytes = Field(8 * MIB, ge=KIB, le=GIB)
     max_prompt_tokens: int = Field(131_072, ge=1, le=16_777_216)
     max_output_tokens: int = Field(16_384, ge=1, le=1_048_576)

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from conductor.cluster import Cluster
+from conductor.entrance import Limits
 from conductor.gateway import Gateway
 from conductor.http_api import HttpApi
 from conductor.membership import MembershipConfig
@@ -70,6 +71,7 @@ class ScriptedWorker:
         self.is_silent = False  # no heartbeats, but it works
         self.running = 0
         self.seen: list[m.Message] = []
+        self._resumed = asyncio.Event()
         self.wire = WireServer("worker", worker_id, 1)
         self.wire.handle(m.Generate, lambda request, _session: self._generate(request))
         self.wire.handle(m.Prefill, lambda request, _session: self._prefill(request))
@@ -105,7 +107,11 @@ class ScriptedWorker:
 
     async def _hang(self) -> None:
         if self.hangs:
-            await asyncio.Event().wait()
+            await self._resumed.wait()
+
+    def resume(self) -> None:
+        """Go on with what hangs, too."""
+        self._resumed.set()
 
     @contextlib.contextmanager
     def _running(self) -> Any:
@@ -126,9 +132,14 @@ class Conductor:
         self.gateway = Gateway(
             self.cluster,
             RequestLog(),
-            default_ttft_s=0.0,
-            default_tpot_s=0.0,
-            max_active=64,
+            default_ttft_s=settings.get("slo_ttft_s", 0.0),
+            default_tpot_s=settings.get("slo_tpot_s", 0.0),
+            limits=Limits(
+                self.config.max_active_requests,
+                self.config.max_queued_requests,
+                self.config.max_queue_wait_s,
+                settings.get("slo_ttft_s", 0.0),
+            ),
             prefill_timeout_s=self.config.prefill_timeout_s,
             first_token_timeout_s=self.config.first_token_timeout_s,
             replications_at_once=self.config.replications_at_once,
