@@ -1,7 +1,8 @@
 """The client: `Pool` (blocking) and `AsyncPool` (asyncio)."""
 
-from kvpool.client.async_pool import AsyncPool, PinnedBlocks
+from kvpool.client.async_pool import AsyncPool
 from kvpool.client.copies import PrefetchResult, ReplicateResult
+from kvpool.client.pinning import PinnedBlocks
 from kvpool.client.pool import Pool
 from kvpool.client.reading import GetResult
 from kvpool.client.writing import PutResult

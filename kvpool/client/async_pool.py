@@ -14,24 +14,24 @@ import time
 import uuid
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Self
 
-from kvpool.client import copies, discovery, protection
+from kvpool.client import copies, discovery, pinning, protection
 from kvpool.client.buffers import block_spans
 from kvpool.client.copies import PrefetchResult, ReplicateResult
 from kvpool.client.deadlines import time_left
 from kvpool.client.misses import Misses
-from kvpool.client.node_link import Lease, NodeLink
+from kvpool.client.node_link import NodeLink
+from kvpool.client.pinning import PinnedBlocks
 from kvpool.client.placement import choose_nodes
-from kvpool.client.reading import MIN_WAIT_S, ChainReader, GetResult
+from kvpool.client.reading import ChainReader, GetResult
 from kvpool.client.writing import ChainWriter, PutResult
 from kvpool.errors import (
     ConfigError,
+    DeadlineExceeded,
     Draining,
     InvalidArgument,
     KvpoolError,
-    LeaseExpired,
     NotFound,
     StaleEpoch,
     Unavailable,
@@ -45,39 +45,6 @@ from kvpool.wire import messages as m
 
 NODES_TTL_S = 1.0  # how long a list of nodes is trusted
 _pool_numbers = itertools.count(1)
-
-
-def add_wait(one_s: float, other_s: float) -> float:
-    """Seconds of two waits, one after the other; -1 when one of them is not known."""
-    return -1.0 if min(one_s, other_s) < 0 else one_s + other_s
-
-
-@dataclass(slots=True)
-class PinnedBlocks:
-    """Blocks [0, found) of a chain, held in place until released or `deadline` (monotonic seconds)."""
-
-    namespace: Namespace
-    hashes: tuple[bytes, ...]
-    held: list[tuple[NodeLink, Lease, int]]  # with the index of its first block
-    deadline: float
-    miss_reason: str
-    is_released: bool = field(default=False)
-    wait_s: float = (
-        0.0  # predicted for what had to come from disks, declined blocks too; -1: unknown
-    )
-    waited_s: float = 0.0  # for what did come
-
-    @property
-    def found(self) -> int:
-        """How many leading blocks are held."""
-        return sum(lease.found for _, lease, _ in self.held)
-
-    def release(self) -> None:
-        """Let them go; a second call does nothing."""
-        if not self.is_released:
-            self.is_released = True
-            for link, lease, _ in self.held:
-                link.release(lease)
 
 
 class AsyncPool:
@@ -366,34 +333,7 @@ class AsyncPool:
             max_wait_s: see `get`; over all nodes together.
         """
         deadline = time.monotonic() + (timeout_s or self.timeout_s)
-        found = await self.lookup(namespace, hashes, timeout_s=time_left(deadline))
-        parts = () if part is None else (part,)
-        pinned = PinnedBlocks(namespace, tuple(hashes), [], float("inf"), "")
-        try:
-            for segment in found.segments:
-                link = await self.link(segment.node_id, deadline)
-                lease = await link.pin(
-                    namespace,
-                    hashes[segment.start : segment.start + segment.count],
-                    ttl_s=ttl_s,
-                    timeout_s=time_left(deadline),
-                    parts=parts,
-                    max_wait_s=max(MIN_WAIT_S, max_wait_s - pinned.waited_s) if max_wait_s else 0.0,
-                )
-                pinned.wait_s = add_wait(pinned.wait_s, lease.wait_s)
-                pinned.waited_s += lease.waited_s
-                pinned.held.append((link, lease, segment.start))
-                pinned.deadline = min(pinned.deadline, lease.deadline)
-                if lease.found < segment.count:
-                    lacking = hashes[segment.start + lease.found]
-                    if lease.miss_reason not in m.DECLINED:
-                        self.note_misses(segment.node_id, namespace, [lacking])
-                    pinned.miss_reason = lease.miss_reason
-                    break
-        except BaseException:
-            pinned.release()
-            raise
-        return pinned
+        return await pinning.pin(self, namespace, hashes, ttl_s, part, max_wait_s, deadline)
 
     @contextlib.asynccontextmanager
     async def pinned(
@@ -414,27 +354,8 @@ class AsyncPool:
         Raises:
             LeaseExpired, ChecksumMismatch, TransferFailed, DeadlineExceeded: the bytes must not be used.
         """
-        if pinned.is_released:
-            raise LeaseExpired("these blocks were released already")
         deadline = time.monotonic() + (timeout_s or self.timeout_s)
-        size = pinned.namespace.layout.part_bytes
-        addresses, owner = block_spans(out, pinned.found, size, writable=True)
-        for link, lease, start in pinned.held:
-            if not lease.found:
-                continue
-            if len(lease.places) != lease.found:
-                raise InvalidArgument("read_pinned reads one part", hint="pin with part=")
-            rows = slice(start, start + lease.found)
-            await link.read(
-                pinned.namespace,
-                lease,
-                pinned.hashes[rows],
-                addresses[rows],
-                owner,
-                verify=self.verify_checksums,
-                timeout_s=time_left(deadline),
-            )
-        return pinned.found
+        return await pinning.read(self, pinned, out, deadline)
 
     def release(self, pinned: PinnedBlocks) -> None:
         """Give pinned blocks back; the same as `pinned.release()`."""
@@ -637,6 +558,24 @@ class AsyncPool:
             if not isinstance(error, Draining):  # what drains can be read for a while
                 self._drop_link(node_id)
             self._nodes_at = float("-inf")
+
+    def note_failure(
+        self,
+        node_id: str,
+        namespace: Namespace,
+        hashes: Sequence[bytes],
+        error: KvpoolError,
+        waited_s: float,
+    ) -> None:
+        """A pin or read of these blocks ended in `error` after `waited_s`: nobody need run into it again."""
+        self.forget_node(node_id, error)
+        if isinstance(error, StaleEpoch):
+            return  # our own knowledge was old
+        is_silence = isinstance(error, DeadlineExceeded) and self.misses.is_silent(
+            node_id, waited_s
+        )
+        if is_silence or isinstance(error, Unavailable):
+            self.note_misses(node_id, namespace, hashes)
 
     def note_misses(self, node_id: str, namespace: Namespace, hashes: Sequence[bytes]) -> None:
         """Remember for a while that a node failed to give blocks, and tell the conductor at once."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 MISS_MEMORY_S = 3.0  # about as long as a conductor doubts a reported copy
 MAX_MISSES = 65_536
+SILENCE_IS_NEWS_S = 0.5  # shorter says more of the caller's haste than of the node
 
 
 class Misses:
@@ -23,6 +24,7 @@ class Misses:
         self._memory_s = memory_s
         self._limit = limit
         self._until: dict[tuple[str, bytes, bytes], float] = {}  # in order of their end
+        self._silent_s: dict[str, float] = {}  # by node, since it last answered
 
     def remember(
         self, node_id: str, namespace_id: bytes, hashes: Sequence[bytes], now: float
@@ -47,6 +49,15 @@ class Misses:
                 return i
         return len(hashes)
 
+    def is_silent(self, node_id: str, waited_s: float) -> bool:
+        """Whether a wait for this node that ended in vain is one too many; those of hasty callers add up."""
+        silent_s = self._silent_s[node_id] = self._silent_s.get(node_id, 0.0) + waited_s
+        return silent_s >= SILENCE_IS_NEWS_S
+
+    def answered(self, node_id: str) -> None:
+        """The node spoke: earlier waits for it say nothing any more."""
+        self._silent_s.pop(node_id, None)
+
     def nodes_lacking(self, namespace_id: bytes, block_hash: bytes, now: float) -> set[str]:
         """Nodes that failed to give this block."""
         self._forget(now)
@@ -58,6 +69,7 @@ class Misses:
 
     def forget_node(self, node_id: str) -> None:
         """The node restarted: what its earlier life lacked says nothing."""
+        self.answered(node_id)
         for key in [key for key in self._until if key[0] == node_id]:
             del self._until[key]
 

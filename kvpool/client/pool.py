@@ -11,8 +11,9 @@ from typing import Any, Self, TypeVar
 
 import uvloop
 
-from kvpool.client.async_pool import AsyncPool, PinnedBlocks
+from kvpool.client.async_pool import AsyncPool
 from kvpool.client.copies import PrefetchResult, ReplicateResult
+from kvpool.client.pinning import PinnedBlocks
 from kvpool.client.reading import GetResult
 from kvpool.client.writing import PutResult
 from kvpool.errors import DeadlineExceeded, Unavailable

@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 
 MAX_ROUNDS = 8  # look-ups of one `get`; each but the first follows a failure
 MIN_WAIT_S = 1e-3  # a limit that is used up; 0 would be none
-TIMEOUT_IS_NEWS_S = (
-    0.5  # silence shorter than this says more of the caller's haste than of the node
-)
 
 
 @dataclass(slots=True, frozen=True)
@@ -229,6 +226,7 @@ class ChainReader:
             return _Piece(0, (), "", error.code)
         except KvpoolError as error:
             return self._failed(node_id, hashes, error, patience_s)
+        pool.misses.answered(node_id)
         if lease.miss_reason in m.DECLINED:
             self._failed_nodes.add(node_id)  # for this call: another may have it in memory
         elif lease.found < len(hashes):
@@ -268,11 +266,7 @@ class ChainReader:
         self, node_id: str, hashes: Sequence[bytes], error: KvpoolError, patience_s: float
     ) -> _Piece:
         """The node as a whole failed us: ask others in this call, and remember."""
-        self._pool.forget_node(node_id, error)
-        if isinstance(error, StaleEpoch):
-            return _Piece(0, (), "", error.code)  # our own knowledge was old: meet it afresh
-        self._failed_nodes.add(node_id)
-        is_silence = isinstance(error, DeadlineExceeded) and patience_s >= TIMEOUT_IS_NEWS_S
-        if is_silence or isinstance(error, Unavailable):
-            self._pool.note_misses(node_id, self._namespace, hashes)
+        self._pool.note_failure(node_id, self._namespace, hashes, error, patience_s)
+        if not isinstance(error, StaleEpoch):  # then our own knowledge was old: meet it afresh
+            self._failed_nodes.add(node_id)
         return _Piece(0, (), "", error.code)

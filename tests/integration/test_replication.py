@@ -19,6 +19,7 @@ from kvpool.errors import (
     ConfigError,
     DeadlineExceeded,
     InvalidArgument,
+    KvpoolError,
     TransferFailed,
     Unavailable,
 )
@@ -397,10 +398,12 @@ def test_a_corrupted_replica_is_dropped_and_the_other_serves(cluster: Cluster) -
     hashes, data = chain(23, 6), some_bytes(23, 6)
     with client(cluster) as pool:
         assert pool.put(NAMESPACE, hashes, data, node_id="a", replicas=2).replicas == 2
-        wait_indexed(pool, hashes)
-        wait_until(
-            lambda: pool.lookup(NAMESPACE, hashes).segments[0].node_id == "a", "the near copy"
-        )
+
+        async def both_known() -> None:
+            async with AsyncPool(conductor=cluster.conductor["wire"]) as viewer:
+                await indexed(viewer, hashes, "a", "b")
+
+        asyncio.run(both_known())
         corrupt(cluster, "a", hashes[4])
         out = np.zeros_like(data)
         got = pool.get(NAMESPACE, hashes, out)
@@ -513,6 +516,66 @@ async def test_a_silent_node_leaves_time_for_another_replica(doomed: Cluster) ->
             assert (got.found, time.monotonic() - started < 1) == (4, True)
         finally:
             doomed.kill("a", signal.SIGCONT)
+
+
+async def test_nobody_waits_twice_for_a_node_that_was_silent(doomed: Cluster) -> None:
+    """By pins or reads, hasty or not; and other clients hear of it from the index."""
+    hashes, data = chain(30, 4), some_bytes(30, 4)
+    async with (
+        AsyncPool(conductor=doomed.conductor["wire"], host_label="here") as pool,
+        AsyncPool(conductor=doomed.conductor["wire"], host_label="here") as hasty,
+    ):
+        assert (await pool.put(NAMESPACE, hashes, data, node_id="a")).stored == 4
+        await indexed(pool, hashes, "a")
+        stale = (await pool.lookup(NAMESPACE, hashes)).segments
+        pinned = await pool.pin(NAMESPACE, hashes, part=0, ttl_s=30)
+        out = np.zeros_like(data)
+        for each in (pool, hasty):
+            assert (await each.get(NAMESPACE, hashes, out)).found == 4
+        doomed.kill("a", signal.SIGSTOP)
+        try:
+            with pytest.raises(KvpoolError):
+                await pool.pin(NAMESPACE, hashes, timeout_s=0.6)
+            started = time.monotonic()
+            got = await pool.get(NAMESPACE, hashes, out, segments=stale, timeout_s=4)
+            assert (got.found, got.miss_reason) == (0, "failed_recently")
+            assert (await pool.pin(NAMESPACE, hashes, timeout_s=4)).found == 0
+            assert time.monotonic() - started < 0.5
+            # The index was told: who asks it is not sent there, though the node counts as live still.
+            assert (await hasty.lookup(NAMESPACE, hashes)).found == 0
+            waits = []
+            for _ in range(8):
+                started = time.monotonic()
+                await hasty.get(NAMESPACE, hashes, out, segments=stale, timeout_s=0.3)
+                waits.append(time.monotonic() - started)
+            # A pin has half of the call's time: four waits of 0.15 s are one of 0.6.
+            assert len([wait_s for wait_s in waits if wait_s > 0.1]) <= 4
+        finally:
+            doomed.kill("a", signal.SIGCONT)
+        pinned.release()
+
+        async def is_back() -> bool:
+            return (await pool.get(NAMESPACE, hashes, out)).found == 4
+
+        deadline = time.monotonic() + 10
+        while not await is_back():  # for a while only
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+
+
+async def test_a_read_of_pinned_blocks_that_failed_is_remembered(doomed: Cluster) -> None:
+    hashes, data = chain(31, 4), some_bytes(31, 4)
+    async with AsyncPool(
+        conductor=doomed.conductor["wire"], host_label="here", transport="nixl"
+    ) as pool:
+        await pool.put(NAMESPACE, hashes, data, node_id="a")
+        await indexed(pool, hashes, "a")
+        pinned = await pool.pin(NAMESPACE, hashes, part=0, ttl_s=30)
+        doomed.kill("a")
+        with pytest.raises(KvpoolError):
+            await pool.read_pinned(pinned, np.zeros_like(data), timeout_s=2)
+        assert len(pool.misses) == 4
+        assert (await pool.lookup(NAMESPACE, hashes)).found == 0
 
 
 async def test_a_put_goes_on_to_another_node_when_the_first_is_gone(doomed: Cluster) -> None:

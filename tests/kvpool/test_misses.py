@@ -45,3 +45,14 @@ def test_the_oldest_failures_make_room() -> None:
     assert len(misses) == 2
     assert misses.leading("n1", SPACE, [A], now=3.0) == 1
     assert misses.leading("n1", SPACE, [C], now=3.0) == 0
+
+
+def test_short_waits_in_vain_add_up_until_the_node_answers() -> None:
+    misses = Misses()
+    assert not misses.is_silent("n1", 0.3)  # a hasty caller
+    assert not misses.is_silent("n2", 0.3)
+    assert misses.is_silent("n1", 0.3)  # the next one: this is the node
+    misses.answered("n1")
+    assert not misses.is_silent("n1", 0.3)
+    misses.forget_node("n2")
+    assert not misses.is_silent("n2", 0.3)

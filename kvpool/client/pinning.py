@@ -1,0 +1,141 @@
+"""Holding a chain in place on whichever nodes have it, and reading what is held. A node that failed is not asked again
+for a while.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvpool.client.buffers import block_spans
+from kvpool.client.deadlines import time_left
+from kvpool.client.node_link import Lease, NodeLink, WrongBytes
+from kvpool.client.reading import MIN_WAIT_S
+from kvpool.errors import InvalidArgument, KvpoolError, LeaseExpired
+from kvpool.layout import Namespace
+from kvpool.wire import messages as m
+
+if TYPE_CHECKING:
+    from kvpool.client.async_pool import AsyncPool
+
+
+@dataclass(slots=True)
+class PinnedBlocks:
+    """Blocks [0, found) of a chain, held in place until released or `deadline` (monotonic seconds)."""
+
+    namespace: Namespace
+    hashes: tuple[bytes, ...]
+    held: list[tuple[NodeLink, Lease, int]]  # with the index of its first block
+    deadline: float
+    miss_reason: str
+    is_released: bool = field(default=False)
+    wait_s: float = (
+        0.0  # predicted for what had to come from disks, declined blocks too; -1: unknown
+    )
+    waited_s: float = 0.0  # for what did come
+
+    @property
+    def found(self) -> int:
+        """How many leading blocks are held."""
+        return sum(lease.found for _, lease, _ in self.held)
+
+    def add(self, link: NodeLink, lease: Lease, start: int) -> None:
+        """Hold what `lease` covers, too: blocks from `start` on."""
+        self.held.append((link, lease, start))
+        self.deadline = min(self.deadline, lease.deadline)
+        is_known = min(self.wait_s, lease.wait_s) >= 0
+        self.wait_s = self.wait_s + lease.wait_s if is_known else -1.0
+        self.waited_s += lease.waited_s
+
+    def release(self) -> None:
+        """Let them go; a second call does nothing."""
+        if not self.is_released:
+            self.is_released = True
+            for link, lease, _ in self.held:
+                link.release(lease)
+
+
+async def pin(
+    pool: AsyncPool,
+    namespace: Namespace,
+    hashes: Sequence[bytes],
+    ttl_s: float,
+    part: int | None,
+    max_wait_s: float,
+    deadline: float,
+) -> PinnedBlocks:
+    """See `AsyncPool.pin`; `deadline` in monotonic seconds."""
+    found = await pool.lookup(namespace, hashes, timeout_s=time_left(deadline))
+    parts = () if part is None else (part,)
+    pinned = PinnedBlocks(namespace, tuple(hashes), [], float("inf"), "")
+    try:
+        for segment in found.segments:
+            run = hashes[segment.start : segment.start + segment.count]
+            wanted = pool.misses.leading(
+                segment.node_id, namespace.namespace_id, run, time.monotonic()
+            )
+            if not wanted:
+                pinned.miss_reason = "failed_recently"
+                break
+            limit_s = max(MIN_WAIT_S, max_wait_s - pinned.waited_s) if max_wait_s else 0.0
+            asked = time.monotonic()
+            try:
+                link = await pool.link(segment.node_id, deadline)
+                lease = await link.pin(
+                    namespace,
+                    run[:wanted],
+                    ttl_s=ttl_s,
+                    timeout_s=time_left(deadline),
+                    parts=parts,
+                    max_wait_s=limit_s,
+                )
+            except KvpoolError as error:
+                waited_s = time.monotonic() - asked
+                pool.note_failure(segment.node_id, namespace, run, error, waited_s)
+                raise
+            pool.misses.answered(segment.node_id)
+            pinned.add(link, lease, segment.start)
+            if lease.found < segment.count:
+                if lease.found < wanted and lease.miss_reason not in m.DECLINED:
+                    pool.note_misses(segment.node_id, namespace, [run[lease.found]])
+                pinned.miss_reason = lease.miss_reason or "failed_recently"
+                break
+    except BaseException:
+        pinned.release()
+        raise
+    return pinned
+
+
+async def read(pool: AsyncPool, pinned: PinnedBlocks, out: Any, deadline: float) -> int:
+    """See `AsyncPool.read_pinned`; `deadline` in monotonic seconds."""
+    if pinned.is_released:
+        raise LeaseExpired("these blocks were released already")
+    size = pinned.namespace.layout.part_bytes
+    addresses, owner = block_spans(out, pinned.found, size, writable=True)
+    for link, lease, start in pinned.held:
+        if not lease.found:
+            continue
+        if len(lease.places) != lease.found:
+            raise InvalidArgument("read_pinned reads one part", hint="pin with part=")
+        rows = slice(start, start + lease.found)
+        hashes, asked = pinned.hashes[rows], time.monotonic()
+        try:
+            await link.read(
+                pinned.namespace,
+                lease,
+                hashes,
+                addresses[rows],
+                owner,
+                verify=pool.verify_checksums,
+                timeout_s=time_left(deadline),
+            )
+        except WrongBytes as error:
+            pool.note_misses(link.node.node_id, pinned.namespace, [hashes[error.index]])
+            raise
+        except KvpoolError as error:
+            waited_s = time.monotonic() - asked
+            pool.note_failure(link.node.node_id, pinned.namespace, hashes, error, waited_s)
+            raise
+    return pinned.found
