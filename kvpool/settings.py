@@ -334,6 +334,10 @@ class NodeConfig(_Server):
         (), description="arenas take their memory from these in turn; empty: from wherever"
     )
     slab_bytes: Bytes = Field(64 * MIB, ge=64 * KIB, le=16 * GIB)
+    hbm_bytes: Bytes = Field(0, ge=0, le=64 * TIB, description="device memory to lend; 0: none")
+    hbm_device: str = Field(
+        "cuda:0", min_length=1, description='whose memory; "cpu" stands in for one, to try it out'
+    )
     nvme_directory: OptionalPath = Field(None, description="the NVMe tier's, on one device")
     nvme_directories: Paths = Field(
         (), max_length=64, description="instead: one on each device, which share blocks evenly"
@@ -351,7 +355,13 @@ class NodeConfig(_Server):
     quarantine_s: Seconds = Field(60.0, description="longest that any transfer may last (inv. 2)")
     high_watermark: Fraction = Field(0.95, description="share of a tier at which eviction starts")
     low_watermark: Fraction = Field(0.85, description="share of a tier at which eviction stops")
-    eviction: EvictionPolicy = Field("prefix-lru", description="order in which DRAM is evicted")
+    hbm_high_watermark: Fraction = Field(
+        0.9, description="share of HBM at which its cold blocks are copied down to DRAM"
+    )
+    hbm_low_watermark: Fraction = Field(0.7, description="share of HBM down to which they are")
+    eviction: EvictionPolicy = Field(
+        "prefix-lru", description="order in which DRAM and HBM are evicted"
+    )
     nvme_eviction: EvictionPolicy = Field("prefix-lru", description="the same for NVMe")
     protected_share: float = Field(
         0.5, ge=0, le=1, description="share of a tier that protected blocks may have"
@@ -410,11 +420,17 @@ class NodeConfig(_Server):
                 f"nvme_bytes {self.nvme_bytes} on {len(self.nvme_paths)} devices is less than "
                 f"one slab of {self.slab_bytes} on each"
             )
-        if self.low_watermark >= self.high_watermark:
+        if 0 < self.hbm_bytes < self.slab_bytes:
             raise ValueError(
-                f"low_watermark {self.low_watermark:g} must lie below "
-                f"high_watermark {self.high_watermark:g}"
+                f"hbm_bytes {self.hbm_bytes} is less than one slab of {self.slab_bytes}"
             )
+        for prefix in ("", "hbm_"):
+            low = getattr(self, f"{prefix}low_watermark")
+            high = getattr(self, f"{prefix}high_watermark")
+            if low >= high:
+                raise ValueError(
+                    f"{prefix}low_watermark {low:g} must lie below {prefix}high_watermark {high:g}"
+                )
         return self
 
 

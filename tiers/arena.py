@@ -73,6 +73,7 @@ class Arena:
         size_bytes = -(-size_bytes // unit) * unit
         if unit == PAGE_BYTES:  # reserved pages are not of what is available to all
             _check_room(size_bytes)
+        self.kind, self.device_id = "dram", 0  # as NIXL is told
         self.arena_id = arena_id
         self.size_bytes = size_bytes
         self.hugepages = hugepages

@@ -20,6 +20,7 @@ from tiers.store import Cold, PinResult, Store
 
 PROMOTING = "promoting"  # the store's reason for a pin that needs moves first
 PROMOTION_TIMEOUT_S = 5.0  # for callers who do not say how long they can wait
+DISK_FAILED = "disk_failed"
 UNKNOWN_S = -1.0
 PROBE_BLOCKS = 4  # promoted to learn the speed of a disk that nobody has read from yet
 PROBE_AFTER_S = 10.0  # without a read; else a disk found slow once would be declined for ever
@@ -142,20 +143,22 @@ class ColdPins:
 
     def _advance(self, call: _Call) -> ColdAnswer | None:
         """Lease the run as far as it is worth waiting for, or begin what that still needs."""
-        request, hashes = call.request, call.hashes
-        if not self._mover.can_promote:
-            return self._answer(call, self.ready(request, hashes, call.client_id, "disk_failed"))
+        request, hashes, reason = call.request, call.hashes, call.patience.reason
         tiers = self._store.lookup(request.namespace_id, hashes)
-        count = self._worthwhile(call, tiers)
-        if count == len(tiers):
-            count = len(hashes)  # the store says why the rest is not here
+        if "nvme" in tiers and not self._mover.can_promote:
+            count, reason = tiers.index("nvme"), DISK_FAILED
+        else:
+            count = self._worthwhile(call, tiers)
+            if count == len(tiers):
+                count = len(hashes)  # the store says why the rest is not here
         result = self._lease(request, hashes[:count], call.client_id)
         if result.miss_reason == PROMOTING:
             self._mover.begin(result.promote)
             return None
         if result.found == count < len(hashes):
-            self._probe_if_idle(request.namespace_id, hashes[: count + 1])
-            result = self._declined(result, len(hashes), call.patience.reason)
+            if reason != DISK_FAILED:
+                self._probe_if_idle(request.namespace_id, hashes[: count + 1])
+            result = self._declined(result, len(hashes), reason)
         return self._answer(call, result)
 
     def _worthwhile(self, call: _Call, tiers: Sequence[str]) -> int:
@@ -192,6 +195,7 @@ class ColdPins:
             request.ttl_s,
             self._clock(),
             request.parts or None,
+            request.tier_preference,
             cold=cold,
         )
 

@@ -1,4 +1,4 @@
-"""Moves blocks between DRAM and NVMe beside the traffic: the store plans, threads do the I/O.
+"""Moves blocks between HBM, DRAM and NVMe beside the traffic: the store plans, threads do the I/O.
 
 Every move verifies the checksum of what it read before the copy may be read (invariant 5). A move is the
 mover's own from the moment it begins: whoever asked for it may leave, the slots stay held until the I/O is over,
@@ -15,18 +15,25 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import numpy as np
 import structlog
 
 from kvpool.errors import ChecksumMismatch, KvpoolError
+from kvpool.hashing import checksum
 from kvpool.layout import Namespace
+from kvpool.wire.messages import TIERS
 from tiers.arena import Arena
 from tiers.arenas import ArenaSet
 from tiers.bandwidth import ByteQueue, Throughput
 from tiers.blocks import Move
+from tiers.device_arena import DeviceArena, DeviceFailed
 from tiers.devices import Device, Devices
 from tiers.manifest import NvmeFailed
+from tiers.quantise import Octets
+from tiers.slots import Place, StoreCorrupt
 from tiers.store import Store
 
 log = structlog.get_logger(__name__)
@@ -34,7 +41,8 @@ log = structlog.get_logger(__name__)
 BATCH_BLOCKS = 16  # demoted together, for each device; their slots are held meanwhile
 LOST_AT_ONCE = 4096  # slots of a lost device given up in one go: a few milliseconds
 TICK_S = 0.25
-POLL_S = 0.01  # for blocks that somebody else brings into DRAM
+POLL_S = 0.01  # for blocks that somebody else brings where they are wanted
+HBM_THREADS = 2  # copies to and from hbm at once; each has pinned memory of its own
 
 
 class Mover:
@@ -42,6 +50,7 @@ class Mover:
 
     Args:
         devices: the NVMe tier, whose numbers are the arena ids there; None where the node has none.
+        hbm: the HBM tier; None where the node has none.
     """
 
     def __init__(
@@ -50,12 +59,15 @@ class Mover:
         arenas: ArenaSet | Sequence[Arena],
         devices: Devices | None,
         *,
+        hbm: DeviceArena | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters: Counter[str] = Counter()
         self._store = store
         self._arenas = ArenaSet.of(arenas)
         self._devices = devices
+        self._hbm = hbm
+        self._hbm_threads = ThreadPoolExecutor(HBM_THREADS, thread_name_prefix="kvpool-hbm")
         self._clock = clock
         self.read_speed, self.write_speed = Throughput(), Throughput()
         self._speed_lock = threading.Lock()  # the threads feed them
@@ -126,10 +138,13 @@ class Mover:
             if self._store.drop_lost(LOST_AT_ONCE, self._clock()):
                 self._wake.set()
                 await asyncio.sleep(0)  # requests come in between
-            if self._devices is None or not self._devices.can_write:
+            sources = [] if self._hbm is None else ["hbm"]
+            if self._devices is not None and self._devices.can_write:
+                sources.append("dram")
+            if not sources:
                 continue
-            batch = BATCH_BLOCKS * self._devices.writable
-            moves = self._store.plan_demotions(batch, self._clock())
+            batch = BATCH_BLOCKS * max(1, self.devices.writable)
+            moves = self._store.plan_demotions(batch, self._clock(), sources)
             if moves:
                 await asyncio.wait([self._begin(move) for move in moves])
                 self._wake.set()
@@ -137,17 +152,21 @@ class Mover:
     # ------------------------------------------------------------ promotion
 
     def begin(self, moves: Sequence[Move]) -> list[asyncio.Future[int]]:
-        """Start promotions; they go on to their end whatever becomes of the caller.
+        """Start moves that somebody waits for; they go on to their end whatever becomes of the caller.
 
         Returns what is done when each has ended; wait for these, never cancel them. Those from a device that
         is lost are cancelled instead.
         """
-        hopeless = [move for move in moves if self._device(move).state == "failed"]
+        hopeless = [
+            move
+            for move in moves
+            if move.source_tier == "nvme" and self._device(move).state == "failed"
+        ]
         self._store.cancel_moves(hopeless, self._clock())
         return [self._begin(move) for move in moves if move not in hopeless]
 
     async def promote(self, moves: Sequence[Move]) -> None:
-        """Bring blocks into DRAM; when this returns every move has ended, one way or the other."""
+        """Bring blocks where they are wanted; when this returns every move has ended, one way or the other."""
         works = self.begin(moves)
         if works:
             await asyncio.wait(works)
@@ -212,16 +231,20 @@ class Mover:
         return self.devices[place.arena_id]
 
     def _begin(self, move: Move) -> asyncio.Future[int]:
-        is_promotion = move.target_tier == "dram"
-        device = self._device(move)
         namespace = self._store.namespace(move.namespace_id)
-        if is_promotion:
+        is_read = move.source_tier == "nvme"
+        if is_read:
+            device = self._device(move)
             submitted = device.readers.submit(self._read, device, move, namespace)
+        elif move.target_tier == "nvme":
+            writers = self._device(move).writers
+            submitted = writers.submit(self._write, move, namespace)
         else:
-            submitted = device.writers.submit(self._write, move, namespace)
+            submitted = self._hbm_threads.submit(self._copy, move)
         work = asyncio.wrap_future(submitted)
-        if is_promotion:
+        if move.target_tier != "nvme":
             self._promotions.setdefault(_block(move), {})[move.move_id] = work
+        if is_read:
             self._queue.enter(move.move_id, move.length)
         # Before anybody can wait for it: whoever does finds the store settled.
         work.add_done_callback(lambda ended: self._settle(move, ended))
@@ -247,14 +270,19 @@ class Mover:
             move.move_id, error is None, now, None if error is not None else work.result()
         )
         if error is None:
-            kind = "bytes_promoted" if move.target_tier == "dram" else "bytes_demoted"
-            self.counters[kind] += move.length
+            is_up = TIERS.index(move.target_tier) < TIERS.index(move.source_tier)
+            self.counters["bytes_promoted" if is_up else "bytes_demoted"] += move.length
         elif isinstance(error, ChecksumMismatch):
             self.counters["corrupt_blocks"] += 1
             log.error("dropping a corrupt block", block=move.block_hash.hex(), error=str(error))
             self._store.drop(move.namespace_id, move.block_hash, "checksum", now)
-        else:
+        elif isinstance(error, DeviceFailed):
+            self.counters["hbm_errors"] += 1
+            log.error("the device refused a copy", error=str(error))
+        elif "nvme" in (move.source_tier, move.target_tier):
             self._judge(error, self._device(move), is_read=move.source_tier == "nvme")
+        else:
+            self._fail(error)
 
     def _judge(self, error: BaseException, device: Device, *, is_read: bool) -> None:
         if isinstance(error, NvmeFailed):
@@ -292,14 +320,41 @@ class Mover:
     # ------------------------------------------------------------ in threads
 
     def _write(self, move: Move, namespace: Namespace) -> int:
-        data = self._arenas[move.source.arena_id].view(move.source.offset, move.length)
+        data = self._view(move.source, move)
         with self._timed(self.write_speed, move.length):
             return self.devices.write_part(move, namespace, data)
 
     def _read(self, device: Device, move: Move, namespace: Namespace) -> int:
-        target = self._arenas[move.target.arena_id].view(move.target.offset, move.length)
+        is_passing = move.target_tier == "hbm"  # through memory of its own
+        target = np.empty(move.length, np.uint8) if is_passing else self._view(move.target, move)
         with self._timed(self.read_speed, move.length):
-            return device.read_part(move, namespace, target)
+            found = device.read_part(move, namespace, target)
+        if is_passing:
+            self._device_memory.write_from(move.target.offset, target)
+        return found
+
+    def _copy(self, move: Move) -> int:
+        """Between dram and hbm; verified in dram, from which it goes or to which it came."""
+        if move.source_tier == "hbm":
+            data = self._view(move.target, move)
+            self._device_memory.read_into(move.source.offset, data)
+        else:
+            data = self._view(move.source, move)
+        if checksum(data) != move.checksum:
+            where = move.source_tier
+            raise ChecksumMismatch(f"part {move.part} in {where} is not what was committed")
+        if move.target_tier == "hbm":
+            self._device_memory.write_from(move.target.offset, data)
+        return move.checksum
+
+    def _view(self, place: Place, move: Move) -> Octets:
+        return self._arenas[place.arena_id].view(place.offset, move.length)
+
+    @property
+    def _device_memory(self) -> DeviceArena:
+        if self._hbm is None:
+            raise StoreCorrupt("a move names hbm, and the node has none")
+        return self._hbm
 
     @contextlib.contextmanager
     def _timed(self, speed: Throughput, size_bytes: int) -> Iterator[None]:
@@ -315,6 +370,7 @@ class Mover:
 
     def close(self) -> None:
         """Wait for the I/O under way; what has not begun never will. Closes the devices' files."""
+        self._hbm_threads.shutdown(wait=True, cancel_futures=True)
         self.devices.close()
 
 

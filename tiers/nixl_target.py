@@ -11,6 +11,7 @@ import structlog
 
 from kvpool.transports.nixl_agent import NixlAgent, NixlUnavailable
 from tiers.arena import Arena
+from tiers.device_arena import DeviceArena
 
 log = structlog.get_logger(__name__)
 
@@ -27,6 +28,7 @@ class NixlTarget:
     Args:
         agent_name: unique per node and epoch.
         is_busy: whether transfers may be under way now.
+        lasting: arenas that stay, whatever becomes of the others.
 
     Raises:
         NixlUnavailable: NIXL cannot be used in this process.
@@ -39,10 +41,12 @@ class NixlTarget:
         is_busy: Callable[[], bool],
         *,
         loopback_only: bool,
+        lasting: Sequence[DeviceArena] = (),
     ) -> None:
         self.agent_name = agent_name
         self.metadata = b""
         self._arenas = arenas
+        self._lasting = lasting
         self._update = threading.Lock()  # one at a time
         self._is_updated = threading.Event()
         self._registered: dict[int, Any] = {}  # NIXL's handles, by arena id
@@ -85,12 +89,15 @@ class NixlTarget:
                 self._wake.clear()
 
     def _register(self, agent: NixlAgent) -> None:
-        arenas = {arena.arena_id: arena for arena in self._arenas}
+        wanted: list[Arena | DeviceArena] = [*self._arenas, *self._lasting]
+        arenas = {arena.arena_id: arena for arena in wanted}
         for arena_id in self._registered.keys() - arenas.keys():
             agent.deregister(self._registered.pop(arena_id))
         for arena_id in arenas.keys() - self._registered.keys():
             arena = arenas[arena_id]
-            self._registered[arena_id] = agent.register(arena.base, arena.size_bytes)
+            self._registered[arena_id] = agent.register(
+                arena.base, arena.size_bytes, arena.kind, arena.device_id
+            )
         self.metadata = agent.metadata()
 
     def _register_again(self, agent: NixlAgent) -> None:

@@ -27,6 +27,7 @@ from kvpool.wire import messages as m
 from tiers.arena import Arena
 from tiers.arenas import ArenaSet
 from tiers.cold_pins import PROMOTING, ColdAnswer, ColdPins
+from tiers.device_arena import DeviceArena
 from tiers.mover import Mover
 from tiers.slots import Place
 from tiers.store import Store
@@ -58,6 +59,7 @@ class NodeService:
         arenas: by arena id, the memory that the store's DRAM places point into.
         mover: carries out demotions and promotions.
         describe: current descriptor, for clients that connect to the node directly.
+        hbm: the memory that the store's HBM places point into; None where the node has none.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class NodeService:
         mover: Mover,
         describe: Callable[[], m.NodeDescriptor],
         *,
+        hbm: DeviceArena | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.identity = identity
@@ -81,6 +84,7 @@ class NodeService:
         self.resize: Resize = _cannot_resize
         self.on_grant: Callable[[], None] = lambda: None  # a lease or reservation was just given
         self._arenas = ArenaSet.of(arenas)
+        self._hbm = hbm
         self._describe = describe
         self._clock = clock
         self._started = clock()
@@ -149,6 +153,7 @@ class NodeService:
             request.writer_id or client_id,
             request.ttl_s,
             self._clock(),
+            request.tier,
         )
         self.on_grant()
         return m.ReserveReply(
@@ -183,14 +188,11 @@ class NodeService:
         return m.Ok()
 
     def pin(self, request: m.Pin, client_id: str) -> m.PinReply | Awaitable[m.PinReply]:
-        """Lookup and lease in one step; answers at once unless blocks must come from NVMe first."""
+        """Lookup and lease in one step; answers at once unless blocks must be moved first."""
         _check_ttl(request.ttl_s)
         if self.refuses_readers():
             return m.PinReply(0, 0, b"", b"", b"", 0.0, "draining")
         hashes = unpack_hashes(request.hashes)
-        if not self.mover.can_promote:
-            ready = self._cold.ready(request, hashes, client_id, "disk_failed")
-            return self._pinned(ColdAnswer(ready, 0.0, 0.0))
         result = self.store.pin(
             request.namespace_id,
             hashes,
@@ -198,6 +200,7 @@ class NodeService:
             request.ttl_s,
             self._clock(),
             request.parts or None,
+            request.tier_preference,
             cold="tell",
         )
         if result.miss_reason != PROMOTING:
@@ -237,23 +240,26 @@ class NodeService:
 
     async def report_corrupt(self, request: m.ReportCorrupt) -> m.Ok:
         """A reader saw wrong bytes. Verified here before anything is dropped: a claim is no proof."""
-        if self.store.lookup(request.namespace_id, [request.block_hash]) != ["dram"]:
-            return m.Ok()  # gone, or on NVMe alone: that copy is verified whenever it is read
-        result = self.store.pin(
-            request.namespace_id, [request.block_hash], "", 5.0, self._clock(), None
-        )
-        length = self.store.part_bytes(request.namespace_id)
+        # What is gone, or on NVMe alone, is left alone: that copy is verified whenever it is read.
+        for tier in ("hbm", "dram"):
+            if tier in self.store.standing(request.namespace_id, request.block_hash):
+                await self._verify(request.namespace_id, request.block_hash, tier)
+        return m.Ok()
+
+    async def _verify(self, namespace_id: bytes, block_hash: bytes, tier: str) -> None:
+        """Drop the block if its copy in a memory tier, where it stands now, has wrong bytes."""
+        result = self.store.pin(namespace_id, [block_hash], "", 5.0, self._clock(), None, tier)
+        length = self.store.part_bytes(namespace_id)
         try:
             sums = await asyncio.to_thread(
-                lambda: [checksum(self._view(place, length)) for place in result.places]
+                lambda: [checksum(self._bytes_at(place, length)) for place in result.places]
             )
             if sums != list(result.checksums):
                 self.counters["corrupt_blocks"] += 1
-                log.error("dropping a corrupt block", block=request.block_hash.hex())
-                self.store.drop(request.namespace_id, request.block_hash, "checksum", self._clock())
+                log.error("dropping a corrupt block", block=block_hash.hex(), tier=tier)
+                self.store.drop(namespace_id, block_hash, "checksum", self._clock())
         finally:
             self.store.release(result.lease_id, self._clock())
-        return m.Ok()
 
     def lookup(self, request: m.NodeLookup) -> m.NodeLookupReply:
         """Raises UnknownNamespace. Takes no lease and leaves the order of eviction alone."""
@@ -319,7 +325,7 @@ class NodeService:
         Raises:
             BlockMiss: it is not here (any more); the reason is in the text.
         """
-        pin = m.Pin(request.namespace_id, request.block_hash, 10.0, [request.part])
+        pin = m.Pin(request.namespace_id, request.block_hash, 10.0, [request.part], "hbm")
         answer = self.pin(pin, client_id)
         reply = answer if isinstance(answer, m.PinReply) else await answer
         if not reply.found:
@@ -327,7 +333,11 @@ class NodeService:
         try:
             arena_id, offset = np.frombuffer(reply.places, dtype="<i8")[:2]
             length = self.store.part_bytes(request.namespace_id)
-            data = self._view(Place(int(arena_id), int(offset)), length).tobytes()
+            place = Place(int(arena_id), int(offset))
+            if self._is_in_hbm(place):
+                data = (await asyncio.to_thread(self._bytes_at, place, length)).tobytes()
+            else:
+                data = self._bytes_at(place, length).tobytes()
         finally:
             self.store.release(reply.lease_id, self._clock())
         expected = int(np.frombuffer(reply.checksums, dtype="<u8")[0])
@@ -348,7 +358,7 @@ class NodeService:
             self.identity.epoch,
             self.identity.host,
             self._clock() - self._started,
-            [self._with_speed(usage) for usage in self.store.usage()],
+            [self._with_facts(usage) for usage in self.store.usage()],
             self.store.lease_count,
             self.store.reservation_count,
             len(self.store.namespaces()),
@@ -372,7 +382,9 @@ class NodeService:
             for arena_id, arena in self._arenas.items()
         ]
 
-    def _with_speed(self, usage: m.TierUsage) -> m.TierUsage:
+    def _with_facts(self, usage: m.TierUsage) -> m.TierUsage:
+        if usage.tier == "hbm" and self._hbm is not None:
+            return msgspec.structs.replace(usage, note=self._hbm.note)
         if usage.tier != "nvme":
             return usage
         return msgspec.structs.replace(
@@ -391,6 +403,17 @@ class NodeService:
 
     def _view(self, place: Place, length: int) -> Any:
         return self._arenas[place.arena_id].view(place.offset, length)
+
+    def _is_in_hbm(self, place: Place) -> bool:
+        return self._hbm is not None and place.arena_id == self._hbm.arena_id
+
+    def _bytes_at(self, place: Place, length: int) -> Any:
+        """The bytes at a place of either memory tier; from a device a copy, which blocks the thread."""
+        if self._hbm is None or not self._is_in_hbm(place):
+            return self._view(place, length)
+        out = np.empty(length, dtype=np.uint8)
+        self._hbm.read_into(place.offset, out)
+        return out
 
 
 async def _cannot_resize(_request: m.ResizeDram) -> m.ResizeDramReply:

@@ -226,11 +226,17 @@ class ReservationBook:
             return BlockStatus.EXISTS, None
         residency = self._residency
         begun = _begun_copy(space.blocks.get(name))
+        if begun is not None and begun.tier == HBM and tier != HBM:
+            # This writer cannot write where the others did: a block stands whole in one tier or in none.
+            if begun.filling:
+                return BlockStatus.IN_PROGRESS, None
+            residency.discard_partial(begun)
+            begun = None
         if begun is not None:
             if begun.places[part] is not None:
                 is_committed = begun.checksums[part] is not None
                 return (BlockStatus.EXISTS if is_committed else BlockStatus.IN_PROGRESS), None
-            tier = begun.tier  # a copy is whole in one tier or in none
+            tier = begun.tier
         tiers = (HBM, DRAM) if tier == HBM and begun is None else (tier,)
         for index in tiers:
             if index not in residency.tiers:

@@ -27,6 +27,7 @@ from kvpool.wire import messages as m
 from tiers.adapters import grpc_server, http_app
 from tiers.arena import Arena, ArenaServer
 from tiers.arenas import ArenaSet, arena_unit, make_arena, make_arenas
+from tiers.device_arena import HBM_ARENA_ID, DeviceArena
 from tiers.devices import Devices, open_devices
 from tiers.draining import Drainer
 from tiers.metrics import NodeCollector
@@ -80,6 +81,7 @@ class _Node:
         self._reporter: Reporter | None = None
         self._handout: ArenaServer | None = None
         self._target: NixlTarget | None = None
+        self._hbm: DeviceArena | None = None
         self._replicator: Replicator
         self.drainer: Drainer
         # Microseconds since 1970: grows with every start, also across reboots.
@@ -90,6 +92,7 @@ class _Node:
         runtime = self._runtime_directory()
         arenas = make_arenas(config)
         stack.callback(arenas.close)
+        hbm = self._hbm = self._open_hbm()
         devices = self._open_nvme()
         store = Store(
             SlotPool(
@@ -107,6 +110,8 @@ class _Node:
                 quarantine_s=config.quarantine_s,
                 dram_high_watermark=config.high_watermark,
                 dram_low_watermark=config.low_watermark,
+                hbm_high_watermark=config.hbm_high_watermark,
+                hbm_low_watermark=config.hbm_low_watermark,
                 write_through=config.write_through,
                 eviction=config.eviction,
                 nvme_eviction=config.nvme_eviction,
@@ -116,10 +121,11 @@ class _Node:
                 max_pending_events=1_000_000 if config.conductor else 1,  # else nobody reads them
                 first_id=identity.epoch,  # ids of an earlier life name nothing here
             ),
+            hbm=SlotAllocator(hbm.size_bytes, config.slab_bytes, hbm.arena_id) if hbm else None,
         )
-        mover = Mover(store, arenas, devices)
+        mover = Mover(store, arenas, devices, hbm=hbm)
         stack.callback(mover.close)
-        service = NodeService(identity, store, arenas, mover, lambda: self._descriptor)
+        service = NodeService(identity, store, arenas, mover, lambda: self._descriptor, hbm=hbm)
         if devices is not None:
             count = devices.recover_into(store, time.monotonic())
             log.info("recovered blocks from NVMe", parts=count, devices=devices.states())
@@ -157,7 +163,7 @@ class _Node:
             identity.host,
             f"{config.announced_host}:{port}",
             f"{config.announced_host}:{http.port}",
-            _described(arenas.values()),
+            self._described(arenas.values()),
             shm_path,
             target.agent_name if target else "",
             target.metadata if target else b"",
@@ -229,7 +235,7 @@ class _Node:
         await self._replicator.forget_gone_arenas()
         self._descriptor = structs.replace(
             self._descriptor,
-            arenas=_described(arenas),
+            arenas=self._described(arenas),
             nixl_metadata=self._target.metadata if self._target else b"",
         )
         if self._reporter is not None:
@@ -262,6 +268,23 @@ class _Node:
         self._stack.callback(shutil.rmtree, path, ignore_errors=True)
         return path
 
+    def _described(self, arenas: Iterable[Arena]) -> list[m.Arena]:
+        described = [m.Arena(arena.arena_id, arena.size_bytes, arena.base) for arena in arenas]
+        if (hbm := self._hbm) is not None:
+            described.append(
+                m.Arena(hbm.arena_id, hbm.size_bytes, hbm.base, hbm.kind, hbm.device_id, "hbm")
+            )
+        return described
+
+    def _open_hbm(self) -> DeviceArena | None:
+        config = self._config
+        if not config.hbm_bytes:
+            return None
+        size = config.hbm_bytes - config.hbm_bytes % config.slab_bytes
+        hbm = DeviceArena(HBM_ARENA_ID, size, config.hbm_device)
+        self._stack.callback(hbm.close)
+        return hbm
+
     def _open_nvme(self) -> Devices | None:
         config = self._config
         if not config.nvme_paths:
@@ -285,6 +308,7 @@ class _Node:
                 tuple(arenas.values()),
                 service.is_busy,
                 loopback_only=self._config.host.startswith(_LOOPBACK),
+                lasting=(self._hbm,) if self._hbm else (),
             )
         except NixlUnavailable as error:
             if self._config.transports == ("nixl",):
@@ -295,10 +319,6 @@ class _Node:
             return None
         self._stack.callback(target.close)
         return target
-
-
-def _described(arenas: Iterable[Arena]) -> list[m.Arena]:
-    return [m.Arena(arena.arena_id, arena.size_bytes, arena.base) for arena in arenas]
 
 
 def _node_id(config: NodeConfig) -> str:

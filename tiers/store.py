@@ -154,6 +154,11 @@ class Store:
         visible = self._space(namespace_id, 0).visible
         return {name: copy.block.parent for names in visible for name, copy in names.items()}
 
+    @property
+    def tier_names(self) -> list[str]:
+        """The tiers that this node has."""
+        return [tier.name for tier in self._residency.tiers.values()]
+
     # ------------------------------------------------------------ reading
 
     def lookup(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[str]:

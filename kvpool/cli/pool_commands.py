@@ -57,7 +57,7 @@ def stats(ctx: typer.Context, conductor: Conductor = None, as_json: AsJson = Fal
                     node.node_id[:8],
                     node.host,
                     reply.node_states.get(node.node_id, "gone"),
-                    tier.tier,
+                    f"{tier.tier} ({tier.note})" if tier.note else tier.tier,
                     tier.blocks,
                     _mib(used),
                     _mib(tier.capacity_bytes),

@@ -54,6 +54,9 @@ def node(
     http_port: Annotated[int | None, typer.Option(help="HTTP port; 0 picks a free one.")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="gRPC port; 0 picks a free one.")] = None,
     dram: Annotated[str | None, typer.Option(help="DRAM to lend, e.g. 4GiB.")] = None,
+    hbm: Annotated[
+        str | None, typer.Option(help="Device memory to lend, e.g. 16GiB (see node.hbm_device).")
+    ] = None,
     nvme_directory: Annotated[
         list[Path] | None, typer.Option(help="Directory of the NVMe tier; once for each device.")
     ] = None,
@@ -72,6 +75,7 @@ def node(
             http_port=("node.http_port", http_port),
             grpc_port=("node.grpc_port", grpc_port),
             dram=("node.dram_bytes", dram),
+            hbm=("node.hbm_bytes", hbm),
             nvme=("node.nvme_bytes", nvme),
         )
         + _nvme_overrides(nvme_directory or []),

@@ -14,7 +14,7 @@ import time
 import uuid
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args
 
 from kvpool.client import copies, discovery, pinning, protection
 from kvpool.client.buffers import block_spans
@@ -43,6 +43,7 @@ from kvpool.transports import TransportName, Transports
 from kvpool.wire import FailoverClient, WireClient, split_addresses
 from kvpool.wire import messages as m
 
+MemoryTier = Literal["", "dram", "hbm"]  # where a caller wants to read or write; "" is dram
 NODES_TTL_S = 1.0  # how long a list of nodes is trusted
 _pool_numbers = itertools.count(1)
 
@@ -254,6 +255,7 @@ class AsyncPool:
         segments: Sequence[m.Segment] | None = None,
         is_disposable: bool = False,
         max_wait_s: float = 0.0,
+        tier: MemoryTier = "",
         timeout_s: float | None = None,
     ) -> GetResult:
         """Read the longest leading run of a chain into the caller's memory.
@@ -275,19 +277,22 @@ class AsyncPool:
             max_wait_s: what a hit may take to come from a node's disk, because computing it again takes no
                 longer; dearer blocks are declined at once (`miss_reason` "declined_cost"). 0: no limit
                 but `timeout_s`: what cannot come within that is "declined_deadline".
+            tier: "hbm" reads from nodes' device memory what stands there, over NIXL whatever the host;
+                by default, and where NIXL does not reach, the node first copies that down to dram.
 
         Returns:
             How many blocks were read. Where a node died, lacked a block or sent wrong bytes, other replicas
             were tried within the deadline. Fewer than asked is never an error; the reason says why.
 
         Raises:
-            WrongByteCount, InvalidArgument: `out` does not fit.
+            WrongByteCount, InvalidArgument: `out` does not fit, or there is no such tier.
             CannotReshard: the stored bytes are not laid out so that the rank's can be read in few pieces.
             UnverifiableRead: checksums shall be compared, only pieces of parts are read, and not over shared
                 memory.
             DeadlineExceeded, Unavailable: the conductor (or the one node) did not answer.
         """
         count = len(hashes)
+        _check_tier(tier)
         plan = _plan(plan_read, namespace, part, as_rank)
         addresses, owner = block_spans(out, count, plan.rank_bytes, writable=True)
         if not count:
@@ -312,6 +317,7 @@ class AsyncPool:
             deadline=deadline,
             is_disposable=is_disposable,
             max_wait_s=max_wait_s,
+            tier=tier,
         )
         return await reader.read(segments)
 
@@ -323,6 +329,7 @@ class AsyncPool:
         ttl_s: float = 10.0,
         part: int | None = None,
         max_wait_s: float = 0.0,
+        tier: MemoryTier = "",
         timeout_s: float | None = None,
     ) -> PinnedBlocks:
         """Hold the longest leading run of a chain in place. Give it back with `release`.
@@ -331,9 +338,11 @@ class AsyncPool:
             ttl_s: how long at most; nodes may grant less.
             part: one tensor-parallel part, or None for all.
             max_wait_s: see `get`; over all nodes together.
+            tier: as for `get`.
         """
+        _check_tier(tier)
         deadline = time.monotonic() + (timeout_s or self.timeout_s)
-        return await pinning.pin(self, namespace, hashes, ttl_s, part, max_wait_s, deadline)
+        return await pinning.pin(self, namespace, hashes, ttl_s, part, max_wait_s, deadline, tier)
 
     @contextlib.asynccontextmanager
     async def pinned(
@@ -374,6 +383,7 @@ class AsyncPool:
         as_rank: TensorParallelRank | None = None,
         node_id: str | None = None,
         replicas: int = 1,
+        tier: MemoryTier = "",
         timeout_s: float | None = None,
     ) -> PutResult:
         """Write a run of a chain from the caller's memory: two round trips, however many blocks.
@@ -388,6 +398,8 @@ class AsyncPool:
             replicas: nodes that shall hold the blocks when this returns, on different hosts where there are
                 some. One that cannot be had is no error; `PutResult.replicas` says how many stand. With
                 several parts the put of the last one copies.
+            tier: "hbm" writes to the node's device memory, over NIXL; what finds no room there, and all of
+                it where NIXL does not reach, goes to dram. Replicas stand in dram.
 
         Raises:
             WrongByteCount, InvalidArgument: `data` does not fit.
@@ -396,6 +408,7 @@ class AsyncPool:
             NoRoom: not one block could be stored, existed or was in progress.
             TransferFailed, DeadlineExceeded, Unavailable: nothing of this call became visible.
         """
+        _check_tier(tier)
         plan = _plan(plan_write, namespace, part, as_rank)
         addresses, owner = block_spans(data, len(hashes), plan.rank_bytes, writable=False)
         if not hashes:
@@ -404,7 +417,15 @@ class AsyncPool:
         if replicas < 1 or (replicas > 1 and self._conductor is None):
             raise ConfigError(f"replicas={replicas}", hint="1 or more; several need a conductor")
         writer = ChainWriter(
-            self, namespace, hashes, addresses, owner, parent=parent, plan=plan, deadline=deadline
+            self,
+            namespace,
+            hashes,
+            addresses,
+            owner,
+            parent=parent,
+            plan=plan,
+            deadline=deadline,
+            tier=tier,
         )
         return await writer.write(node_id, replicas)
 
@@ -472,14 +493,20 @@ class AsyncPool:
         return await protection.unprotect(self, namespace, hashes, deadline)
 
     async def prefetch(
-        self, namespace: Namespace, hashes: Sequence[bytes], *, timeout_s: float | None = None
+        self,
+        namespace: Namespace,
+        hashes: Sequence[bytes],
+        *,
+        tier: MemoryTier = "",
+        timeout_s: float | None = None,
     ) -> PrefetchResult:
-        """Have the leading run of a chain brought into DRAM ahead of a read. Returns before it is there.
+        """Have the leading run of a chain brought into dram ahead of a read, or into "hbm".
 
-        What a node declines comes back with its reason, and may be asked again.
+        Returns before it is there. What a node declines comes back with its reason, and may be asked again.
         """
+        _check_tier(tier)
         deadline = time.monotonic() + (timeout_s or self.timeout_s)
-        return await copies.prefetch(self, namespace, hashes, deadline)
+        return await copies.prefetch(self, namespace, hashes, deadline, tier)
 
     async def drain(
         self, node_id: str, *, drop: bool = False, timeout_s: float = 60.0
@@ -637,3 +664,8 @@ def _plan(
     if part:
         raise InvalidArgument(f"part={part} and as_rank={as_rank}", hint="give one of the two")
     return make(stored, as_rank.layout(stored), as_rank.rank)
+
+
+def _check_tier(tier: str) -> None:
+    if tier not in get_args(MemoryTier):
+        raise InvalidArgument(f"no memory tier is called {tier!r}", hint="dram or hbm")

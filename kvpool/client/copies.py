@@ -41,7 +41,7 @@ class ReplicateResult:
 
 @dataclass(slots=True, frozen=True)
 class PrefetchResult:
-    """What nodes will bring into DRAM, what was there, and what they declined (ask again later)."""
+    """What nodes will bring where it was asked for, what was there, and what they declined (ask again later)."""
 
     accepted: int
     resident: int
@@ -177,12 +177,19 @@ async def _ask(
 
 
 async def prefetch(
-    pool: AsyncPool, namespace: Namespace, hashes: Sequence[bytes], deadline: float
+    pool: AsyncPool,
+    namespace: Namespace,
+    hashes: Sequence[bytes],
+    deadline: float,
+    tier: str = "",
 ) -> PrefetchResult:
     """See `AsyncPool.prefetch`."""
     where = await pool.lookup(namespace, hashes, timeout_s=time_left(deadline))
     replies = await asyncio.gather(
-        *(_prefetch_at(pool, namespace, hashes, segment, deadline) for segment in where.segments)
+        *(
+            _prefetch_at(pool, namespace, hashes, segment, deadline, tier)
+            for segment in where.segments
+        )
     )
     reasons: Counter[str] = Counter()
     for reply in replies:
@@ -202,9 +209,10 @@ async def _prefetch_at(
     hashes: Sequence[bytes],
     segment: m.Segment,
     deadline: float,
+    tier: str,
 ) -> m.PrefetchReply:
     rows = hashes[segment.start : segment.start + segment.count]
-    request = m.Prefetch(namespace.namespace_id, pack_hashes(rows))
+    request = m.Prefetch(namespace.namespace_id, pack_hashes(rows), tier)
     try:
         link = await pool.link(segment.node_id, deadline)
         reply: m.PrefetchReply = await link.call(request, namespace, time_left(deadline))

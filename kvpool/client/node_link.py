@@ -106,11 +106,42 @@ class NodeLink:
         self._arena_ids = frozenset(arena.arena_id for arena in node.arenas)
         self._transports = transports
         self._host = host
+        self._hbm_arenas = [a.arena_id for a in node.arenas if a.tier == "hbm"]
 
     @functools.cached_property
     def transport(self) -> Transport:
         """The transport to this node; chosen on first use, which may load NIXL: call it from a thread."""
         return self._transports.choose(self.node, self._host)
+
+    @functools.cached_property
+    def hbm_transport(self) -> Transport | None:
+        """The transport to places in the node's hbm, None where there is none; as `transport` otherwise."""
+        return self._transports.choose_for_hbm(self.node)
+
+    def transport_to(self, places: Int64Array) -> Transport:
+        """The transport that moves bytes to and from these places; as `transport` otherwise.
+
+        Raises:
+            TransferFailed: some lie in hbm, and this process cannot reach that.
+        """
+        if not self._is_in_hbm(places):
+            return self.transport
+        if self.hbm_transport is None:
+            raise TransferFailed(
+                f"hbm of node {self.node.node_id} cannot be reached", hint="it takes NIXL"
+            )
+        return self.hbm_transport
+
+    def _is_in_hbm(self, places: Int64Array) -> bool:
+        return bool(self._hbm_arenas) and bool(np.isin(places[:, 0], self._hbm_arenas).any())
+
+    async def _usable_tier(self, tier: str) -> str:
+        """The tier to ask for when the caller wants `tier`: what it cannot reach it must not get."""
+        if tier != "hbm" or not self._hbm_arenas:
+            return ""
+        if "hbm_transport" not in self.__dict__:
+            await asyncio.to_thread(lambda: self.hbm_transport)
+        return tier if self.hbm_transport is not None else ""
 
     async def connect(self, timeout_s: float) -> None:
         """Do now what the first transfer would do: load the transport, meet the node, open the wire."""
@@ -156,12 +187,14 @@ class NodeLink:
         timeout_s: float,
         parts: Sequence[int] = (),
         max_wait_s: float = 0.0,
+        tier: str = "",
     ) -> Lease:
         """Lookup and lease in one step; a lease over nothing has `found == 0`.
 
         Args:
             max_wait_s: blocks on a slow tier that are predicted to take longer are declined; 0: no limit
                 but `timeout_s`, of which the node waits nine tenths at most.
+            tier: "hbm" takes places in the node's device memory, too, where this process can reach it.
         """
         asked = time.monotonic()
         ttl_s = min(ttl_s, MAX_TTL_S)
@@ -170,6 +203,7 @@ class NodeLink:
             pack_hashes(hashes),
             ttl_s,
             list(parts),
+            await self._usable_tier(tier),
             max_wait_s=max_wait_s,
             timeout_s=PATIENCE * timeout_s,
         )
@@ -244,9 +278,12 @@ class NodeLink:
         plan = plan or plan_part(namespace.layout, 0)
         deadline = min(time.monotonic() + timeout_s, lease.deadline)
         await self.know(lease.places, time_left(deadline))
+        transport = await self._loaded_transport(lease.places)
         bad = await self._off_loop(
+            transport,
             plan.effort_bytes(len(addresses)),
             self._read_blocking,
+            transport,
             namespace.layout.part_bytes,
             plan,
             lease,
@@ -290,14 +327,21 @@ class NodeLink:
                 f"the lease of a read from {self.node.node_id} is over", hint="ask for a longer ttl"
             )
 
-    async def _off_loop(self, size: int, work: Callable[..., T], *args: Any) -> T:
+    async def _loaded_transport(self, places: Int64Array) -> Transport:
+        needed = "hbm_transport" if self._is_in_hbm(places) else "transport"
+        if needed in self.__dict__:
+            return self.transport_to(places)
+        return await asyncio.to_thread(self.transport_to, places)  # it may load NIXL
+
+    async def _off_loop(
+        self, transport: Transport, size: int, work: Callable[..., T], *args: Any
+    ) -> T:
         """Run a transfer of `size` bytes in a thread, unless it is over sooner than a thread would begin.
 
         When the caller is cancelled, this waits for the thread all the same: until that has ended, it may
         touch the caller's memory and the node's slots. It ends by its own deadline; if that passed with a
         transfer still under way, the cancellation carries the `DeadlineExceeded` as its cause.
         """
-        transport = await self._chosen()
         if size <= transport.quick_bytes and transport.is_connected(self.node):
             return work(*args)
         loop = asyncio.get_running_loop()
@@ -311,6 +355,7 @@ class NodeLink:
 
     def _read_blocking(
         self,
+        transport: Transport,
         part_bytes: int,
         plan: Plan,
         lease: Lease,
@@ -322,28 +367,25 @@ class NodeLink:
     ) -> int:
         """Read, verify, and hand over; returns the index of the first bad block, or -1."""
         targets, keep = addresses, owner
-        if self.transport.may_write_late and not is_disposable:
+        if transport.may_write_late and not is_disposable:
             keep = np.empty((len(addresses), plan.rank_bytes), dtype=np.uint8)
             targets = keep.ctypes.data + np.arange(len(addresses), dtype=np.int64) * plan.rank_bytes
         pieces = Pieces(*plan.runs(targets, lease.places), keep, plan.pieces_per_part)
         sums = lease.checksums
         if verify and plan.is_whole:
-            sums = self.transport.read_and_sum(self.node, pieces, time_left(deadline))
+            sums = transport.read_and_sum(self.node, pieces, time_left(deadline))
         else:
-            self.transport.read(self.node, pieces, time_left(deadline))
+            transport.read(self.node, pieces, time_left(deadline))
             if verify:
-                sums = self._sum_parts(part_bytes, lease, deadline)
+                sizes = np.full(len(lease.places), part_bytes, dtype=np.int64)
+                # Of whole parts of which pieces were read, summed where the parts stand.
+                sums = transport.sum_in_place(self.node, lease.places, sizes, time_left(deadline))
         wrong = np.flatnonzero(sums != lease.checksums)
         if len(wrong):
             return int(wrong[0]) // len(plan.parts)
         if keep is not owner:
             copy(addresses, targets, np.full(len(addresses), plan.rank_bytes, dtype=np.int64))
         return -1
-
-    def _sum_parts(self, part_bytes: int, lease: Lease, deadline: float) -> Sums:
-        """The checksums of whole parts of which pieces were read, computed where the parts stand."""
-        sizes = np.full(len(lease.places), part_bytes, dtype=np.int64)
-        return self.transport.sum_in_place(self.node, lease.places, sizes, time_left(deadline))
 
     async def reserve(
         self,
@@ -355,12 +397,24 @@ class NodeLink:
         ttl_s: float,
         timeout_s: float,
         writer_id: str = "",
+        tier: str = "",
     ) -> Reservation:
-        """Ask for slots for a run of a chain; what is there or being written is not granted."""
+        """Ask for slots for a run of a chain; what is there or being written is not granted.
+
+        Args:
+            tier: "hbm" asks for slots in device memory; where there are none, or this process cannot reach
+                them, the places lie in dram.
+        """
         asked = time.monotonic()
         ttl_s = min(ttl_s, MAX_TTL_S)
         request = m.Reserve(
-            namespace.namespace_id, pack_hashes(hashes), parent, part, ttl_s, writer_id
+            namespace.namespace_id,
+            pack_hashes(hashes),
+            parent,
+            part,
+            ttl_s,
+            writer_id,
+            await self._usable_tier(tier),
         )
         reply: m.ReserveReply = await self._kept(
             self.call(request, namespace, timeout_s),
@@ -377,11 +431,13 @@ class NodeLink:
         until = min(time.monotonic() + timeout_s, deadline)
         await self.know(pieces.places, time_left(until))
 
+        transport = await self._loaded_transport(pieces.places)
+
         def work() -> Sums:
             # Seen from the thread that writes: loading a transport or waiting for a turn takes time too.
-            return self.transport.write_and_sum(self.node, pieces, time_left(until))
+            return transport.write_and_sum(self.node, pieces, time_left(until))
 
-        return await self._off_loop(pieces.total_bytes, work)
+        return await self._off_loop(transport, pieces.total_bytes, work)
 
     async def commit(
         self,

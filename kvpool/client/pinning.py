@@ -65,6 +65,7 @@ async def pin(
     part: int | None,
     max_wait_s: float,
     deadline: float,
+    tier: str = "",
 ) -> PinnedBlocks:
     """See `AsyncPool.pin`; `deadline` in monotonic seconds."""
     found = await pool.lookup(namespace, hashes, timeout_s=time_left(deadline))
@@ -90,6 +91,7 @@ async def pin(
                     timeout_s=time_left(deadline),
                     parts=parts,
                     max_wait_s=limit_s,
+                    tier=tier,
                 )
             except KvpoolError as error:
                 waited_s = time.monotonic() - asked

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 
 import uvloop
 
-from kvpool.client.async_pool import AsyncPool
+from kvpool.client.async_pool import AsyncPool, MemoryTier
 from kvpool.client.copies import PrefetchResult, ReplicateResult
 from kvpool.client.pinning import PinnedBlocks
 from kvpool.client.reading import GetResult
@@ -126,6 +126,7 @@ class Pool:
         verify: bool | None = None,
         is_disposable: bool = False,
         max_wait_s: float = 0.0,
+        tier: MemoryTier = "",
         timeout_s: float | None = None,
     ) -> GetResult:
         """See `AsyncPool.get`."""
@@ -138,6 +139,7 @@ class Pool:
             verify=verify,
             is_disposable=is_disposable,
             max_wait_s=max_wait_s,
+            tier=tier,
             timeout_s=timeout_s,
         )
         return self._call(job, timeout_s)
@@ -153,6 +155,7 @@ class Pool:
         as_rank: TensorParallelRank | None = None,
         node_id: str | None = None,
         replicas: int = 1,
+        tier: MemoryTier = "",
         timeout_s: float | None = None,
     ) -> PutResult:
         """See `AsyncPool.put`."""
@@ -165,6 +168,7 @@ class Pool:
             as_rank=as_rank,
             node_id=node_id,
             replicas=replicas,
+            tier=tier,
             timeout_s=timeout_s,
         )
         return self._call(job, timeout_s)
@@ -183,10 +187,16 @@ class Pool:
         return self._call(job, timeout_s)
 
     def prefetch(
-        self, namespace: Namespace, hashes: Sequence[bytes], *, timeout_s: float | None = None
+        self,
+        namespace: Namespace,
+        hashes: Sequence[bytes],
+        *,
+        tier: MemoryTier = "",
+        timeout_s: float | None = None,
     ) -> PrefetchResult:
         """See `AsyncPool.prefetch`."""
-        return self._call(self._pool.prefetch(namespace, hashes, timeout_s=timeout_s), timeout_s)
+        job = self._pool.prefetch(namespace, hashes, tier=tier, timeout_s=timeout_s)
+        return self._call(job, timeout_s)
 
     def protect(
         self,
@@ -223,11 +233,18 @@ class Pool:
         ttl_s: float = 10.0,
         part: int | None = None,
         max_wait_s: float = 0.0,
+        tier: MemoryTier = "",
         timeout_s: float | None = None,
     ) -> PinnedBlocks:
         """See `AsyncPool.pin`; give it back with `release`."""
         job = self._pool.pin(
-            namespace, hashes, ttl_s=ttl_s, part=part, max_wait_s=max_wait_s, timeout_s=timeout_s
+            namespace,
+            hashes,
+            ttl_s=ttl_s,
+            part=part,
+            max_wait_s=max_wait_s,
+            tier=tier,
+            timeout_s=timeout_s,
         )
         return self._call(job, timeout_s)
 

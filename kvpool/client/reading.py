@@ -66,6 +66,7 @@ class ChainReader:
         plan: which parts are read, and which of their bytes go where.
         deadline: monotonic seconds.
         max_wait_s: see `AsyncPool.get`; each node of a round, since they are read at once.
+        tier: "hbm" to read from device memory what stands there.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class ChainReader:
         deadline: float,
         is_disposable: bool,
         max_wait_s: float = 0.0,
+        tier: str = "",
     ) -> None:
         self._pool = pool
         self._namespace = namespace
@@ -95,6 +97,7 @@ class ChainReader:
         self._wait_s = self._waited_s = 0.0
         self._declined: list[m.Segment] = []  # for want of time, and what follows
         self._insists = False  # all the time that is left goes to one node
+        self._tier = tier
         self._found = 0
         self._tiers: list[str] = []
         self._moved = Moved()
@@ -220,6 +223,8 @@ class ChainReader:
                 timeout_s=patience_s,
                 parts=self._plan.parts,
                 max_wait_s=max_wait_s,
+                # Pieces of parts can be compared with their checksums in mapped memory only.
+                tier=self._tier if self._plan.is_whole else "",
             )
         except UnverifiableRead as error:
             self._refusal = error
@@ -257,7 +262,7 @@ class ChainReader:
             return self._failed(node_id, hashes, error, left)
         finally:
             link.release(lease)
-        name = link.transport.name
+        name = link.transport_to(lease.places).name
         return _Piece(
             lease.found, lease.tiers, name, lease.miss_reason, lease.wait_s, lease.waited_s
         )

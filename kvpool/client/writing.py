@@ -12,7 +12,7 @@ import numpy as np
 
 from kvpool.client import copies
 from kvpool.client.deadlines import time_left
-from kvpool.client.node_link import NodeLink, Reservation
+from kvpool.client.node_link import Moved, NodeLink, Reservation
 from kvpool.errors import DeadlineExceeded, KvpoolError, NoRoom, Unavailable
 from kvpool.layout import Namespace
 from kvpool.resharding import Plan
@@ -46,6 +46,7 @@ class ChainWriter:
         addresses, owner: where each block is, and what keeps that alive.
         plan: which parts are written, and from which of the caller's bytes.
         deadline: monotonic seconds.
+        tier: "hbm" to write to device memory as far as there is room.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class ChainWriter:
         parent: bytes,
         plan: Plan,
         deadline: float,
+        tier: str = "",
     ) -> None:
         self._pool = pool
         self._namespace = namespace
@@ -68,6 +70,8 @@ class ChainWriter:
         self._parent = parent
         self._plan = plan
         self._deadline = deadline
+        self._tier = tier
+        self._moved = Moved()
 
     async def write(self, node_id: str | None, replicas: int) -> PutResult:
         """Write to the node named, or to the first by placement that takes it. Raises as `AsyncPool.put`."""
@@ -100,14 +104,12 @@ class ChainWriter:
                 replicas - 1,
                 self._deadline,
             )
-        granted = int((statuses == m.BlockStatus.GRANTED).sum())
-        moved = {link.transport.name: granted * self._namespace.layout.part_bytes}
         return PutResult(
             stored=counts[m.BlockStatus.GRANTED],
             existing=counts[m.BlockStatus.EXISTS],
             in_progress=counts[m.BlockStatus.IN_PROGRESS],
             rejected=counts[m.BlockStatus.NO_ROOM],
-            bytes_moved=moved if granted else {},
+            bytes_moved=self._moved.by_transport,
             replicas=copies_made + (not counts[m.BlockStatus.IN_PROGRESS]),
             replica_failures=failures,
         )
@@ -139,6 +141,7 @@ class ChainWriter:
                     reservation.reservation_id, writer_stopped=has_stopped, timeout_s=1.0
                 )
             raise
+        self._moved.add(link.transport_to(reservation.places).name, pieces.total_bytes)
         return reservation.statuses
 
     async def _reserve_anywhere(self, node_id: str | None) -> tuple[NodeLink, Reservation]:
@@ -160,6 +163,7 @@ class ChainWriter:
             part=self._plan.parts[row],
             ttl_s=time_left(self._deadline) + 1.0,
             timeout_s=time_left(self._deadline),
+            tier=self._tier,
         )
 
 

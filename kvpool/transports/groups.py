@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -99,7 +100,7 @@ class GroupMover:
     def each(
         self, operation: str, node: NodeDescriptor, groups: Iterable[Pieces], timeout_s: float
     ) -> Generator[Pieces, None, None]:
-        """Move groups; yields each when it is over, in order.
+        """Move groups; yields each when it is over, in order, or its parts if they lie in unlike memory.
 
         When this is left, whatever the reason, no transfer touches memory any more. Those that outlived
         their deadline are the exception, as everywhere: they are in quarantine.
@@ -107,9 +108,9 @@ class GroupMover:
         deadline = time.monotonic() + timeout_s
         under_way: deque[_Begun] = deque()
         try:
-            for group in groups:
-                if len(group.lengths):
-                    under_way.append(self._begin(operation, node, group, deadline))
+            for run in chain.from_iterable(_runs_of_kind(node, group) for group in groups):
+                if len(run.lengths):
+                    under_way.append(self._begin(operation, node, run, deadline))
                 if len(under_way) == AHEAD:
                     yield self._end(under_way, deadline)
             while under_way:
@@ -193,3 +194,21 @@ class GroupMover:
             finally:
                 begun.unpack_from.release()
         return begun.pieces
+
+
+def _runs_of_kind(node: NodeDescriptor, pieces: Pieces) -> list[Pieces]:
+    """The pieces in order, cut where the kind of memory at the node changes: no transfer is with both.
+
+    Rows that share a checksum are of one part, and so of one kind.
+    """
+    kinds = {arena.arena_id: arena.kind for arena in node.arenas}
+    if len(set(kinds.values())) < 2:
+        return [pieces]
+    is_vram = np.array([kinds.get(arena) == "vram" for arena in pieces.places[:, 0].tolist()])
+    cuts = [0, *(np.flatnonzero(np.diff(is_vram)) + 1).tolist(), len(is_vram)]
+    return [
+        Pieces(
+            pieces.local[a:b], pieces.places[a:b], pieces.lengths[a:b], pieces.owner, pieces.per_sum
+        )
+        for a, b in pairwise(cuts)
+    ]

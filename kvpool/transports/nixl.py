@@ -353,7 +353,7 @@ class NixlTransport(Transport):
         if time.monotonic() >= deadline:
             # Never begin late: the lease or reservation behind it may be over (invariants 2 and 3).
             raise DeadlineExceeded(f"no time left to begin a transfer with node {node.node_id}")
-        remote = _remote_rows(node, pieces)
+        kind, remote = _remote_rows(node, pieces)
         peer = self._meet(node, set(pieces.places[:, 0].tolist()))
         low = int(pieces.local.min())
         high = int((pieces.local + pieces.lengths).max())
@@ -366,7 +366,7 @@ class NixlTransport(Transport):
             handle = raw.initialize_xfer(
                 operation,
                 raw.get_xfer_descs(local.astype(np.uint64), "DRAM"),
-                raw.get_xfer_descs(remote.astype(np.uint64), "DRAM"),
+                raw.get_xfer_descs(remote.astype(np.uint64), kind.upper()),
                 peer,
             )
             transfer = _Transfer(
@@ -404,7 +404,9 @@ class NixlTransport(Transport):
                     self._settle(transfer)
 
 
-def _remote_rows(node: NodeDescriptor, pieces: Pieces) -> np.ndarray:
+def _remote_rows(node: NodeDescriptor, pieces: Pieces) -> tuple[str, np.ndarray]:
+    """The kind of memory that the pieces lie in at the node, and a descriptor for each."""
+    kind = "dram"
     rows = np.zeros((len(pieces.lengths), 3), dtype=np.int64)
     rows[:, 1] = pieces.lengths
     known = {arena.arena_id: arena for arena in node.arenas}
@@ -417,4 +419,6 @@ def _remote_rows(node: NodeDescriptor, pieces: Pieces) -> np.ndarray:
         if (offsets < 0).any() or (offsets + pieces.lengths[chosen] > arena.size_bytes).any():
             raise TransferFailed(f"a place lies outside arena {arena_id} of {node.node_id}")
         rows[chosen, 0] = offsets + arena.base
-    return rows
+        rows[chosen, 2] = arena.device_id
+        kind = arena.kind
+    return kind, rows

@@ -87,9 +87,15 @@ class NixlAgent:
         except Exception as error:  # native errors come as several unrelated types
             raise NixlUnavailable(f"cannot make a NIXL agent: {error}") from error
 
-    def register(self, address: int, size_bytes: int) -> Any:
-        """Register host memory; returns the handle for `deregister`."""
-        return self.raw.register_memory([(address, size_bytes, 0, "")], "DRAM")
+    def register(
+        self, address: int, size_bytes: int, kind: str = "dram", device_id: int = 0
+    ) -> Any:
+        """Register memory; returns the handle for `deregister`.
+
+        Args:
+            kind: "dram", or "vram" for memory of the device `device_id`.
+        """
+        return self.raw.register_memory([(address, size_bytes, device_id, "")], kind.upper())
 
     def deregister(self, handle: Any) -> None:
         """Undo `register`. Revokes nothing: reads under way go on."""

@@ -75,6 +75,17 @@ class Transports:
             hint="see `kvpool doctor`",
         )
 
+    def choose_for_hbm(self, node: NodeDescriptor) -> Transport | None:
+        """NIXL, which alone reaches a node's hbm; None where it may not be used, or does not reach."""
+        if self._forced == "shm" or not any(arena.tier == "hbm" for arena in node.arenas):
+            return None
+        try:
+            transport = self.get("nixl")
+        except NixlUnavailable as error:
+            log.warning("hbm cannot be reached", node=node.node_id, error=str(error))
+            return None
+        return transport if transport.can_reach(node, "") else None
+
     def forget(self, node_id: str) -> None:
         """Drop what is cached about a node."""
         with self._lock:

@@ -129,6 +129,11 @@ class ShmTransport(Transport):
     ) -> tuple[_Attached, Int64Array]:
         """Where the places are in this process, for as long as the first of both is held."""
         arena_ids = set(places[:, 0].tolist())
+        if any(arena.tier == "hbm" and arena.arena_id in arena_ids for arena in node.arenas):
+            raise TransferFailed(
+                f"some places of node {node.node_id} lie in hbm, which nobody maps",
+                hint="it is read and written by NIXL",
+            )
         attached = self._attach(node, arena_ids)
         out = np.empty(len(lengths), dtype=np.int64)
         for arena_id in arena_ids:

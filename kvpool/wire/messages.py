@@ -55,11 +55,17 @@ class Ping(Message, frozen=True):
 
 
 class Arena(Reply, frozen=True):
-    """One registered memory region of a node; `base` is its address there, for one-sided access."""
+    """One registered memory region of a node; `base` is its address there, for one-sided access.
+
+    Only those of tier "dram" are handed out as file descriptors.
+    """
 
     arena_id: int
     size_bytes: int
     base: int
+    kind: str = "dram"  # of the memory: "vram" on device `device_id`
+    device_id: int = 0
+    tier: str = "dram"
 
 
 class NodeDescriptor(Reply, frozen=True):
@@ -100,6 +106,7 @@ class Reserve(Message, frozen=True):
     part: int
     ttl_s: float
     writer_id: str = ""  # who will write; default: the connection's client
+    tier: str = ""  # "hbm" asks for device memory, and grants in dram what finds no room there
 
 
 class ReserveReply(Reply, frozen=True):
@@ -155,7 +162,7 @@ class Pin(Message, frozen=True):
     hashes: bytes
     ttl_s: float
     parts: list[int] = []  # empty: all
-    tier_preference: str = ""
+    tier_preference: str = ""  # "hbm": the caller can read device memory; else places lie in dram
     max_wait_s: float = 0.0
     timeout_s: float = 0.0
 
@@ -286,6 +293,7 @@ class TierUsage(Reply, frozen=True):
     read_bytes_per_s: float = 0.0  # measured, while it works; 0 while unknown
     write_bytes_per_s: float = 0.0
     queued_read_bytes: int = 0  # promotions under way or waiting
+    note: str = ""  # for people
 
 
 class Replicate(Message, frozen=True):
@@ -337,10 +345,11 @@ class DrainReply(Reply, frozen=True):
 
 
 class Prefetch(Message, frozen=True):
-    """Bring the leading run of `hashes` into DRAM ahead of a read. Takes no lease, promises nothing."""
+    """Bring the leading run of `hashes` into a tier ahead of a read. Takes no lease, promises nothing."""
 
     namespace_id: bytes
     hashes: bytes
+    tier: str = ""  # "hbm"; default: dram
 
 
 class PrefetchReply(Reply, frozen=True):

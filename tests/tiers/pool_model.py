@@ -174,8 +174,7 @@ class ModelledStore:
             self.grants[result.reservation_id] = grant
             for block, granted_tier in zip(granted, tiers, strict=True):
                 is_asked = tier == "hbm" or granted_tier == "dram"
-                is_joined = namespace.layout.tp_size > 1  # another part stands there
-                self._require(is_asked or is_joined, f"{block!r} was granted in {granted_tier}")
+                self._require(is_asked, f"{block!r} was granted in {granted_tier}")
                 self.live_parts[(space, block), part] = result.reservation_id
                 self.part_tiers[(space, block), part] = granted_tier
         self._after(asking=namespace, needed=whole[: start + count])

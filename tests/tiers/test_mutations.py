@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -35,9 +36,10 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def _what_is_caught(config: StoreConfig = CONFIG) -> str:
-    for seed in range(SEEDS):
+    # With and without hbm: a third tier makes seldom what is seldom with two.
+    for seed, hbm_slabs in product(range(SEEDS), (3, 0)):
         try:
-            random_walk(seed, STEPS, config).settle()
+            random_walk(seed, STEPS, config, hbm_slabs=hbm_slabs).settle()
         except (Violation, StoreCorrupt) as error:
             return str(error)
     return ""
@@ -208,14 +210,18 @@ def _quarantine_is_for_nothing(patch: pytest.MonkeyPatch) -> None:
     ("take_guard_away", "caught"),
     [
         pytest.param(_pins_do_not_hold, r"granted to .* while \('lease'", id="1: pins do not hold"),
-        pytest.param(_pins_hold_in_dram_alone, r"while \('lease'", id="1: pins in hbm"),
+        pytest.param(_pins_hold_in_dram_alone, r"while \('lease'|lease is on", id="1: pins in hbm"),
         pytest.param(_nothing_is_spared, "had room below hbm", id="hbm: lost in vain"),
-        pytest.param(_parts_stand_apart, "stand in|granted twice", id="4: parts apart"),
+        pytest.param(
+            _parts_stand_apart, "stand in|granted twice|slot no more", id="4: parts apart"
+        ),
         pytest.param(
             _moves_do_not_hold, r"while \('source'|source of move", id="1: moves do not hold"
         ),
         pytest.param(_leased_blocks_move_away, r"while \('lease'|sees|lost", id="1: leases move"),
-        pytest.param(_arenas_go_while_in_use, "lost its arena|in no|not in", id="1: arenas go"),
+        pytest.param(
+            _arenas_go_while_in_use, "lost its arena|in no|not in|slot leaked", id="1: arenas go"
+        ),
         pytest.param(
             _closed_arenas_count, "dram is what its arenas are|slot leaked", id="7: closed"
         ),
