@@ -36,6 +36,7 @@ log = structlog.get_logger(__name__)
 Octets = npt.NDArray[np.uint8]
 FsyncPolicy = Literal["always", "interval", "never"]
 PAGE_BYTES = 4096
+FORGET_S = 0.1  # a record is written in microseconds
 BOUNCE_BYTES = 4 << 20  # per thread, for memory that is not page-aligned
 
 
@@ -210,9 +211,9 @@ class NvmeFiles:
             self._sync_if_due()
 
     def forget(self, namespace_id: bytes, block_hash: bytes, part: int) -> None:
-        """Forget a part that is stored elsewhere by now, unless the manifest is busy: nothing depends on it."""
-        if not self._lock.acquire(blocking=False):
-            return  # perhaps in a sync that takes long: other devices do not wait for it
+        """Forget a part that is stored elsewhere by now, unless the manifest is busy: it would only be a miss."""
+        if not self._lock.acquire(timeout=FORGET_S):
+            return  # in a sync that takes long: other devices do not wait for it
         try:
             with suppress(NvmeFailed):
                 self._manifest.remove(namespace_id, block_hash, part)

@@ -84,7 +84,7 @@ def read(cluster: Cluster) -> npt.NDArray[np.uint8]:
     with client(cluster) as pool:
         wait_until(lambda: pool.lookup(NAMESPACE, HASHES).found == BLOCKS, "known")
         result = pool.get(NAMESPACE, HASHES, out)
-        assert (result.found, result.verified) == (BLOCKS, BLOCKS)
+        assert (result.found, result.verified, result.miss_reason) == (BLOCKS, BLOCKS, "")
     return out
 
 
@@ -121,7 +121,8 @@ def test_a_device_that_breaks_is_told_to_the_index_and_the_rest_goes_on(cluster:
         wait_until(lambda: len(known()) == left, "the index was told")
         for name in known():
             row = np.zeros((1, SIZE), np.uint8)
-            assert pool.get(NAMESPACE, [name], row).found == 1
+            one = pool.get(NAMESPACE, [name], row)
+            assert (one.found, one.miss_reason) == (1, "")
             assert (row[0] == DATA[HASHES.index(name)]).all()
         metrics = httpx.get(f"http://{cluster.nodes['a']['http']}/metrics", timeout=10).text
         assert f'kvpool_nvme_failed{{directory="{disks(cluster)[1]}"}} 1.0' in metrics

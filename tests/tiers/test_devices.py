@@ -357,6 +357,7 @@ async def test_a_device_that_cannot_be_read_loses_its_blocks_and_the_others_go_o
         for name in chain:
             copy = n.store._residency.spaces[WIDE.namespace_id].visible[1][name]
             assert {place.arena_id for place in copy.whole_places} <= {0, 2}
+        assert of_b.isdisjoint(n.on(1))  # else its old records would win at the next start
         n.store.check_integrity()
         task.cancel()
 
