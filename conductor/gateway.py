@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 import structlog
 
@@ -39,6 +39,7 @@ log = structlog.get_logger(__name__)
 
 MAX_ATTEMPTS = 3
 NOBODY = frozenset(("no_decode_worker", "no_prefill_choice", "prompt_too_long"))
+JUDGE_AFTER_TOKENS = 16  # TPOT is known well enough by then
 MODES = {"auto": "", "remote": "disaggregated", "local": "local"}
 READ = "pool_read:"  # how a worker begins its reason for reading less than planned
 WAIT_S = 60.0  # default of the longest waits for a prefill and for a first token
@@ -54,6 +55,7 @@ class Gateway:
         first_token_timeout_s: longest wait for a decode worker's first token.
         replications_at_once: copies of hot prefixes under way in the background.
         policy: the routing policy; None: an empty one.
+        on_outcome: told of every request served or refused whether prefill and decode met its objectives.
     """
 
     def __init__(
@@ -68,17 +70,20 @@ class Gateway:
         first_token_timeout_s: float = WAIT_S,
         replications_at_once: int = 0,
         policy: PolicyHolder | None = None,
+        on_outcome: Callable[[bool, bool], None] = lambda _ttft, _tpot: None,
     ) -> None:
         self.cluster = cluster
         self.policy = policy or PolicyHolder()
+        self._on_outcome = on_outcome
         self.request_log = request_log
         self.entrance = Entrance(cluster, limits, self._decide)
+        self._waiting: dict[str, tuple[Result, float]] = {}  # requests in work
         self._ttft_s = default_ttft_s
         self._tpot_s = default_tpot_s
         self._first_token_timeout_s = first_token_timeout_s
-        self._links = Links(cluster)
-        self._remote_prefill = RemotePrefill(cluster, self._links, prefill_timeout_s)
-        self._replicator = Replicator(cluster, self._links, replications_at_once)
+        self.links = Links(cluster)
+        self._remote_prefill = RemotePrefill(cluster, self.links, prefill_timeout_s)
+        self._replicator = Replicator(cluster, self.links, replications_at_once)
 
     @property
     def active(self) -> int:
@@ -89,7 +94,7 @@ class Gateway:
         """Turn away who waits, give up background copies, close connections to workers and nodes."""
         await self.entrance.close()
         await self._replicator.close()
-        await self._links.close()
+        await self.links.close()
 
     async def admit(self, job: Job, result: Result) -> Decision:
         """Decide where the job runs, before anything is sent to the caller; it may wait for that.
@@ -107,6 +112,8 @@ class Gateway:
             self.request_log.decided(decision, self.cluster.clock())
             self.request_log.ended(job.request_id, Outcome("refused"))
             self.cluster.counters[f"rejected:{decision.reason}"] += 1
+            if decision.reason in ("ttft_slo", "tpot_slo"):
+                self._on_outcome(decision.reason != "ttft_slo", decision.reason != "tpot_slo")
             if decision.reason in NOBODY:
                 raise Unavailable(
                     f"nobody can serve this: {decision.reason}", hint="kvpool stats"
@@ -134,6 +141,7 @@ class Gateway:
             DeadlineExceeded, Unavailable, EngineFailed: nothing worked, with the last reason.
         """
         status = "cancelled"
+        self._waiting[job.request_id] = (result, received_at)
         try:
             async with contextlib.aclosing(self._attempts(job, result, received_at)) as pieces:
                 async for token_ids in pieces:
@@ -163,6 +171,8 @@ class Gateway:
                 async with contextlib.aclosing(decoded) as pieces:
                     async for token_ids in pieces:
                         result.add_tokens(token_ids, time.monotonic() - received_at)
+                        if len(result.token_ids) >= JUDGE_AFTER_TOKENS:
+                            self._judge(result)
                         yield token_ids
                 return
             except (Unavailable, EngineFailed, Overloaded, DeadlineExceeded) as error:
@@ -327,12 +337,12 @@ class Gateway:
             max_wait_s=self.cluster.worthwhile_s(worker, job.namespace, len(tokens), segments),
         )
         first_within_s = self._first_token_timeout_s
-        if not is_last and self._links.has_other(worker):
+        if not is_last and self.links.has_other(worker):
             first_within_s = min(first_within_s, left_s / 2)  # the rest is for the other
         reply: m.GenerateReply | None = None
         is_complete = False
         try:
-            stream = self._links.stream(worker, message, job.deadline, first_within_s)
+            stream = self.links.stream(worker, message, job.deadline, first_within_s)
             async with contextlib.aclosing(stream) as items:
                 async for item in items:
                     if isinstance(item, m.GenerateChunk):
@@ -388,6 +398,29 @@ class Gateway:
             seconds = phases["kv_cache_transfer_time"] - phases.get("kv_cache_promotion_time", 0.0)
             cost.observe_transfer(count, seconds, same_host=transport == "shm")
 
+    def judge_overdue(self) -> None:
+        """Count what waits for its first token beyond its objective as late now, not when it ends.
+
+        A worker that is overwhelmed ends nothing: whoever waits for outcomes would learn of it last.
+        """
+        now = time.monotonic()
+        for result, received_at in self._waiting.values():
+            if self._ttft_s and not result.token_ids and now - received_at > self._ttft_s:
+                self._judge(result, is_late=True)
+
+    def _judge(self, result: Result, *, is_late: bool = False) -> None:
+        """Tell once of each request which role served it well; an objective of 0 is none.
+
+        A decode worker that prefilled too late lacks help as much as one that decodes too slowly.
+        """
+        if result.is_judged:
+            return
+        result.is_judged = True
+        is_late = is_late or bool(self._ttft_s and result.ttft_s > self._ttft_s)
+        is_slow = bool(self._tpot_s and result.tpot_s > self._tpot_s)
+        is_local = result.decision is not None and result.decision.mode == "local"
+        self._on_outcome(not is_late or is_local, not is_slow and not (is_late and is_local))
+
     def _count_fallback(self, result: Result, reason: str) -> None:
         result.fallback_reason = result.fallback_reason or reason
         self.cluster.counters[f"fallback:{reason}"] += 1
@@ -397,6 +430,9 @@ class Gateway:
         counters[f"requests:{status}"] += 1
         if status == "ok" and result.ttft_s <= self._ttft_s and result.tpot_s <= self._tpot_s:
             counters["goodput_requests"] += 1  # DistServe: those that meet both objectives
+        self._waiting.pop(job.request_id, None)
+        if status == "ok":
+            self._judge(result)
         counters["prompt_tokens"] += len(job.prompt)
         counters["pool_tokens"] += max(result.pool_tokens, result.prefill_reused_tokens)
         counters["output_tokens"] += len(result.token_ids)

@@ -21,6 +21,7 @@ from conductor.jobs import Job, Result, check_prompt
 from conductor.metrics import RequestMetrics
 from conductor.openai_api import ChatRequest, CompletionRequest, read_prompt, read_request
 from conductor.requests import RequestLog
+from conductor.role_changes import RoleChanges
 from conductor.tokenizer import Tokenizer
 from kvpool.config import ConductorConfig
 from kvpool.errors import InvalidArgument, KvpoolError, NotFound, Unavailable, brief
@@ -48,6 +49,7 @@ class HttpApi:
         request_log: RequestLog,
         tokenizer: Tokenizer | None,
         metrics: RequestMetrics,
+        roles: RoleChanges,
     ) -> None:
         self._config = config
         self._cluster = cluster
@@ -55,6 +57,7 @@ class HttpApi:
         self._request_log = request_log
         self._tokenizer = tokenizer
         self._metrics = metrics
+        self._roles = roles
 
     def app(self, registry: CollectorRegistry, not_ready: Callable[[], str]) -> FastAPI:
         """The FastAPI application."""
@@ -96,6 +99,11 @@ class HttpApi:
         @app.get("/v1/stats")
         async def stats() -> Response:
             return _json(named(self._cluster.stats()))
+
+        @app.get("/v1/scaling")
+        async def scaling() -> Response:
+            """Instances by role, how many there should be and why; for a HPA or KEDA."""
+            return _json(self._roles.advice())
 
         @app.get("/v1/nodes")
         async def nodes() -> Response:

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from conductor.cluster import Cluster
 from conductor.gateway import Gateway
 from conductor.jobs import Result
+from conductor.role_changes import RoleChanges
 from kvpool.metrics import LATENCY_BUCKETS
 
 
@@ -61,9 +62,10 @@ class RequestMetrics:
 class ConductorCollector(Collector):
     """Members, index and counters, read at scrape time."""
 
-    def __init__(self, cluster: Cluster, gateway: Gateway) -> None:
+    def __init__(self, cluster: Cluster, gateway: Gateway, roles: RoleChanges) -> None:
         self._cluster = cluster
         self._gateway = gateway
+        self._roles = roles
 
     def collect(self) -> Iterator[Metric]:
         members = GaugeMetricFamily(
@@ -89,6 +91,16 @@ class ConductorCollector(Collector):
         for priority, count in self._gateway.entrance.queue.by_priority().items():
             waiting.add_metric([priority], count)
         yield waiting
+        scaling = GaugeMetricFamily(
+            "kvpool_instances",
+            "Workers by role, as they are and as advised",
+            labels=["role", "which"],
+        )
+        advice = self._roles.advice()
+        for which in ("instances", "desired"):
+            for role, count in advice[which].items():
+                scaling.add_metric([role, which], count)
+        yield scaling
         events = CounterMetricFamily(
             "kvpool_conductor_events", "Counted events, by kind", labels=["kind"]
         )

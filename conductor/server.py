@@ -20,6 +20,8 @@ from conductor.metrics import ConductorCollector, RequestMetrics
 from conductor.policy_holder import PolicyHolder
 from conductor.policy_service import PolicyService
 from conductor.requests import RequestLog
+from conductor.role_changes import RoleChanges
+from conductor.roles import RoleController, RoleLimits
 from conductor.scheduler import Policy
 from conductor.tokenizer import Tokenizer
 from conductor.view import DynamoOptions, SglangOptions
@@ -64,6 +66,14 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
         scheduling_policy(config),
     )
     policy = PolicyHolder(config.policy_path, cluster.counters)
+    roles = RoleController(
+        RoleLimits(
+            window_s=config.roles_window_s,
+            min_requests=config.roles_min_requests,
+            hold_s=config.roles_hold_s,
+            cooldown_s=config.roles_cooldown_s,
+        )
+    )
     request_log = RequestLog()
     gateway = Gateway(
         cluster,
@@ -80,10 +90,22 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
         first_token_timeout_s=config.first_token_timeout_s,
         replications_at_once=config.replications_at_once,
         policy=policy,
+        on_outcome=lambda ttft, tpot: roles.ended(
+            cluster.clock(), is_ttft_met=ttft, is_tpot_met=tpot
+        ),
+    )
+    changes = RoleChanges(
+        cluster,
+        gateway.links,
+        roles,
+        is_active=config.move_roles,
+        clock=cluster.clock,
+        before_step=gateway.judge_overdue,
     )
     registry = new_registry()
-    registry.register(ConductorCollector(cluster, gateway))
-    api = HttpApi(config, cluster, gateway, request_log, tokenizer, RequestMetrics(registry))
+    registry.register(ConductorCollector(cluster, gateway, changes))
+    metrics = RequestMetrics(registry)
+    api = HttpApi(config, cluster, gateway, request_log, tokenizer, metrics, changes)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(gateway.close)
         stack.push_async_callback(cluster.engines.close)
@@ -108,7 +130,10 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
             "http": f"{config.announced_host}:{http.port}",
             "grpc": f"{config.announced_host}:{grpc_port}",
         }
-        tasks = [asyncio.create_task(_sweep(cluster, policy), name="sweep")]
+        tasks = [
+            asyncio.create_task(_sweep(cluster, policy), name="sweep"),
+            asyncio.create_task(changes.run(), name="roles"),
+        ]
         ready(facts)
         log.info("conductor ready", **facts)
         await wait_for_stop(stop, tasks)

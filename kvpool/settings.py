@@ -252,6 +252,13 @@ class ConductorConfig(_Server):
     min_remote_prefill_tokens: int = Field(
         192, ge=0, description="shorter prompts (after reuse) are prefilled by the decode worker"
     )
+    move_roles: bool = Field(
+        False, description="move workers between prefill and decode by measured SLO violations"
+    )
+    roles_window_s: Seconds = Field(30.0, description="outcomes older than this count no more")
+    roles_hold_s: Seconds = Field(5.0, description="how long a breach lasts before a worker moves")
+    roles_cooldown_s: Seconds = Field(30.0, description="after a move, before the next")
+    roles_min_requests: int = Field(10, ge=1, description="fewer in the window say nothing")
     policy_path: OptionalPath = Field(
         None, description="YAML file of the routing policy, read again when it changes"
     )
@@ -455,6 +462,9 @@ class WorkerConfig(_Server):
     http_port: Port = 7821
     conductor: Addresses = Field(
         DEFAULT_CONDUCTOR, description="wire address of one or of several, as in node.conductor"
+    )
+    may_change_role: bool = Field(
+        True, description="the conductor may have it prefill instead of decode, and back"
     )
     kv_events: str = Field(
         "", max_length=512, description="where its engine publishes KV events, as tcp://host:5557"

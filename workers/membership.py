@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+import msgspec
 import structlog
 
-from kvpool.errors import KvpoolError
+from kvpool.errors import InvalidArgument, KvpoolError
 from kvpool.wire import WireClient, split_addresses
 from kvpool.wire import messages as m
 from workers.service import WorkerService
@@ -16,6 +17,7 @@ log = structlog.get_logger(__name__)
 
 CALL_TIMEOUT_S = 2.0
 RETRY_S = 0.5
+ROLES = ("prefill", "decode", "both")
 
 
 class Membership:
@@ -38,13 +40,29 @@ class Membership:
         ]
         self._at = 0
 
+    def set_role(self, request: m.SetRole) -> m.Ok:
+        """Take another role, and tell the conductor with the next heartbeat. Work under way goes on.
+
+        Raises:
+            InvalidArgument: no such role, or this worker's is fixed.
+        """
+        if request.role not in ROLES:
+            raise InvalidArgument(f"unknown role {request.role!r}", hint=", ".join(ROLES))
+        if not self._descriptor.may_change_role:
+            raise InvalidArgument("this worker's role is fixed", hint="worker.may_change_role")
+        if request.role != self._descriptor.role:
+            log.info("role changed", was=self._descriptor.role, role=request.role)
+            self._descriptor = msgspec.structs.replace(self._descriptor, role=request.role)
+            self.is_joined = False
+        return m.Ok()
+
     async def run(self) -> None:
         """Until cancelled; then say goodbye."""
-        me = self._descriptor
         heartbeat_s = 1.0
         failures = 0
         try:
             while True:
+                me = self._descriptor
                 try:
                     if not self.is_joined:
                         reply: m.MemberReply = await self._link.call(

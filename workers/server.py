@@ -100,8 +100,10 @@ async def run_worker(
             f"{config.announced_host}:{http.port}",
             config.kv_events,
             config.kv_replay,
+            config.may_change_role,
         )
         membership = Membership(config.conductor, descriptor, service)
+        wire.handle(m.SetRole, lambda request, _session: membership.set_role(request))
         joined.membership = membership
         await service.warm_up()
         tasks = [

@@ -472,6 +472,7 @@ class WorkerDescriptor(Reply, frozen=True):
     http_address: str = ""
     kv_events: str = ""  # where its engine publishes KV events (ZMQ), e.g. "tcp://10.0.0.5:5557"
     kv_replay: str = ""  # where it replays them
+    may_change_role: bool = True  # the conductor may have it prefill instead of decode, and back
 
 
 class WorkerLoad(Reply, frozen=True):
@@ -670,6 +671,12 @@ class PoolStatsReply(Reply, frozen=True):
 # ---------------------------------------------------------------- workers
 
 
+class SetRole(Message, frozen=True):
+    """Have a worker take another role: "prefill", "decode" or "both". What it has in work goes on."""
+
+    role: str
+
+
 class Sampling(Reply, frozen=True):
     max_tokens: int
     temperature: float = 0.0
@@ -799,6 +806,7 @@ REPLIES: dict[type[Message], type[Reply]] = {
     PolicyChange: PolicyReply,
     PolicyExplain: PolicyVerdict,
     PoolStats: PoolStatsReply,
+    SetRole: Ok,
     Prefill: PrefillReply,
     Generate: GenerateReply,
 }

@@ -18,6 +18,8 @@ from conductor.membership import MembershipConfig
 from conductor.memory_index import MemoryIndex
 from conductor.metrics import RequestMetrics
 from conductor.requests import RequestLog
+from conductor.role_changes import RoleChanges
+from conductor.roles import RoleController
 from conductor.scheduler import Policy
 from kvpool.config import ConductorConfig
 from kvpool.http import HttpServer
@@ -171,6 +173,13 @@ async def conductor(*workers: ScriptedWorker, **settings: Any) -> AsyncIterator[
         running.gateway.request_log,
         LetterTokenizer(),  # type: ignore[arg-type]
         RequestMetrics(registry),
+        RoleChanges(
+            running.cluster,
+            running.gateway.links,
+            RoleController(),
+            is_active=False,
+            clock=time.monotonic,
+        ),
     )
     server = HttpServer(api.app(registry, lambda: ""), "127.0.0.1", 0)
     await server.start()
