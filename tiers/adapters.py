@@ -27,6 +27,14 @@ _STATUS = {
     m.BlockStatus.EXISTS: "exists",
     m.BlockStatus.IN_PROGRESS: "in_progress",
 }
+
+
+class _DramSize(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of `PUT /v1/dram`."""
+
+    target_bytes: int
+
+
 HexHash = Annotated[str, Path(pattern="^[0-9a-f]{32}$")]
 
 
@@ -96,6 +104,15 @@ def http_app(
     @app.get("/v1/stats")
     async def stats() -> Response:
         return Response(stats_json(service), media_type="application/json")
+
+    @app.put("/v1/dram")
+    async def resize(request: Request) -> Response:
+        try:
+            message = msgspec.json.decode(await request.body(), type=_DramSize)
+        except msgspec.DecodeError as error:
+            raise InvalidArgument(f'not {{"target_bytes": N}}: {error}') from error
+        reply = await service.resize(m.ResizeDram(message.target_bytes))
+        return Response(msgspec.json.encode(named(reply)), media_type="application/json")
 
     @app.post("/v1/namespaces")
     async def register(request: Request) -> dict[str, str]:

@@ -26,13 +26,17 @@ LOOKS_AT_ONCE = 1024  # slots looked at in one call, so that none takes longer t
 class _Walk:
     """How far the emptying of one arena has come; it starts over until nothing is left."""
 
-    __slots__ = ("acted", "arena", "is_pressing", "offset")
+    __slots__ = ("acted", "arena", "held", "is_pressing", "offset", "since")
 
-    def __init__(self, arena: SlotAllocator) -> None:
+    def __init__(self, arena: SlotAllocator, since: int) -> None:
         self.arena = arena
+        self.since = since  # tick of the last use before it began
         self.offset = 0
         self.acted = 0  # blocks that this round moved or evicted
-        self.is_pressing = False  # the last round did nothing: parents take room from anybody
+        self.held = 0  # slots of blocks that could not even try
+        self.is_pressing = (
+            False  # nobody holds anything, and no block leaves: parents take room from anybody
+        )
 
     def places(self) -> Iterator[Place]:
         """The slots taken, from where the last call ended; moves on as it goes."""
@@ -47,7 +51,7 @@ class _Walk:
 
     def start_over(self, *, is_pressing: bool) -> None:
         self.is_pressing = is_pressing
-        self.offset = self.acted = 0
+        self.offset = self.acted = self.held = 0
 
 
 class _Budget:
@@ -111,7 +115,7 @@ class RetirementBook:
         if len(self._walks) + 1 == len(slots.arenas):
             raise InvalidArgument(f"arena {arena_id} is the last one", hint="stop the node instead")
         slots.close(arena_id)
-        self._walks[arena_id] = _Walk(arena)
+        self._walks[arena_id] = _Walk(arena, self._residency.advance(0))
         self._residency.resized(DRAM)
 
     def retiring(self) -> dict[int, int]:
@@ -139,16 +143,19 @@ class RetirementBook:
             while not is_stuck:
                 for place in walk.places():
                     copy = owners.get(place)  # None: in quarantine
-                    while copy is not None and not budget.is_spent and _is_free_to_go(copy):
+                    while copy is not None and not budget.is_spent and _is_free_to_go(copy, walk):
                         if not self._leave(copy, walk, budget):
                             break
                         copy = self._parent_in(walk.arena.arena_id, copy.block)
+                    if copy is not None and not copy.block.is_detached:
+                        walk.held += not _is_free_to_go(copy, walk)
                     budget.looks -= 1
                     if budget.is_spent:
                         return budget.moves
-                is_waiting = len(self._moves) + len(self._demotions) > 0
-                is_stuck = not walk.acted and (walk.is_pressing or is_waiting)
-                walk.start_over(is_pressing=not walk.acted and not is_waiting)
+                is_waiting = walk.held + len(self._moves) + len(self._demotions) > 0
+                is_pressing = not walk.acted and not is_waiting and not walk.is_pressing
+                is_stuck = not walk.acted and not is_pressing
+                walk.start_over(is_pressing=is_pressing)
         return budget.moves
 
     def finish(self, move_id: int, is_ok: bool | None) -> None:
@@ -257,6 +264,9 @@ class RetirementBook:
         self._residency.settle_state(source)
 
 
-def _is_free_to_go(copy: Copy) -> bool:
-    # A lease does not keep a block from moving: the old slots stay for it, and go with it.
-    return not copy.block.is_detached and not copy.reading + copy.filling
+def _is_free_to_go(copy: Copy, walk: _Walk) -> bool:
+    if copy.block.is_detached or copy.reading or copy.filling:
+        return False
+    # A leased block waits for the end of its lease, unless new leases keep coming: then it moves, and
+    # the old slots stay for the old leases.
+    return not copy.pins or copy.last_use > walk.since

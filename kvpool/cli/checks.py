@@ -177,8 +177,10 @@ def check_memlock(root: Path, node: NodeConfig, limit: int | None = None) -> Che
     return Check("memlock", "fail", detail, "ulimit -l unlimited, or LimitMEMLOCK=infinity")
 
 
-def check_hugepages(root: Path) -> Check:
-    """Transparent huge pages for shared memory double the speed within a host."""
+def check_hugepages(root: Path, node: NodeConfig | None = None) -> Check:
+    """Huge pages double the speed within a host: transparent ones, or reserved ones where they are asked for."""
+    if node is not None and node.hugepages in ("2m", "1g"):
+        return _check_reserved(root, node)
     base = root / "sys/kernel/mm/transparent_hugepage"
     shared, private = _chosen(base / "shmem_enabled"), _chosen(base / "enabled")
     static = _read(root / "proc/sys/vm/nr_hugepages") or "0"
@@ -191,6 +193,41 @@ def check_hugepages(root: Path) -> Check:
         f"{detail}: copies within this host run at about half speed",
         "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled (as root)",
     )
+
+
+def _check_reserved(root: Path, node: NodeConfig) -> Check:
+    size = 2 * MIB if node.hugepages == "2m" else 1024 * MIB
+    free = _read(root / f"sys/kernel/mm/hugepages/hugepages-{size >> 10}kB/free_hugepages") or "0"
+    wanted = -(-node.dram_bytes // size)
+    detail = (
+        f"{free} reserved pages of {format_bytes(size)} are free; node.dram_bytes takes {wanted}"
+    )
+    if int(free) >= wanted:
+        return Check("huge pages", "ok", detail)
+    action = (
+        f"sysctl vm.nr_hugepages={wanted}"
+        if node.hugepages == "2m"
+        else f"boot with hugepagesz=1G hugepages={wanted}"
+    )
+    return Check("huge pages", "fail", detail, f"{action}, or node.hugepages=auto")
+
+
+def check_numa(root: Path, node: NodeConfig) -> Check:
+    """Whether the NUMA nodes that arenas are bound to exist."""
+    present = [
+        path.name.removeprefix("node")
+        for path in sorted((root / "sys/devices/system/node").glob("node[0-9]*"))
+    ]
+    detail = f"NUMA nodes: {', '.join(present) or 'none'}"
+    missing = [str(number) for number in node.numa_nodes if str(number) not in present]
+    if missing:
+        return Check(
+            "numa", "fail", f"{detail}; no node {', '.join(missing)}", "mend node.numa_nodes"
+        )
+    if len(present) > 1 and not node.numa_nodes:
+        action = f"node.numa_nodes=[{', '.join(present)}] gives each its share of the arenas"
+        return Check("numa", "ok", f"{detail}; arenas take memory from any", action)
+    return Check("numa", "ok", detail)
 
 
 def check_memory(root: Path, node: NodeConfig, available: int | None = None) -> Check:
@@ -326,7 +363,8 @@ def run_checks(settings: Settings, root: Path = Path("/")) -> list[Check]:
         check_gpu(probe),
         check_rdma(root),
         check_memlock(root, settings.node),
-        check_hugepages(root),
+        check_hugepages(root, settings.node),
+        check_numa(root, settings.node),
         check_memory(root, settings.node),
         check_shared_memory(),
         check_ptrace(root),

@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from kvpool.cli.context import invocation, overrides
+from kvpool.cli.node_ids import full_id
 from kvpool.cli.output import console, format_seconds, print_json
 from kvpool.client import Pool
-from kvpool.errors import InvalidArgument, NotFound
 from kvpool.wire.plain import named
 
 
@@ -32,7 +32,7 @@ def drain(
     given = overrides(conductor=("client.conductor", conductor))
     settings = invocation(ctx).load(given).settings.client
     with Pool(conductor=settings.conductor, timeout_s=settings.timeout_s) as pool:
-        node_id = _full_id(node, [info.descriptor.node_id for info in pool.nodes()])
+        node_id = full_id(node, [info.descriptor.node_id for info in pool.nodes()])
         reply = pool.drain(node_id, drop=drop, timeout_s=timeout_s)
     if as_json:
         print_json({"node": node_id, **named(reply)})
@@ -45,15 +45,3 @@ def drain(
     )
     if reply.leases_left:
         console().print(f"{reply.leases_left} leases were still in force at the end of the time")
-
-
-def _full_id(given: str, known: list[str]) -> str:
-    """The one node id that `given` is or begins."""
-    if given in known:
-        return given
-    found = [node_id for node_id in known if node_id.startswith(given)]
-    if len(found) > 1:
-        raise InvalidArgument(f"{given!r} begins the ids of {len(found)} nodes: {sorted(found)}")
-    if not found or not given:
-        raise NotFound(f"the pool has no node {given!r}", hint="see `kvpool stats`")
-    return found[0]

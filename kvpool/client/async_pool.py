@@ -519,15 +519,35 @@ class AsyncPool:
         Raises:
             NotFound: the pool has no such node.
         """
+        reply: m.DrainReply = await self._ask_node(node_id, m.Drain(timeout_s, drop), timeout_s + 5)
+        return reply
+
+    async def resize(
+        self, node_id: str, dram_bytes: int, *, timeout_s: float = 120.0
+    ) -> m.ResizeDramReply:
+        """Give a node more or less DRAM while it serves; returns when what is new can be used.
+
+        What has to go is emptied in the background, and stays for as long as somebody reads or writes there.
+
+        Raises:
+            NotFound: the pool has no such node. InvalidArgument: less than one slab.
+            NoSharedMemory: the machine has not got that much; nothing was changed.
+            NoRoom: another resize is under way.
+        """
+        reply: m.ResizeDramReply = await self._ask_node(
+            node_id, m.ResizeDram(dram_bytes), timeout_s
+        )
+        return reply
+
+    async def _ask_node(self, node_id: str, request: m.Message, timeout_s: float) -> Any:
         for info in await self.nodes():
             if info.descriptor.node_id == node_id:
                 # A connection of its own: what fails meanwhile on the other must not end this call.
                 wire = WireClient(info.descriptor.address, self.client_id)
                 try:
-                    reply: m.DrainReply = await wire.call(m.Drain(timeout_s, drop), timeout_s + 5)
+                    return await wire.call(request, timeout_s)
                 finally:
                     await wire.close()
-                return reply
         raise NotFound(f"the pool has no node {node_id!r}", hint="see `kvpool stats`")
 
     # ------------------------------------------------------------ nodes

@@ -225,6 +225,12 @@ class Pool:
         job = self._pool.drain(node_id, drop=drop, timeout_s=timeout_s)
         return self._call(job, timeout_s + 5.0)
 
+    def resize(
+        self, node_id: str, dram_bytes: int, *, timeout_s: float = 120.0
+    ) -> m.ResizeDramReply:
+        """See `AsyncPool.resize`."""
+        return self._call(self._pool.resize(node_id, dram_bytes, timeout_s=timeout_s), timeout_s)
+
     def pin(
         self,
         namespace: Namespace,

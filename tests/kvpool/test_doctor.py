@@ -123,6 +123,24 @@ def test_huge_pages_of_shared_memory(tmp_path: Path, text: str, status: str) -> 
     assert checks.check_hugepages(tmp_path).status == status
 
 
+def test_reserved_huge_pages_must_be_enough(tmp_path: Path) -> None:
+    node = NodeConfig(dram_bytes=2 * GIB, hugepages="2m")
+    short = checks.check_hugepages(tmp_path, node)
+    assert short.status == "fail"
+    assert "vm.nr_hugepages=1024" in short.action
+    write(tmp_path, "sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages", "1024")
+    assert checks.check_hugepages(tmp_path, node).status == "ok"
+
+
+def test_numa_nodes_that_are_asked_for_must_exist(tmp_path: Path) -> None:
+    for number in (0, 1):
+        (tmp_path / f"sys/devices/system/node/node{number}").mkdir(parents=True)
+    assert checks.check_numa(tmp_path, NodeConfig(numa_nodes=(0, 1))).status == "ok"
+    assert "[0, 1]" in checks.check_numa(tmp_path, NodeConfig()).action
+    missing = checks.check_numa(tmp_path, NodeConfig(numa_nodes=(0, 2)))
+    assert (missing.status, missing.action) == ("fail", "mend node.numa_nodes")
+
+
 @pytest.mark.parametrize(("scope", "status"), [("0", "ok"), ("1", "warn"), ("3", "warn")])
 def test_ptrace_scope(tmp_path: Path, scope: str, status: str) -> None:
     assert checks.check_ptrace(tmp_path).status == "ok"

@@ -162,6 +162,8 @@ def test_new_readers_of_a_leased_block_find_it_elsewhere() -> None:
     old = s.pin(A, run, "c", 5.0, 0.0)
     s.retire_arena(0, 0.0)
     empty(s)
+    assert places_of(s, run) == old.places  # it may end soon; but then another one comes
+    empty(s)
     new = s.pin(A, run, "d", 9.0, 0.0)
     assert {place.arena_id for place in new.places} == {1}
     assert new.checksums == old.checksums
@@ -206,6 +208,23 @@ def test_a_lease_that_begins_while_its_block_moves_keeps_the_old_place() -> None
     s.release(lease.lease_id, 0.0)
     assert s.take_retired() == [0]
     assert tiers_of(s, run) == ["dram"]
+
+
+def test_what_waits_for_a_lease_takes_no_room_from_what_was_used_since() -> None:
+    s = store(dram=1)
+    old, new = names(4, b"o"), names(4, b"n")
+    put(s, old)
+    lease = s.pin(A, old, "c", 5.0, 0.0)
+    grow(s, 1)
+    s.retire_arena(0, 0.0)
+    put(s, new)
+    empty(s)
+    places_of(s, new)
+    s.release(lease.lease_id, 0.0)
+    empty(s)
+    assert s.take_retired() == [0]
+    assert tiers_of(s, new) == ["dram"] * 4
+    assert tiers_of(s, old) == ["gone"] * 4
 
 
 def test_reserved_and_quarantined_slots_hold_the_arena() -> None:
