@@ -33,6 +33,12 @@ def content(seed: int, blocks: int = BLOCKS) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (blocks, SIZE), dtype=np.uint8)
 
 
+def _has_cuda() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     running = Cluster(tmp_path)
@@ -189,6 +195,28 @@ def test_inline_reads_come_from_hbm_and_stats_say_what_it_is(cluster: Cluster) -
     assert (reply.headers["X-Kvpool-Tier"], reply.content) == ("hbm", data.tobytes())
     [hbm] = [t for t in cluster.node_stats("a")["tiers"] if t["tier"] == "hbm"]
     assert hbm["note"] == "hbm on cpu: for trying out"
+
+
+@pytest.mark.skipif(not _has_cuda(), reason="needs a CUDA device")
+def test_hbm_of_a_gpu_is_written_and_read_over_nixl(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    hashes, data = chain(7), content(7)
+    out = np.zeros_like(data)
+    with cluster.fleet:
+        cluster.start_node("a", *SETTINGS[:-1], "node.hbm_device=cuda:0")
+        with client(cluster) as pool:
+            put = pool.put(NAMESPACE, hashes, data, tier="hbm")
+            assert put.bytes_moved == {"nixl": data.nbytes}
+            [info] = pool.nodes()
+            [hbm] = [a for a in info.descriptor.arenas if a.tier == "hbm"]
+            assert (hbm.kind, hbm.device_id) == ("vram", 0)
+            got = pool.get(NAMESPACE, hashes, out, tier="hbm")
+            assert (got.tiers, got.bytes_moved) == (("hbm",) * BLOCKS, {"nixl": data.nbytes})
+            assert (out == data).all()
+            out[:] = 0
+            got = pool.get(NAMESPACE, hashes, out)
+            assert (got.tiers, got.bytes_moved) == (("dram",) * BLOCKS, {"shm": data.nbytes})
+            assert (out == data).all()
 
 
 def test_a_device_that_is_not_there_ends_the_start_with_a_clear_error(tmp_path: Path) -> None:
