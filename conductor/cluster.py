@@ -15,8 +15,8 @@ import structlog
 from conductor import prices
 from conductor.cost import CostModel
 from conductor.engines import Engines
-from conductor.index import Found, Index
-from conductor.membership import Member, Membership, MembershipConfig, State
+from conductor.index import Found, Holders, Index, cover_run
+from conductor.membership import Member, Membership, MembershipConfig, State, Verdict
 from conductor.namespaces import KnownNamespaces
 from conductor.requests import InFlight
 from conductor.scheduler import IDLE, ClusterView, NodeView, Policy, WorkerView
@@ -114,6 +114,10 @@ class Cluster:
 
     def node_events(self, request: m.NodeEvents) -> m.MemberReply:
         """A numbered batch of events, or a slice of the full report."""
+        return self._reply(resync=self._take_events(request).resync)
+
+    def _take_events(self, request: m.NodeEvents) -> Verdict:
+        """Do what is to be done about a batch; returns what that was."""
         try:
             verdict = self.nodes.receive_events(
                 request.node_id,
@@ -125,7 +129,6 @@ class Cluster:
             )
             if verdict.resync:
                 self.counters["event_gaps"] += 1
-                return self._reply(resync=True)
             if verdict.begin_snapshot:
                 self.index.begin_snapshot(request.node_id, request.epoch)
             if verdict.apply:
@@ -133,8 +136,8 @@ class Cluster:
             if verdict.end_snapshot:
                 self.index.end_snapshot(request.node_id)
         except StaleEpoch:
-            return self._reply(resync=True)
-        return self._reply()
+            return Verdict(resync=True)
+        return verdict
 
     def node_heartbeat(self, request: m.NodeHeartbeat) -> m.MemberReply:
         """A sign of life with the node's accounting."""
@@ -149,7 +152,7 @@ class Cluster:
     def node_leave(self, request: m.NodeLeave) -> m.Ok:
         """A node stops: its blocks are forgotten at once."""
         if self.nodes.leave(request.node_id, request.epoch):
-            self.index.remove_node(request.node_id, RECLAIM_BLOCKS)
+            self._forget_node(request.node_id)
             log.info("node left", node=request.node_id)
         return m.Ok()
 
@@ -200,6 +203,9 @@ class Cluster:
             log.info("worker left", worker=request.worker_id)
         return m.Ok()
 
+    def _forget_node(self, node_id: str) -> None:
+        self.index.remove_node(node_id, RECLAIM_BLOCKS)
+
     def _forget_worker(self, worker_id: str) -> None:
         self.cost.forget_worker(worker_id)
         self.in_flight.forget_worker(worker_id)
@@ -220,12 +226,20 @@ class Cluster:
             raise UnknownNamespace(
                 f"namespace {request.namespace_id.hex()} is not known here", hint="register it"
             )
-        segments = self.index.segments(
-            request.namespace_id,
-            unpack_hashes(request.hashes),
-            self._readable_hosts(request.exclude),
-            request.host,
-        )
+        hashes = unpack_hashes(request.hashes)
+        return self._lookup_reply(request, self.index.holders(request.namespace_id, hashes))
+
+    async def answer_lookup(self, request: m.Lookup) -> m.LookupReply:
+        """As `lookup`, for an index that may have to be waited for."""
+        return self.lookup(request)
+
+    async def answer_registration(self, request: m.RegisterNamespace) -> m.NamespaceReply:
+        """As `register_namespace`, where others may have to be asked."""
+        return self.register_namespace(request)
+
+    def _lookup_reply(self, request: m.Lookup, holders: Sequence[Holders]) -> m.LookupReply:
+        hosts = self._readable_hosts(request.exclude)
+        segments = cover_run(holders, hosts, request.host)
         found = sum(segment.count for segment in segments)
         wait_s = prices.wait_s(self.nodes, self.namespaces[request.namespace_id], segments)
         self.counters["lookups"] += 1
@@ -274,8 +288,23 @@ class Cluster:
             infos.append(m.NodeInfo(node.descriptor, node.state, free, capacity, age_s))
         return m.NodesReply(infos)
 
+    def notice(self) -> str:
+        """What an operator should know: "" when all is well."""
+        return ""
+
     def stats(self) -> m.PoolStatsReply:
         """The whole pool's accounting, as nodes and workers last reported it."""
+        return self._stats(self.index.blocks(), {})
+
+    def _stats(
+        self,
+        index_blocks: int,
+        counters: dict[str, float],
+        *,
+        index: str = "memory",
+        notice: str = "",
+        conductors: Sequence[str] = (),
+    ) -> m.PoolStatsReply:
         return m.PoolStatsReply(
             self.conductor_id,
             self.epoch,
@@ -286,8 +315,13 @@ class Cluster:
                 m.WorkerInfo(worker.descriptor, worker.state, worker.report or IDLE)
                 for worker in self.workers
             ],
-            self.index.blocks(),
-            {name: float(value) for name, value in self.counters.items()} | self.engines.stats(),
+            index_blocks,
+            {name: float(value) for name, value in self.counters.items()}
+            | self.engines.stats()
+            | counters,
+            index,
+            notice,
+            list(conductors),
         )
 
     # ------------------------------------------------------------ for the scheduler
@@ -348,7 +382,7 @@ class Cluster:
         now = self.clock()
         for member in self.nodes.sweep(now).died:
             log.warning("node is dead, its blocks are forgotten", node=member)
-            self.index.remove_node(member, RECLAIM_BLOCKS)
+            self._forget_node(member)
         for member in self.workers.sweep(now).died:
             log.warning("worker is dead", worker=member)
             self._forget_worker(member)

@@ -24,13 +24,15 @@ class ConductorGrpc(pb_grpc.ConductorServicer):
     @typed_errors
     async def RegisterNamespace(self, request: Any, _context: Any) -> Any:
         namespace = namespace_from_proto(request.namespace)
-        reply = self._cluster.register_namespace(m.RegisterNamespace(namespace))
+        reply = await self._cluster.answer_registration(m.RegisterNamespace(namespace))
         return pb.RegisterNamespaceReply(namespace_id=reply.namespace_id, name=namespace.name)
 
     @typed_errors
     async def Lookup(self, request: Any, _context: Any) -> Any:
         hashes = pack_hashes(hashes_from(request.hashes))
-        reply = self._cluster.lookup(m.Lookup(request.namespace_id, hashes, request.host))
+        reply = await self._cluster.answer_lookup(
+            m.Lookup(request.namespace_id, hashes, request.host)
+        )
         segments = [
             pb.Segment(node_id=s.node_id, start=s.start, count=s.count, tier=s.tier)
             for s in reply.segments

@@ -62,7 +62,11 @@ class HttpApi:
     def app(self, registry: CollectorRegistry, not_ready: Callable[[], str]) -> FastAPI:
         """The FastAPI application."""
         app = base_app(
-            "kvpool conductor", registry, not_ready, max_body_bytes=self._config.max_body_bytes
+            "kvpool conductor",
+            registry,
+            not_ready,
+            max_body_bytes=self._config.max_body_bytes,
+            notice=self._cluster.notice,
         )
 
         schemas = _add_schemas(app, ChatRequest, CompletionRequest)

@@ -82,6 +82,9 @@ class Member(Generic[D, R]):
     is_in_snapshot: bool = False
     behind_since: float | None = None  # since when a batch that a heartbeat named is missing
     behind_sequence: int = 0
+    via: str = ""  # the conductor that it reports to; "": this one
+    session: int = 0  # of its joining there, where several conductors share their state
+    beat: int = 0  # changes with each sign of life that the other conductor had
 
     @property
     def state(self) -> State:
@@ -215,6 +218,53 @@ class Membership(Generic[D, R]):
         self._refuse_older(member_id, epoch)
         return self._members.pop(member_id, None) is not None
 
+    # ------------------------------------------------------------ what other conductors say
+
+    def mirror(
+        self,
+        member_id: str,
+        epoch: int,
+        descriptor: D,
+        report: R | None,
+        now: float,
+        *,
+        via: str,
+        session: int,
+        beat: int,
+        is_draining: bool,
+    ) -> bool:
+        """A member as another conductor knows it. It is as old here as its last change of `beat`.
+
+        Returns:
+            True when this life of it was not known here.
+        """
+        if epoch < self._fences.get(member_id, epoch):
+            return False
+        member = self._members.get(member_id)
+        is_new = member is None or member.epoch != epoch
+        if member is None or is_new:
+            member = Member[D, R](member_id, epoch, descriptor, now, now)
+            self._members[member_id] = member
+            self._fence(member_id, epoch)
+        elif (member.via, member.session, member.beat) == (via, session, beat):
+            return False
+        member.via, member.session, member.beat = via, session, beat
+        member.descriptor, member.report, member.reported_at = descriptor, report, now
+        member.last_seen = max(now, member.last_seen)
+        member.is_silent = False
+        member.is_draining = is_draining
+        return is_new
+
+    def keep_mirrored(self, now: float) -> None:
+        """Nothing is heard of other conductors: their members do not age meanwhile."""
+        for member in self._members.values():
+            if member.via:
+                member.last_seen = max(now, member.last_seen)
+
+    def forget(self, member_id: str) -> bool:
+        """The conductor that a member reported to has removed it. False when it was not known."""
+        return self._members.pop(member_id, None) is not None
+
     # ------------------------------------------------------------ what we decide
 
     def drain(self, member_id: str, draining: bool = True) -> None:
@@ -292,10 +342,10 @@ class Membership(Generic[D, R]):
     # ------------------------------------------------------------ inside
 
     def _heard(self, member_id: str, epoch: int, now: float) -> Member[D, R] | None:
-        """The member, with its silence ended; None when this life of it has not joined."""
+        """The member, with its silence ended; None when this life of it has not joined here."""
         self._refuse_older(member_id, epoch)
         member = self._members.get(member_id)
-        if member is None or member.epoch != epoch:
+        if member is None or member.epoch != epoch or member.via:
             return None
         member.last_seen = max(now, member.last_seen)
         member.is_silent = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from itertools import islice
 
 from kvpool.errors import InvalidArgument, LayoutMismatch
@@ -66,6 +67,9 @@ class KnownNamespaces:
 
     def __getitem__(self, namespace_id: bytes) -> Namespace:
         return self._by_id[namespace_id]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._by_id)
 
     def __contains__(self, namespace_id: object) -> bool:
         return namespace_id in self._by_id

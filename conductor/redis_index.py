@@ -133,12 +133,17 @@ class RedisIndex:
                 self._retired.discard(namespace_id)
         return not self._retired
 
-    async def touch(self, namespace_id: bytes) -> None:
-        """Keep what is stored of a namespace from expiring, and notice what others left to reclaim."""
+    async def touch(self, namespace_id: bytes) -> bool:
+        """Keep a namespace with blocks from expiring, and notice what others left to reclaim.
+
+        Returns:
+            True when there are blocks.
+        """
         entries, waiting = await self._in_space(lua.TOUCH, namespace_id, self._ttl_s)
         self._counted(namespace_id, entries)
         if waiting:
             self._retired.add(namespace_id)
+        return bool(entries)
 
     async def forget_block(self, namespace_id: bytes, block_hash: bytes) -> None:
         entries = await self._in_space(lua.FORGET, namespace_id, block_hash)

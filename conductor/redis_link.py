@@ -95,14 +95,26 @@ class RedisLink:
         self.down_since, self.why_down = None, ""
         return True
 
+    async def identity(self) -> str:
+        """Names the history of what is stored: another after a restart or a failover.
+
+        Raises:
+            Unavailable: as `run`.
+        """
+        if self._target.mode != "cluster":
+            info = await self.command("INFO", "replication")
+            return str(info["master_replid"])
+        nodes = await self._call("INFO", "replication", target_nodes=RedisCluster.PRIMARIES)
+        return ",".join(sorted(str(info["master_replid"]) for info in nodes.values()))
+
     async def close(self) -> None:
         """Close all connections."""
         await self._client.aclose()
 
-    async def _call(self, name: str, *args: Any) -> Any:
+    async def _call(self, name: str, *args: Any, **options: Any) -> Any:
         try:
             async with asyncio.timeout(self.timeout_s):
-                return await self._client.execute_command(name, *args)
+                return await self._client.execute_command(name, *args, **options)
         except NoScriptError:
             raise
         except (RedisError, RedisClusterException, OSError, TimeoutError) as error:

@@ -11,6 +11,9 @@ slot of a Cluster; what concerns the pool as a whole has the tag `{pool}`.
     ...:set:ID    set    the blocks of one holding: the reverse index
 
 A session is one joining of a node: what was meant for an earlier one, or for an earlier epoch, is refused.
+Members of the pool stand in two hashes that every conductor reads and writes in one exchange a tick; a fence
+for each of them says which epoch and session counts.
+
 All keys expire when nobody touches them any more. Values are plain bytes or msgpack.
 """
 
@@ -289,6 +292,7 @@ TOUCH = _script(
     "touch",
     _INDEX,
     """
+if redis.call('HLEN', B) == 0 then return {0, redis.call('LLEN', R)} end
 keep(ARGV[1])
 for _, id in ipairs(redis.call('HKEYS', H)) do redis.call('EXPIRE', S .. id, ARGV[1]) end
 for _, entry in ipairs(redis.call('LRANGE', R, 0, -1)) do
@@ -381,5 +385,87 @@ if known[1] ~= ARGV[1] or known[2] ~= ARGV[2] then return 0 end
 redis.call('SADD', KEYS[2], ARGV[4])
 redis.call('EXPIRE', KEYS[2], ARGV[3])
 return 1
+""",
+)
+
+# KEYS: fence of the member. epoch -> 1, or 0 when the member has gone on
+DRAIN = _script(
+    "drain",
+    """
+if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[1] then return 0 end
+redis.call('HSET', KEYS[1], 'draining', '1')
+return 1
+""",
+)
+
+# KEYS: members, fence of the member. id, session -> 1, or 0 when it has joined again since
+LEAVE = _script(
+    "leave",
+    """
+local known = redis.call('HGET', KEYS[2], 'session')
+if known and tonumber(known) > tonumber(ARGV[2]) then return 0 end
+redis.call('HDEL', KEYS[1], ARGV[1])
+return 1
+""",
+)
+
+# One exchange of what members said: tell what this conductor heard, hear what all of them did.
+# KEYS: members nodes, members workers, prefix of fences, incarnation, namespace directory, prefix of
+#   namespaces, conductors
+# ttl, incarnation if there is none, last namespace number, conductor, its record, then
+#   (kind, id, epoch, session, record) ...
+# -> incarnation, lost members, draining members, nodes, workers, namespaces (number, value, ...), conductors
+SYNC = _script(
+    "sync",
+    """
+local ttl = ARGV[1]
+redis.call('SET', KEYS[4], ARGV[2], 'NX')
+redis.call('HSET', KEYS[7], ARGV[4], ARGV[5])
+local lost, draining = {}, {}
+for i = 6, #ARGV, 5 do
+  local kind, id = ARGV[i], ARGV[i + 1]
+  local fence = KEYS[3] .. kind .. ':' .. id
+  local known = redis.call('HMGET', fence, 'epoch', 'session', 'draining')
+  if known[1] ~= ARGV[i + 2] or known[2] ~= ARGV[i + 3] then
+    lost[#lost + 1] = kind .. ':' .. id
+  else
+    redis.call('HSET', kind == 'node' and KEYS[1] or KEYS[2], id, ARGV[i + 4])
+    redis.call('EXPIRE', fence, ttl)
+    if known[3] then draining[#draining + 1] = kind .. ':' .. id end
+  end
+end
+for _, i in ipairs({1, 2, 4, 5, 7}) do redis.call('EXPIRE', KEYS[i], ttl) end
+local added = {}
+local numbered = redis.call(
+  'ZRANGEBYSCORE', KEYS[5], '(' .. ARGV[3], '+inf', 'WITHSCORES', 'LIMIT', 0, 500)
+for i = 1, #numbered, 2 do
+  local value = redis.call('GET', KEYS[6] .. numbered[i])
+  if value then
+    added[#added + 1] = numbered[i + 1]; added[#added + 1] = value
+  else
+    redis.call('ZREM', KEYS[5], numbered[i])
+  end
+end
+return {redis.call('GET', KEYS[4]), lost, draining, redis.call('HGETALL', KEYS[1]),
+        redis.call('HGETALL', KEYS[2]), added, redis.call('HGETALL', KEYS[7])}
+""",
+)
+
+# KEYS: namespace, its owner, directory, last number. id, value, layout, ttl, most namespaces
+# -> the layout that its owner has
+REGISTER = _script(
+    "register",
+    """
+local known = redis.call('GET', KEYS[2])
+if known and known ~= ARGV[3] then return known end
+redis.call('SET', KEYS[2], ARGV[3], 'EX', ARGV[4])
+redis.call('SET', KEYS[1], ARGV[2], 'EX', ARGV[4])
+if not redis.call('ZSCORE', KEYS[3], ARGV[1]) then
+  redis.call('ZADD', KEYS[3], redis.call('INCR', KEYS[4]), ARGV[1])
+  redis.call('ZREMRANGEBYRANK', KEYS[3], 0, -1 - tonumber(ARGV[5]))
+end
+redis.call('EXPIRE', KEYS[3], ARGV[4])
+redis.call('EXPIRE', KEYS[4], ARGV[4])
+return ARGV[3]
 """,
 )

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -26,6 +27,7 @@ from conductor.scheduler import Policy
 from conductor.tokenizer import Tokenizer
 from conductor.view import DynamoOptions, SglangOptions
 from kvpool.config import ConductorConfig
+from kvpool.errors import ConfigError
 from kvpool.grpc_adapter import quiet_grpc
 from kvpool.hashing import token_bytes
 from kvpool.http import HttpServer
@@ -33,6 +35,9 @@ from kvpool.metrics import new_registry
 from kvpool.process import Ready, wait_for_stop
 from kvpool.wire import WireServer
 from kvpool.wire import messages as m
+
+if TYPE_CHECKING:
+    from conductor.shared_cluster import SharedCluster
 
 log = structlog.get_logger(__name__)
 
@@ -58,13 +63,10 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
         dead_after_s=config.dead_after_s,
         sweep_s=SWEEP_S,
     )
-    cluster = Cluster(
-        conductor_id,
-        epoch,
-        MemoryIndex(max_blocks=config.max_index_blocks),
-        membership,
-        scheduling_policy(config),
-    )
+    index = MemoryIndex(max_blocks=config.max_index_blocks)
+    parts = (conductor_id, epoch, index, membership, scheduling_policy(config))
+    shared = connect(config, *parts) if config.index == "redis" else None
+    cluster = shared or Cluster(*parts)
     policy = PolicyHolder(config.policy_path, cluster.counters)
     roles = RoleController(
         RoleLimits(
@@ -107,6 +109,8 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
     metrics = RequestMetrics(registry)
     api = HttpApi(config, cluster, gateway, request_log, tokenizer, metrics, changes)
     async with contextlib.AsyncExitStack() as stack:
+        if shared is not None:
+            stack.push_async_callback(shared.link.close)
         stack.push_async_callback(gateway.close)
         stack.push_async_callback(cluster.engines.close)
         wire = WireServer("conductor", conductor_id, epoch)
@@ -134,10 +138,53 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
             asyncio.create_task(_sweep(cluster, policy), name="sweep"),
             asyncio.create_task(changes.run(), name="roles"),
         ]
+        if shared is not None:
+            shared.board.address = str(facts["wire"])
+            tasks.append(asyncio.create_task(_tend(shared), name="shared state"))
         ready(facts)
         log.info("conductor ready", **facts)
         await wait_for_stop(stop, tasks)
         log.info("conductor stopping")
+
+
+def connect(
+    config: ConductorConfig,
+    conductor_id: str,
+    epoch: int,
+    index: MemoryIndex,
+    membership: MembershipConfig,
+    policy: Policy,
+) -> SharedCluster:
+    """A cluster that is shared through Redis, not connected yet.
+
+    Raises:
+        ConfigError: `conductor.redis_url` cannot be understood, or the Redis client is not installed.
+    """
+    try:
+        from conductor.redis_link import RedisLink, RedisTarget
+        from conductor.shared_cluster import SharedCluster
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"conductor.index is redis, but {error.name} is not installed",
+            hint="pip install 'kvpool[redis]'",
+        ) from error
+    target = RedisTarget(
+        config.redis_url,
+        config.redis_mode,
+        config.redis_sentinel_name,
+        config.redis_username,
+        config.redis_password.get_secret_value() or None,
+    )
+    return SharedCluster(
+        conductor_id,
+        epoch,
+        index,
+        membership,
+        policy,
+        RedisLink(target, timeout_s=config.redis_timeout_s),
+        pool=config.pool,
+        max_blocks=config.max_index_blocks,
+    )
 
 
 async def _tokenize(tokenizer: Tokenizer | None, request: m.Tokenize) -> m.TokenizeReply:
@@ -173,3 +220,9 @@ async def _sweep(cluster: Cluster, policy: PolicyHolder) -> None:
         await asyncio.sleep(SWEEP_S)
         cluster.sweep()
         policy.reload_if_changed()
+
+
+async def _tend(shared: SharedCluster) -> None:
+    while True:
+        await shared.tend()
+        await asyncio.sleep(SWEEP_S)

@@ -65,6 +65,7 @@ ENV_PREFIX = "KVPOOL_"
 ENV_CONFIG = "KVPOOL_CONFIG"
 DEFAULT_FILE = "kvpool.yaml"
 DEFAULT_SOURCE = "default"
+_SECRET = ("worker.salt", "conductor.redis_password")
 
 
 class Override(NamedTuple):
@@ -211,7 +212,7 @@ def _describe(error: ValidationError, provenance: Mapping[str, str]) -> str:
         reason = item["msg"].removeprefix("Value error, ")
         if key in provenance:
             # The input is left out where it may be a secret.
-            given = "" if key == "worker.salt" else f", got {reprlib.repr(item['input'])}"
+            given = "" if key in _SECRET else f", got {reprlib.repr(item['input'])}"
             problems.append(f"{key}: {reason}{given} (from {provenance[key]})")
         else:
             changed = {

@@ -31,6 +31,7 @@ def base_app(
     *,
     max_body_bytes: int,
     body_timeout_s: float = BODY_TIMEOUT_S,
+    notice: Callable[[], str] = lambda: "",
 ) -> FastAPI:
     """A FastAPI app with `/healthz`, `/readyz`, `/metrics`, typed errors and a limit on bodies.
 
@@ -38,6 +39,7 @@ def base_app(
         title: shown in the OpenAPI page.
         not_ready: returns why the process is not ready, or "" when it is.
         max_body_bytes: a longer request body is answered 413.
+        notice: what is not well although the process is ready; "" when all is.
         body_timeout_s: a body that comes slower than `BodyLimit` allows is answered 408.
     """
     app = FastAPI(title=title, docs_url="/docs", redoc_url=None)
@@ -49,7 +51,8 @@ def base_app(
     @app.get("/readyz")
     async def readyz() -> Response:
         reason = not_ready()
-        return JSONResponse({"status": reason or "ready"}, status_code=503 if reason else 200)
+        content = {"status": reason or "ready"} | ({"notice": told} if (told := notice()) else {})
+        return JSONResponse(content, status_code=503 if reason else 200)
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -296,6 +296,37 @@ class ConductorConfig(_Server):
     max_prompt_tokens: int = Field(131_072, ge=1, le=16_777_216)
     max_output_tokens: int = Field(16_384, ge=1, le=1_048_576)
     max_index_blocks: int = Field(4_000_000, ge=1_000, description="bound of the index's memory")
+    index: Literal["memory", "redis"] = Field(
+        "memory",
+        description="redis: index, members and namespaces live in Redis or Valkey, so that several "
+        "conductors serve one pool and any may die",
+    )
+    pool: str = Field(
+        "default",
+        pattern=r"[A-Za-z0-9_.-]{1,64}",
+        description="conductors of one name and one Redis share a pool",
+    )
+    redis_url: str = Field(
+        "redis://127.0.0.1:6379/0",
+        description="redis://, rediss:// (TLS) or unix://; of Sentinels or Cluster nodes several, with "
+        "commas; no password in it, see redis_password",
+    )
+    redis_mode: Literal["standalone", "sentinel", "cluster"] = "standalone"
+    redis_sentinel_name: str = Field("mymaster", description="what the Sentinels call the server")
+    redis_username: OptionalText = None
+    redis_password: SecretStr = SecretStr("")
+    redis_timeout_s: Seconds = Field(
+        0.5,
+        description="longest wait for Redis; after one in vain the conductor goes on without it",
+    )
+
+    @model_validator(mode="after")
+    def _no_password_in_url(self) -> Self:
+        for url in self.redis_url.split(","):
+            authority = url.partition("://")[2].partition("/")[0]
+            if ":" in authority.rpartition("@")[0]:
+                raise ValueError("redis_url holds a password: put it into redis_password")
+        return self
 
     @model_validator(mode="after")
     def _silence_grows(self) -> Self:

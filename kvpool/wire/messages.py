@@ -666,6 +666,11 @@ class PoolStatsReply(Reply, frozen=True):
     workers: list[WorkerInfo]
     index_blocks: int
     counters: dict[str, float]
+    index: str = "memory"  # or "redis"
+    notice: str = ""  # what an operator should know, such as that Redis is down
+    conductors: list[
+        str
+    ] = []  # addresses of those that share this pool; empty with the memory index
 
 
 # ---------------------------------------------------------------- workers
