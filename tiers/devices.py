@@ -32,7 +32,7 @@ from tiers.store import Store
 
 log = structlog.get_logger(__name__)
 
-THREADS = 4  # of one device, half of them for writes
+THREADS = 8  # of one device, half of them for writes; two and two make 0.7 to 1.0 of it (benchmarks/disk.py)
 State = Literal["ok", "read_only", "failed"]
 
 

@@ -40,10 +40,11 @@ FORGET_S = 0.1  # a record is written in microseconds
 BOUNCE_BYTES = 4 << 20  # per thread, for memory that is not page-aligned
 
 
-# Why preadv and pwritev in threads (benchmarks/disk.py, O_DIRECT, shuffled blocks of 1 and 4 MiB): NIXL's POSIX backend
-# reads 1.00 to 1.08 and writes 0.92 to 1.01 times as fast with AIO and io_uring, and 0.83 to 1.02 in transfers as small
-# as a batch of moves; aiofiles 0.70 to 1.04, through the page cache 0.2 to 1.1. For blocks of 64 KiB queues of thousands win
-# (NIXL 1.9 reading, 2.3 to 3.1 writing), but in batches of 16 not: 1.29 and 0.96 beside 1.65 and 1.97 of threads.
+# Why preadv and pwritev in threads (benchmarks/disk.py: O_DIRECT, shuffled blocks of 1 and 4 MiB, ratios to four
+# threads in three runs): NIXL's POSIX backend reads 1.00 to 1.08 and writes 0.90 to 1.14 times as fast by AIO and
+# io_uring with all blocks in one transfer, 0.61 to 1.02 in transfers as small as a batch of moves; aiofiles 0.70 to 1.04,
+# and 0.13 to 1.11 through the page cache. Queues of thousands win for blocks of 64 KiB alone (1.7 to 3.4), in batches of 16
+# not either: 0.96 to 1.42 beside 1.23 to 2.01 of threads.
 
 
 class NvmeInUse(ConfigError):

@@ -20,7 +20,7 @@ from kvpool.layout import Layout, Namespace
 from kvpool.wire import messages as m
 from tiers import cold_pins, node
 from tiers.arena import Arena
-from tiers.devices import Device, Devices
+from tiers.devices import THREADS, Device, Devices
 from tiers.manifest import NvmeFailed
 from tiers.mover import Mover
 from tiers.node import NodeIdentity, NodeService
@@ -276,9 +276,11 @@ async def test_promotions_do_not_queue_behind_demotions(
         try:
             for i, name in enumerate(names(20, b"w")):
                 await n.put(name, seed=i)
-            await until(lambda: len(gate.threads) == 2, "every thread that writes is held")
+            await until(
+                lambda: len(gate.threads) == THREADS // 2, "every thread that writes is held"
+            )
             assert (await n.pin(n.chain)).found == 8
-            assert len(gate.threads) == 2
+            assert len(gate.threads) == THREADS // 2
         finally:
             gate.open()
         written = names(20, b"w")
@@ -329,7 +331,7 @@ async def test_a_namespace_is_recorded_beside_the_event_loop_and_before_its_bloc
             n.service.register_namespace(m.RegisterNamespace(NAMESPACE))  # returns before the gate
             for i, name in enumerate(names(8)):
                 await n.put(name, seed=i)
-            await until(lambda: len(gate.threads) == 2, "all threads that write want the record")
+            await until(lambda: len(gate.threads) >= 2, "two threads want the record")
             assert n.recorded() == set()
         finally:
             gate.open()
