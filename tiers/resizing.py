@@ -17,7 +17,7 @@ from typing import Any
 
 import structlog
 
-from kvpool.errors import ChecksumMismatch, InvalidArgument, NoRoom
+from kvpool.errors import ChecksumMismatch, InvalidArgument, KvpoolError, NoRoom
 from kvpool.hashing import checksum
 from kvpool.transports.shm import MAX_ARENAS
 from kvpool.wire import messages as m
@@ -174,9 +174,13 @@ class Resizer:
         arena_id, self._next_id = self._next_id, self._next_id + 1
         arena = await asyncio.to_thread(self._make, arena_id, size_bytes)
         self._arenas.add(arena)
-        await self._announce(tuple(self._arenas.values()))
-        slots = SlotAllocator(arena.size_bytes, self._slab_bytes, arena_id)
-        self._store.add_arena("dram", slots, self._clock())
+        try:
+            await self._announce(tuple(self._arenas.values()))
+            slots = SlotAllocator(arena.size_bytes, self._slab_bytes, arena_id)
+            self._store.add_arena("dram", slots, self._clock())
+        except KvpoolError:
+            self._arenas.remove(arena_id).close(give_back=True)
+            raise
 
     async def _empty_some(self) -> bool:
         """Take some blocks out of retired arenas; whether that did anything."""

@@ -11,6 +11,7 @@ from kvpool.cli.node_ids import full_id
 from kvpool.cli.output import console, format_bytes, print_json
 from kvpool.client import Pool
 from kvpool.config import parse_bytes
+from kvpool.errors import InvalidArgument
 from kvpool.wire.plain import named
 
 
@@ -28,7 +29,10 @@ def resize(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Grow or shrink a node's DRAM while it serves; what has to go is emptied in the background."""
-    wanted = parse_bytes(size)
+    try:
+        wanted = parse_bytes(size)
+    except ValueError as error:
+        raise InvalidArgument(f"{size}: {error}") from None
     given = overrides(conductor=("client.conductor", conductor))
     settings = invocation(ctx).load(given).settings.client
     with Pool(conductor=settings.conductor, timeout_s=settings.timeout_s) as pool:

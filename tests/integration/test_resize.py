@@ -215,6 +215,9 @@ def test_the_command_and_the_http_route_resize(cluster: Cluster) -> None:
         32 * MIB,
         24 * MIB,
     )
+    wrong = subprocess.run((*command[:-2], "much"), capture_output=True, text=True)
+    assert wrong.returncode == 1
+    assert "much: not a size" in wrong.stderr
     url = f"http://{cluster.nodes['a']['http']}/v1/dram"
     assert httpx.put(url, json={"target_bytes": 40 * MIB}).json()["capacity_bytes"] == 40 * MIB
     assert httpx.put(url, json={"bytes": 1}).status_code == 400
