@@ -30,7 +30,7 @@ from kvpool.hashing import pack_hashes
 from kvpool.layout import Namespace
 from kvpool.resharding import Plan, plan_part
 from kvpool.transports import Pieces, Transport, Transports
-from kvpool.transports.copying import Int64Array, Sums, copy
+from kvpool.transports.copying import Int64Array, Sums
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
 
@@ -366,11 +366,8 @@ class NodeLink:
         is_disposable: bool,
     ) -> int:
         """Read, verify, and hand over; returns the index of the first bad block, or -1."""
-        targets, keep = addresses, owner
-        if transport.may_write_late and not is_disposable:
-            keep = np.empty((len(addresses), plan.rank_bytes), dtype=np.uint8)
-            targets = keep.ctypes.data + np.arange(len(addresses), dtype=np.int64) * plan.rank_bytes
-        pieces = Pieces(*plan.runs(targets, lease.places), keep, plan.pieces_per_part)
+        runs = plan.runs(addresses, lease.places)
+        pieces = Pieces(*runs, owner, plan.pieces_per_part, is_kept=not is_disposable)
         sums = lease.checksums
         if verify and plan.is_whole:
             sums = transport.read_and_sum(self.node, pieces, time_left(deadline))
@@ -383,8 +380,6 @@ class NodeLink:
         wrong = np.flatnonzero(sums != lease.checksums)
         if len(wrong):
             return int(wrong[0]) // len(plan.parts)
-        if keep is not owner:
-            copy(addresses, targets, np.full(len(addresses), plan.rank_bytes, dtype=np.int64))
         return -1
 
     async def reserve(

@@ -10,7 +10,7 @@ import abc
 import functools
 import itertools
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,8 @@ class Pieces:
         lengths: bytes, shape [n].
         owner: kept alive until the transfer is known to be over; what `local` points into.
         per_sum: so many successive rows share one checksum; n is a multiple of it.
+        is_kept: the caller uses `local` again even if a read of it failed, so that nothing may be written
+            there late; a transport that might reads into memory of its own first.
     """
 
     local: Int64Array
@@ -39,6 +41,7 @@ class Pieces:
     lengths: Int64Array
     owner: Any
     per_sum: int = 1
+    is_kept: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -55,7 +58,7 @@ class Pieces:
         number = (ends - 1) // group_bytes  # of the group that the last byte of a run falls into
         last = (np.flatnonzero(np.diff(number, append=number[-1] + 1)) + 1) * self.per_sum
         return [
-            Pieces(self.local[a:b], self.places[a:b], self.lengths[a:b], self.owner, self.per_sum)
+            replace(self, local=self.local[a:b], places=self.places[a:b], lengths=self.lengths[a:b])
             for a, b in itertools.pairwise([0, *last.tolist()])
         ]
 
@@ -78,6 +81,7 @@ class Pieces:
             self.places[starts],
             np.add.reduceat(self.lengths, starts),
             self.owner,
+            is_kept=self.is_kept,
         )
 
 
@@ -99,8 +103,9 @@ class Transport(abc.ABC):
 
         Raises:
             TransferFailed: the node is gone or the memory cannot be reached.
-            DeadlineExceeded: not over in time. Local memory may still be written later: `pieces.owner`
-                is kept alive here until that is known to be over, and must not be reused by the caller.
+            DeadlineExceeded: not over in time. Unless `pieces.is_kept`, local memory may still be written
+                later: `pieces.owner` is kept alive here until that is known to be over, and must not be
+                reused by the caller.
         """
 
     @abc.abstractmethod

@@ -1,7 +1,7 @@
 """Many runs as a few groups, some of them under way at once; scattered small ones packed on the way.
 
 Each run of a transfer costs about 2 µs over CMA and 6 over TCP, more than copying a few KiB does: short runs go
-through a registered buffer (`staging`) and few long ones. The thread of whoever calls packs and unpacks, beside
+through a registered buffer (`staging`) and few long ones. So do reads into memory that must not be written late. The thread of whoever calls packs and unpacks, beside
 the transfers of other groups.
 """
 
@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Any, Protocol
 
@@ -20,8 +20,9 @@ import numpy as np
 from kvpool.transports.base import Pieces
 from kvpool.transports.staging import (
     BUFFER_BYTES,
+    Buffer,
+    SpareBuffer,
     Staging,
-    StagingBuffer,
     pack,
     packed,
     unpack,
@@ -62,7 +63,7 @@ class _Begun:
 
     pieces: Pieces
     future: Future[None]
-    unpack_from: StagingBuffer | None = None
+    unpack_from: Buffer | None = None
 
 
 class GroupMover:
@@ -92,15 +93,24 @@ class GroupMover:
 
     def move(self, operation: str, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> None:
         """Move all runs; see `Transport.read` for what is raised."""
-        # What is packed goes in groups that fit a buffer, the rest in one go.
-        groups = pieces.groups(GROUP_BYTES) if self._is_short(pieces) else [pieces]
+        # What goes through a buffer is cut into groups that fit one, the rest goes at once.
+        is_staged = self._is_short(pieces) or (pieces.is_kept and operation == "READ")
+        groups = pieces.groups(GROUP_BYTES) if is_staged else [pieces]
         for _ in self.each(operation, node, groups, timeout_s):
             pass
 
     def each(
-        self, operation: str, node: NodeDescriptor, groups: Iterable[Pieces], timeout_s: float
+        self,
+        operation: str,
+        node: NodeDescriptor,
+        groups: Iterable[Pieces],
+        timeout_s: float,
+        unpack_by: Callable[[Pieces, Buffer], None] = unpack,
     ) -> Generator[Pieces, None, None]:
         """Move groups; yields each when it is over, in order, or its parts if they lie in unlike memory.
+
+        Args:
+            unpack_by: brings what was read through a buffer to where it belongs.
 
         When this is left, whatever the reason, no transfer touches memory any more. Those that outlived
         their deadline are the exception, as everywhere: they are in quarantine.
@@ -112,9 +122,9 @@ class GroupMover:
                 if len(run.lengths):
                     under_way.append(self._begin(operation, node, run, deadline))
                 if len(under_way) == AHEAD:
-                    yield self._end(under_way, deadline)
+                    yield self._end(under_way, deadline, unpack_by)
             while under_way:
-                yield self._end(under_way, deadline)
+                yield self._end(under_way, deadline, unpack_by)
         finally:
             for begun in under_way:
                 if not begun.future.cancel():
@@ -129,8 +139,11 @@ class GroupMover:
         count = len(pieces.lengths)
         return count > 1 and pieces.total_bytes < self._pack_below_bytes * count
 
-    def _buffer_for(self, direct: Pieces) -> StagingBuffer | None:
-        """A buffer, where packing pays and one is free."""
+    def _buffer_for(self, operation: str, direct: Pieces) -> Buffer | None:
+        """A buffer, where it must be or where packing pays and one is free."""
+        if operation == "READ" and direct.is_kept:
+            fits = direct.total_bytes <= BUFFER_BYTES
+            return (self.staging.take() if fits else None) or SpareBuffer(direct.total_bytes)
         if not self._is_short(direct) or direct.total_bytes > BUFFER_BYTES:
             return None
         ends = direct.places[:-1, 1] + direct.lengths[:-1]
@@ -143,7 +156,7 @@ class GroupMover:
         self, operation: str, node: NodeDescriptor, pieces: Pieces, deadline: float
     ) -> _Begun:
         direct = pieces.coalesced()
-        buffer = self._buffer_for(direct)
+        buffer = self._buffer_for(operation, direct)
         if buffer is None:
             return _Begun(
                 pieces,
@@ -166,7 +179,7 @@ class GroupMover:
         operation: str,
         node: NodeDescriptor,
         pieces: Pieces,
-        buffer: StagingBuffer,
+        buffer: Buffer,
         deadline: float,
     ) -> Future[None]:
         """Hand over a transfer that holds `buffer` until it moves nothing any more."""
@@ -183,14 +196,19 @@ class GroupMover:
         future.add_done_callback(lambda done: buffer.release() if done.cancelled() else None)
         return future
 
-    def _end(self, under_way: deque[_Begun], deadline: float) -> Pieces:
+    def _end(
+        self,
+        under_way: deque[_Begun],
+        deadline: float,
+        unpack_by: Callable[[Pieces, Buffer], None],
+    ) -> Pieces:
         """Wait for the first group, and unpack it."""
         begun = under_way[0]
         self._wait_for(begun.future, deadline)
         under_way.popleft()
         if begun.unpack_from is not None:
             try:
-                unpack(begun.pieces, begun.unpack_from)
+                unpack_by(begun.pieces, begun.unpack_from)
             finally:
                 begun.unpack_from.release()
         return begun.pieces
@@ -207,8 +225,11 @@ def _runs_of_kind(node: NodeDescriptor, pieces: Pieces) -> list[Pieces]:
     is_vram = np.array([kinds.get(arena) == "vram" for arena in pieces.places[:, 0].tolist()])
     cuts = [0, *(np.flatnonzero(np.diff(is_vram)) + 1).tolist(), len(is_vram)]
     return [
-        Pieces(
-            pieces.local[a:b], pieces.places[a:b], pieces.lengths[a:b], pieces.owner, pieces.per_sum
+        replace(
+            pieces,
+            local=pieces.local[a:b],
+            places=pieces.places[a:b],
+            lengths=pieces.lengths[a:b],
         )
         for a, b in pairwise(cuts)
     ]

@@ -24,7 +24,7 @@ from kvpool.transports.base import Pieces, Transport
 from kvpool.transports.copying import Sums, sum_runs
 from kvpool.transports.groups import GRACE_S, GROUP_BYTES, PACK_BELOW_BYTES, GroupMover
 from kvpool.transports.nixl_agent import NixlAgent
-from kvpool.transports.staging import Staging
+from kvpool.transports.staging import Buffer, Staging, unpack_and_sum
 from kvpool.wire.messages import NodeDescriptor
 
 log = structlog.get_logger(__name__)
@@ -124,8 +124,17 @@ class NixlTransport(Transport):
 
     def read_and_sum(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> Sums:
         groups = pieces.groups(GROUP_BYTES)
-        with contextlib.closing(self._groups.each("READ", node, groups, timeout_s)) as moved:
-            return np.concatenate([sum_runs(g.local, g.lengths, g.per_sum) for g in moved])
+        sums: list[Sums] = []
+
+        def unpack(group: Pieces, buffer: Buffer) -> None:
+            sums.append(unpack_and_sum(group, buffer))
+
+        moving = self._groups.each("READ", node, groups, timeout_s, unpack)
+        with contextlib.closing(moving) as moved:
+            for count, group in enumerate(moved):
+                if len(sums) == count:  # it went straight to its place
+                    sums.append(sum_runs(group.local, group.lengths, group.per_sum))
+        return np.concatenate(sums)
 
     def write_and_sum(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> Sums:
         sums: list[Sums] = []

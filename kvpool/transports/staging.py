@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.transports.base import Pieces
-from kvpool.transports.copying import Int64Array, copy
+from kvpool.transports.copying import CHUNK_BYTES, Int64Array, Sums, copy, copy_and_sum, sum_runs
 
 BUFFER_BYTES = 16 << 20
 MAX_BUFFERS = 4
@@ -39,6 +39,23 @@ class StagingBuffer:
     def release(self) -> None:
         """Let go; the last one makes it free."""
         self._pool._count(self, -1)
+
+
+class SpareBuffer:
+    """Memory of one transfer's own, for when no buffer will do; kept alive by whoever refers to it."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.bytes = np.empty(size_bytes, dtype=np.uint8)
+        self.address = int(self.bytes.ctypes.data)
+
+    def hold(self) -> None:
+        """Nothing to do: it is used once."""
+
+    def release(self) -> None:
+        """Nothing to do."""
+
+
+Buffer = StagingBuffer | SpareBuffer
 
 
 class Staging:
@@ -96,34 +113,52 @@ class Staging:
                 self._free.append(buffer)
 
 
-def packed(pieces: Pieces, buffer: StagingBuffer) -> Pieces:
+def packed(pieces: Pieces, buffer: Buffer) -> Pieces:
     """The same runs with `buffer` as their local side, one behind the other; joined where both sides are."""
-    starts = np.cumsum(pieces.lengths) - pieces.lengths
-    return Pieces(buffer.address + starts, pieces.places, pieces.lengths, buffer).coalesced()
+    local = addresses_in(buffer, pieces)
+    return Pieces(local, pieces.places, pieces.lengths, buffer).coalesced()
 
 
-def pack(pieces: Pieces, buffer: StagingBuffer) -> None:
+def addresses_in(buffer: Buffer, pieces: Pieces) -> Int64Array:
+    """Where each run stands in the buffer."""
+    starts: Int64Array = buffer.address + np.cumsum(pieces.lengths) - pieces.lengths
+    return starts
+
+
+def pack(pieces: Pieces, buffer: Buffer) -> None:
     """Copy local memory into the buffer."""
     rows = _rows(pieces)
     if rows is not None:
         np.take(*rows, axis=0, out=_view(pieces, buffer), mode="clip")
         return
-    starts = np.cumsum(pieces.lengths) - pieces.lengths
-    copy(buffer.address + starts, pieces.local, pieces.lengths)
+    copy(addresses_in(buffer, pieces), pieces.local, pieces.lengths)
 
 
-def unpack(pieces: Pieces, buffer: StagingBuffer) -> None:
+def unpack(pieces: Pieces, buffer: Buffer) -> None:
     """Copy the buffer to local memory."""
     rows = _rows(pieces)
     if rows is not None:
         memory, numbers = rows
         memory[numbers] = _view(pieces, buffer)
         return
-    starts = np.cumsum(pieces.lengths) - pieces.lengths
-    copy(pieces.local, buffer.address + starts, pieces.lengths)
+    copy(pieces.local, addresses_in(buffer, pieces), pieces.lengths)
 
 
-def _view(pieces: Pieces, buffer: StagingBuffer) -> np.ndarray:
+def unpack_and_sum(pieces: Pieces, buffer: Buffer) -> Sums:
+    """`unpack`, and the xxh3-64 of each `per_sum` runs as they now stand in local memory."""
+    if pieces.total_bytes < CHUNK_BYTES * len(pieces.lengths):
+        unpack(pieces, buffer)
+        return sum_runs(pieces.local, pieces.lengths, pieces.per_sum)
+    return copy_and_sum(
+        pieces.local,
+        addresses_in(buffer, pieces),
+        pieces.lengths,
+        sum_targets=True,
+        per_sum=pieces.per_sum,
+    )
+
+
+def _view(pieces: Pieces, buffer: Buffer) -> np.ndarray:
     return buffer.bytes[: pieces.total_bytes].reshape(len(pieces.lengths), -1)
 
 
@@ -133,6 +168,8 @@ def _rows(pieces: Pieces) -> tuple[np.ndarray, Int64Array] | None:
     """
     length, first = int(pieces.lengths[0]), int(pieces.local.min())
     offsets = pieces.local - first
+    if length >= CHUNK_BYTES:
+        return None  # a call for each costs nothing then, and lets others run meanwhile
     if (pieces.lengths != length).any() or (offsets % length).any():
         return None
     span = int(offsets.max()) + length

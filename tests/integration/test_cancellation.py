@@ -163,4 +163,4 @@ async def test_a_write_whose_turn_comes_after_the_reservation_never_begins(
         stall = [threads.submit(time.sleep, 0.6) for _ in range(threads._max_workers)]
         with pytest.raises(DeadlineExceeded):
             await link.write(pieces, timeout_s=5, deadline=reservation.deadline)
-        assert stall[0].done()  # the turn came, and was too late
+        assert any(one.done() for one in stall)  # the turn came, and was too late

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +11,9 @@ from hypothesis import strategies as st
 
 from kvpool.errors import TransferFailed
 from kvpool.transports.base import Pieces
+from kvpool.transports.groups import _runs_of_kind
 from kvpool.transports.staging import MAX_BUFFERS, Staging, StagingBuffer, pack, packed, unpack
+from kvpool.wire.messages import Arena, NodeDescriptor
 
 MEMORY = np.zeros(1 << 16, dtype=np.uint8)
 
@@ -89,3 +93,20 @@ def test_a_buffer_that_cannot_be_registered_takes_no_room() -> None:
         with pytest.raises(TransferFailed):
             staging.take()
     assert staging.free == MAX_BUFFERS
+
+
+def test_however_runs_are_cut_or_joined_memory_that_is_kept_stays_so() -> None:
+    pieces = replace(scattered([(1, 64)] * 8), is_kept=True)
+    node = NodeDescriptor(
+        *("n", 1, "h", "a"), arenas=[Arena(0, 1 << 20, 0), Arena(1, 1 << 20, 0, kind="vram")]
+    )
+    pieces.places[4:, 0] = 1
+    by_kind = _runs_of_kind(node, pieces)
+    assert [len(run.lengths) for run in by_kind] == [4, 4]
+    for cut in (
+        *by_kind,
+        *pieces.groups(128),
+        pieces.coalesced(),
+        replace(scattered([(0, 64)] * 8), is_kept=True).coalesced(),
+    ):
+        assert cut.is_kept
