@@ -42,7 +42,12 @@ def setup_logging(level: LogLevel, format: LogFormat, process: str) -> None:
     if format == "json":
         render = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     else:
-        render = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        # Plain: the default draws every local variable of every frame, which takes seconds of the event
+        # loop, and gigabytes where one of them is large, and shows what users sent.
+        plain = structlog.dev.plain_traceback
+        render = [
+            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)
+        ]
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(

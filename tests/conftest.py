@@ -3,6 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import structlog
+
+# As in `kvpool.log`: drawing the local variables of a traceback may take longer than a test waits.
+structlog.configure(
+    processors=[
+        structlog.processors.add_log_level,
+        structlog.dev.ConsoleRenderer(
+            colors=False, exception_formatter=structlog.dev.plain_traceback
+        ),
+    ]
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:

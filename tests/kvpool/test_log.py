@@ -16,10 +16,11 @@ from kvpool.log import setup_logging
 def restored_logging() -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
+    config = structlog.get_config()
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
-    structlog.reset_defaults()
+    structlog.configure(**config)
 
 
 @pytest.mark.usefixtures("restored_logging")
@@ -58,3 +59,18 @@ def test_console_lines_are_for_people_and_set_up_twice_writes_once(
     assert "loud" in line
     assert "n=1" in line
     assert not line.startswith("{")
+
+
+@pytest.mark.usefixtures("restored_logging")
+def test_a_traceback_on_the_console_shows_no_local_variables(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    setup_logging("info", "console", "node")
+    prompt = "what a user sent"
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        get_logger("x").exception("failed")
+    written = capsys.readouterr().err
+    assert "ValueError: broken" in written
+    assert prompt not in written.replace('prompt = "what a user sent"', "")
