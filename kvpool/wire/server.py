@@ -169,6 +169,9 @@ class _Connection(asyncio.Protocol):
         self._reader = FrameReader(min(server.max_frame_bytes, MAX_FRAME_BYTES_BEFORE_HELLO))
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._one_way: set[asyncio.Task[None]] = set()  # they have no id and cannot be cancelled
+        self._answered: set[asyncio.Task[None]] = (
+            set()
+        )  # over for the peer, which may use the id again
         self._has_dropped = False
         self._transport: asyncio.Transport | None = None
         self._can_write = asyncio.Event()
@@ -310,16 +313,16 @@ class _Connection(asyncio.Protocol):
                     log.warning("dropping one-way calls: too many run", peer=self.session.peer)
                 self._has_dropped = True
                 return
-        elif len(self._tasks) >= MAX_IN_FLIGHT or request_id in self._tasks:
+        elif len(self._tasks) + len(self._answered) >= MAX_IN_FLIGHT or request_id in self._tasks:
             _discard(result)
             raise ProtocolError(f"more than {MAX_IN_FLIGHT} calls in flight, or an id used twice")
 
         def ended(task: asyncio.Task[None]) -> None:
             # Not in `_finish`: a task that is cancelled before its first step runs none of its code.
-            if one_way:
-                self._one_way.discard(task)
-            else:
-                self._tasks.pop(request_id, None)
+            self._one_way.discard(task)
+            self._answered.discard(task)
+            if self._tasks.get(request_id) is task:
+                del self._tasks[request_id]
             _discard(result)
 
         task = asyncio.get_running_loop().create_task(self._finish(request_id, one_way, result))
@@ -336,17 +339,26 @@ class _Connection(asyncio.Protocol):
                 async with contextlib.aclosing(result):
                     async for item in result:
                         if isinstance(item, Final):
-                            self._answer(request_id, one_way, Kind.REPLY, item.reply)
+                            self._end(request_id, one_way, Kind.REPLY, item.reply)
                         else:
                             self._answer(request_id, one_way, Kind.ITEM, item)
                             await self._can_write.wait()
             else:
-                self._answer(request_id, one_way, Kind.REPLY, await result)
+                self._end(request_id, one_way, Kind.REPLY, await result)
         except KvpoolError as error:
-            self._answer(request_id, one_way, Kind.ERROR, error_body(error))
+            self._end(request_id, one_way, Kind.ERROR, error_body(error))
         except Exception as error:
             log.exception("handler failed")
-            self._answer(request_id, one_way, Kind.ERROR, error_body(error))
+            self._end(request_id, one_way, Kind.ERROR, error_body(error))
+
+    def _end(self, request_id: int, one_way: bool, kind: Kind, body: Reply) -> None:
+        """The last answer of a task; whoever reads it may send the next request with the same id at once."""
+        frame = encode_frame(request_id, kind, body)  # may fail, and then it is not the last
+        if not one_way:
+            task = self._tasks.pop(request_id, None)
+            if task is not None:
+                self._answered.add(task)
+            self._write(frame)
 
     # ------------------------------------------------------------ answers
 
@@ -392,7 +404,7 @@ class _Connection(asyncio.Protocol):
 
     def tasks(self) -> list[asyncio.Task[None]]:
         """Calls in work."""
-        return [*self._tasks.values(), *self._one_way]
+        return [*self._tasks.values(), *self._answered, *self._one_way]
 
     def abort(self) -> None:
         """Drop the connection at once."""

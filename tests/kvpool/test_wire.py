@@ -415,6 +415,24 @@ async def test_who_does_not_say_hello_in_time_is_told_and_closed(
     assert len(served.server.connections) == 1
 
 
+async def test_an_id_can_be_used_again_as_soon_as_its_answer_was_read(served: Served) -> None:
+    may_end = asyncio.Event()
+
+    async def lingering(_request: Any, _session: Session) -> AsyncIterator[Any]:
+        yield Final(m.GenerateReply("length", 0, 0, 0, "", {}, {}, 0))
+        await may_end.wait()
+
+    served.server.handle(m.Generate, lingering)
+    async with raw_connection(served) as (writer, next_frame):
+        for _ in range(3):
+            writer.write(frame(2, Kind.REQUEST, generate(1)))
+            assert (await next_frame())[:2] == (2, Kind.REPLY)
+        [connection] = served.server.connections
+        assert len(connection.tasks()) == 3  # not forgotten, only over for the peer
+        may_end.set()
+        await until(lambda: not connection.tasks())
+
+
 async def test_a_peer_that_does_not_read_has_no_more_of_its_requests_served(
     served: Served,
 ) -> None:
