@@ -92,6 +92,15 @@ class Cluster:
         stats: dict[str, Any] = httpx.get(url, timeout=10).json()
         return stats
 
+    def is_settled(self, name: str) -> bool:
+        """Nothing on the node is leased, pinned, reserved or in quarantine; the rest makes the whole."""
+        stats = self.node_stats(name)
+        for tier in stats["tiers"]:
+            held = tier["pinned_bytes"] + tier["reserved_bytes"] + tier["quarantined_bytes"]
+            if held or tier["free_bytes"] + tier["committed_bytes"] != tier["capacity_bytes"]:
+                return False
+        return not stats["leases"] and not stats["reservations"]
+
     def wait_joined(self, *, nodes: int, workers: int = 0) -> None:
         def joined() -> bool:
             stats = self.stats()
