@@ -81,9 +81,8 @@ class FrameSource:
         self._space = space
         self._hashes = hashes
         self._max_frame_bytes = max_frame_bytes
-        self.granted: deque[int] = deque(
-            [0], maxlen=20
-        )  # leases and reservations, as a server told
+        self.leases: deque[int] = deque([0], maxlen=4)  # the last that the server granted
+        self.reservations: deque[int] = deque([0], maxlen=4)
         self._made: dict[type[m.Message], list[bytes]] = {}
         self._fatal: list[Callable[[int], bytes]] = [
             self._random_bytes,
@@ -198,8 +197,12 @@ class FrameSource:
             return rng.random() < 0.5
         if hint is str:
             return rng.choice(TEXTS)
-        if hint is int and name in ("lease_id", "lease_ids", "reservation_id"):
-            return rng.choice((*self.granted, *INTS))
+        if (
+            hint is int
+            and name in ("lease_id", "lease_ids", "reservation_id")
+            and rng.random() < 0.8
+        ):
+            return rng.choice(self.reservations if name == "reservation_id" else self.leases)
         if hint is int:
             return rng.choice((0, 1)) if rng.random() < 0.5 else rng.choice(INTS)
         return rng.choice((None, [], {}, -1, "text", b"bytes", 0.5))

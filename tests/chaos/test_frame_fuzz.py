@@ -171,10 +171,10 @@ class Attacker:
             assert kind == Kind.REPLY
             assert frame.request is not None
             reply = decode_reply(decoder_for(m.REPLIES[frame.request]), body)
-            if isinstance(reply, (m.ReserveReply, m.PinReply)):
-                is_pin = isinstance(reply, m.PinReply)
-                granted = reply.lease_id if is_pin else reply.reservation_id
-                self._source.granted.extend([granted] if granted else [])
+            if isinstance(reply, m.PinReply) and reply.lease_id:
+                self._source.leases.append(reply.lease_id)
+            elif isinstance(reply, m.ReserveReply) and reply.reservation_id:
+                self._source.reservations.append(reply.reservation_id)
             self.outcomes[f"{name}:ok"] += 1
 
 
