@@ -70,7 +70,7 @@ def test_a_traceback_on_the_console_shows_no_local_variables(
     try:
         raise ValueError("broken")
     except ValueError:
-        get_logger("x").exception("failed")
+        structlog.get_logger("x").exception("failed")
     written = capsys.readouterr().err
     assert "ValueError: broken" in written
     assert prompt not in written.replace('prompt = "what a user sent"', "")
