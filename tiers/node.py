@@ -20,7 +20,7 @@ import numpy as np
 import structlog
 
 from kvpool.errors import BlockMiss, InvalidArgument, KvpoolError, NoRoom, WrongByteCount
-from kvpool.hashing import checksum, pack_hashes, unpack_hashes
+from kvpool.hashing import HASH_BYTES, checksum, pack_hashes, unpack_hashes
 from kvpool.layout import Namespace
 from kvpool.wire import Session, WireServer
 from kvpool.wire import messages as m
@@ -239,7 +239,12 @@ class NodeService:
         return m.Ok()
 
     async def report_corrupt(self, request: m.ReportCorrupt) -> m.Ok:
-        """A reader saw wrong bytes. Verified here before anything is dropped: a claim is no proof."""
+        """A reader saw wrong bytes. Verified here before anything is dropped: a claim is no proof.
+
+        Raises:
+            UnknownNamespace, InvalidArgument: not one hash.
+        """
+        _check_one_hash(request.block_hash)
         # What is gone, or on NVMe alone, is left alone: that copy is verified whenever it is read.
         for tier in ("hbm", "dram"):
             if tier in self.store.standing(request.namespace_id, request.block_hash):
@@ -324,7 +329,9 @@ class NodeService:
 
         Raises:
             BlockMiss: it is not here (any more); the reason is in the text.
+            UnknownNamespace, InvalidArgument: not one hash, or no such part.
         """
+        _check_one_hash(request.block_hash)
         pin = m.Pin(request.namespace_id, request.block_hash, 10.0, [request.part], "hbm")
         answer = self.pin(pin, client_id)
         reply = answer if isinstance(answer, m.PinReply) else await answer
@@ -418,6 +425,11 @@ class NodeService:
 
 async def _cannot_resize(_request: m.ResizeDram) -> m.ResizeDramReply:
     raise InvalidArgument("this node cannot be resized")
+
+
+def _check_one_hash(block_hash: bytes) -> None:
+    if len(block_hash) != HASH_BYTES:
+        raise InvalidArgument(f"a block hash has {HASH_BYTES} bytes, got {len(block_hash)}")
 
 
 def _check_ttl(ttl_s: float) -> None:
