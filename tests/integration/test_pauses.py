@@ -1,0 +1,74 @@
+"""Processes that stand still and promises that run out: an answer in time, and at worst a miss."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvpool import AsyncPool, Pool
+from kvpool.errors import DeadlineExceeded, Unavailable
+from tests.chaos.keyed import NAMESPACE, contents, prompt
+from tests.integration.cluster import Cluster, wait_until
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    running = Cluster(tmp_path)
+    with running.fleet:
+        running.start_conductor(
+            "conductor.heartbeat_s=0.2", "conductor.suspect_after_s=0.8", "conductor.dead_after_s=2"
+        )
+        yield running
+
+
+def test_a_frozen_conductor_costs_a_deadline_and_forgets_nobody(cluster: Cluster) -> None:
+    cluster.start_node("n0", "node.transports=shm")
+    cluster.wait_joined(nodes=1)
+    hashes, data = prompt(1, 4), contents(prompt(1, 4))
+    conductor = cluster.fleet.members[0].process
+    with (
+        Pool(conductor=cluster.conductor["wire"], host_label="here") as pool,
+        Pool(node=cluster.nodes["n0"]["wire"], host_label="here") as direct,
+    ):
+        pool.put(NAMESPACE, hashes, data)
+        wait_until(lambda: pool.lookup(NAMESPACE, hashes).found == 4, "the index hears of it")
+        conductor.send_signal(signal.SIGSTOP)
+        try:
+            started = time.monotonic()
+            with pytest.raises((DeadlineExceeded, Unavailable)):
+                pool.lookup(NAMESPACE, hashes, timeout_s=1)
+            assert time.monotonic() - started < 3
+            # The node does not need it: it stores, serves, and notices nothing, for longer than any of
+            # the conductor's patience lasts.
+            until = time.monotonic() + 3
+            number = 2
+            while time.monotonic() < until:
+                more = prompt(number, 4)
+                assert direct.put(NAMESPACE, more, contents(more)).stored == 4
+                assert direct.get(NAMESPACE, hashes, np.zeros_like(data)).found == 4
+                number += 1
+        finally:
+            conductor.send_signal(signal.SIGCONT)
+        # Its own stall is no sign of anybody's death.
+        assert list(cluster.stats()["node_states"].values()) in (["live"], ["suspect"])
+        wait_until(lambda: pool.lookup(NAMESPACE, hashes).found == 4, "the index is as it was")
+        wait_until(
+            lambda: pool.lookup(NAMESPACE, prompt(number - 1, 4)).found == 4,
+            "it hears of what came meanwhile",
+        )
+
+
+async def test_a_lease_too_short_to_read_in_is_a_miss_and_no_error(cluster: Cluster) -> None:
+    # Shorter than the margin before its end within which nothing is believed.
+    cluster.start_node("n0", "node.lease_s=0.04", "node.transports=shm")
+    cluster.wait_joined(nodes=1)
+    hashes, data = prompt(3, 4), contents(prompt(3, 4))
+    async with AsyncPool(node=cluster.nodes["n0"]["wire"], host_label="here") as pool:
+        await pool.put(NAMESPACE, hashes, data)
+        got = await pool.get(NAMESPACE, hashes, np.zeros_like(data))
+        assert (got.found, got.miss_reason) == (0, "lease_expired")
