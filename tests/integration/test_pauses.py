@@ -6,12 +6,15 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvpool import AsyncPool, Pool
-from kvpool.errors import DeadlineExceeded, Unavailable
+from kvpool.client.node_link import NodeLink
+from kvpool.errors import DeadlineExceeded, LeaseExpired, Unavailable
+from kvpool.transports.shm import ShmTransport
 from tests.chaos.keyed import NAMESPACE, contents, prompt
 from tests.integration.cluster import Cluster, wait_until
 
@@ -72,3 +75,27 @@ async def test_a_lease_too_short_to_read_in_is_a_miss_and_no_error(cluster: Clus
         await pool.put(NAMESPACE, hashes, data)
         got = await pool.get(NAMESPACE, hashes, np.zeros_like(data))
         assert (got.found, got.miss_reason) == (0, "lease_expired")
+
+
+async def test_a_read_that_outlives_its_lease_is_caught_by_the_look_after_it_and_by_nothing_else(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.start_node("n0", "node.transports=shm")
+    hashes, data = prompt(5, 4), contents(prompt(5, 4))
+    async with AsyncPool(node=cluster.nodes["n0"]["wire"], host_label="here") as pool:
+        await pool.put(NAMESPACE, hashes, data)
+        read = ShmTransport.read_and_sum
+
+        def read_slowly(self: ShmTransport, *given: Any) -> Any:
+            sums = read(self, *given)
+            wait_until(lambda: time.monotonic() > pinned.deadline, "the lease's end")
+            return sums
+
+        monkeypatch.setattr(ShmTransport, "read_and_sum", read_slowly)
+        pinned = await pool.pin(NAMESPACE, hashes, part=0, ttl_s=0.5)
+        with pytest.raises(LeaseExpired):
+            await pool.read_pinned(pinned, np.zeros_like(data))
+        # Without the guard (invariant 3) what was read too late would be taken for good.
+        monkeypatch.setattr(NodeLink, "_check_lease", lambda self, lease: None)
+        pinned = await pool.pin(NAMESPACE, hashes, part=0, ttl_s=0.5)
+        assert await pool.read_pinned(pinned, np.zeros_like(data)) == 4
