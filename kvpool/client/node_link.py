@@ -19,6 +19,7 @@ import numpy as np
 from kvpool.client.deadlines import time_left
 from kvpool.errors import (
     ChecksumMismatch,
+    DeadlineExceeded,
     LeaseExpired,
     StaleEpoch,
     TransferFailed,
@@ -278,7 +279,7 @@ class NodeLink:
         plan = plan or plan_part(namespace.layout, 0)
         deadline = min(time.monotonic() + timeout_s, lease.deadline)
         await self.know(lease.places, time_left(deadline))
-        transport = await self._loaded_transport(lease.places)
+        transport = await self._loaded_transport(lease.places, time_left(deadline))
         bad = await self._off_loop(
             transport,
             plan.effort_bytes(len(addresses)),
@@ -301,25 +302,24 @@ class NodeLink:
                 f"block {hashes[bad].hex()} read from {self.node.node_id} has wrong bytes", bad
             )
 
-    async def check_verifiable(self, plan: Plan) -> None:
+    async def check_verifiable(self, plan: Plan, timeout_s: float) -> None:
         """Whether what is read by `plan` can be compared with its checksums.
 
         Raises:
+            DeadlineExceeded: the transport was not loaded in time.
             UnverifiableRead: only pieces of parts are read, and their transport cannot look at the rest.
             Unavailable: no transport reaches the node.
         """
-        if not plan.is_whole and not (await self._chosen()).can_sum_in_place:
+        if not plan.is_whole and not (await self._chosen(timeout_s)).can_sum_in_place:
             raise UnverifiableRead(
                 f"{self.transport.name} reads pieces of parts from {self.node.node_id}, checksums cover"
                 " whole parts",
                 hint="pass verify=False, or store with a tp_size that the reader's divides",
             )
 
-    async def _chosen(self) -> Transport:
+    async def _chosen(self, timeout_s: float) -> Transport:
         chosen: Transport | None = self.__dict__.get("transport")
-        if chosen is None:
-            chosen = await asyncio.to_thread(lambda: self.transport)
-        return chosen
+        return chosen or await self._in_time(lambda: self.transport, timeout_s)
 
     def _check_lease(self, lease: Lease) -> None:
         if time.monotonic() > lease.deadline - LEASE_MARGIN_S:
@@ -327,11 +327,26 @@ class NodeLink:
                 f"the lease of a read from {self.node.node_id} is over", hint="ask for a longer ttl"
             )
 
-    async def _loaded_transport(self, places: Int64Array) -> Transport:
+    async def _loaded_transport(self, places: Int64Array, timeout_s: float) -> Transport:
         needed = "hbm_transport" if self._is_in_hbm(places) else "transport"
         if needed in self.__dict__:
             return self.transport_to(places)
-        return await asyncio.to_thread(self.transport_to, places)  # it may load NIXL
+        return await self._in_time(lambda: self.transport_to(places), timeout_s)
+
+    async def _in_time(self, load: Callable[[], Transport], timeout_s: float) -> Transport:
+        """What `load` gives, in a thread: NIXL brings torch with it, and the thread goes on after `timeout_s`.
+
+        Raises:
+            DeadlineExceeded: it is not there yet. A later call may find it.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.to_thread(load)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the transport to {self.node.node_id} is still being loaded",
+                hint="call connect() first",
+            ) from None
 
     async def _off_loop(
         self, transport: Transport, size: int, work: Callable[..., T], *args: Any
@@ -426,7 +441,7 @@ class NodeLink:
         until = min(time.monotonic() + timeout_s, deadline)
         await self.know(pieces.places, time_left(until))
 
-        transport = await self._loaded_transport(pieces.places)
+        transport = await self._loaded_transport(pieces.places, time_left(until))
 
         def work() -> Sums:
             # Seen from the thread that writes: loading a transport or waiting for a turn takes time too.

@@ -215,7 +215,7 @@ class ChainReader:
         try:
             link = await pool.link(node_id, self._deadline)
             if self._verify:
-                await link.check_verifiable(self._plan)
+                await link.check_verifiable(self._plan, patience_s)
             lease = await link.pin(
                 namespace,
                 hashes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from kvpool import AsyncPool, Pool
 from kvpool.client.node_link import NodeLink
 from kvpool.errors import DeadlineExceeded, LeaseExpired, Unavailable
+from kvpool.transports import Transports
 from kvpool.transports.shm import ShmTransport
 from tests.chaos.keyed import NAMESPACE, contents, prompt
 from tests.integration.cluster import Cluster, wait_until
@@ -99,3 +101,29 @@ async def test_a_read_that_outlives_its_lease_is_caught_by_the_look_after_it_and
         monkeypatch.setattr(NodeLink, "_check_lease", lambda self, lease: None)
         pinned = await pool.pin(NAMESPACE, hashes, part=0, ttl_s=0.5)
         assert await pool.read_pinned(pinned, np.zeros_like(data)) == 4
+
+
+async def test_a_transport_that_is_slow_to_load_costs_no_call_more_than_its_deadline(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.start_node("n0", "node.transports=shm")
+    hashes, data = prompt(6, 4), contents(prompt(6, 4))
+    is_loaded = threading.Event()
+    choose = Transports.choose
+
+    def choose_slowly(self: Transports, *given: Any) -> Any:
+        assert is_loaded.wait(30)  # as NIXL, which brings torch with it
+        return choose(self, *given)
+
+    async with AsyncPool(node=cluster.nodes["n0"]["wire"], host_label="here") as writer:
+        await writer.put(NAMESPACE, hashes, data)
+    monkeypatch.setattr(Transports, "choose", choose_slowly)
+    async with AsyncPool(node=cluster.nodes["n0"]["wire"], host_label="here") as pool:
+        started = time.monotonic()
+        got = await pool.get(NAMESPACE, hashes, np.zeros_like(data), timeout_s=0.3)
+        assert (got.found, got.miss_reason) == (0, "deadline")
+        with pytest.raises(DeadlineExceeded):
+            await pool.put(NAMESPACE, prompt(7, 4), data, timeout_s=0.3)
+        assert time.monotonic() - started < 3
+        is_loaded.set()
+        assert (await pool.get(NAMESPACE, hashes, np.zeros_like(data))).found == 4
