@@ -145,6 +145,8 @@ class FrameSource:
             return Frame(data, Fate.CLOSE)
         if isinstance(request, m.Drain) and 0 < request.deadline_s <= 86_400:
             return None  # that would be an order, and obeyed
+        if isinstance(request, m.ResizeDram) and request.target_bytes > 0:
+            return None  # so would that
         if isinstance(request, m.Replicate) and request.deadline_s > 0.01:
             return None  # its answer may take that long, and others wait for it
         return Frame(data, answer, type(request))
