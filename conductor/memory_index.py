@@ -1,7 +1,7 @@
 """The block index in this process's memory: the embedded default behind `conductor.index.Index`.
 
 A namespace maps each hash to one int whose bits are holdings: (node, tier) pairs of that namespace. A
-lookup is thus one dict probe and one AND a block. Each holding keeps the set of its hashes (the reverse
+lookup is thus one dict probe and one AND a block. Each holding keeps its hashes in a bag (the reverse
 index). To retire a holding is to clear its bit in the namespace's `live` mask, O(1); its entries are
 reclaimed in slices, and only then is the bit given to somebody else. A snapshot fills fresh holdings
 beside the old ones and retires those at its end, so its end costs O(1) too.
@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import repeat
 
+from conductor.hash_bag import HashBag
 from conductor.index import TIER_RANK, Holder, Holders, checked_hashes, cover_run
-from conductor.suspicions import Suspicions
+from conductor.suspicions import Copies, Suspicions
 from kvpool.errors import InvalidArgument, StaleEpoch
 from kvpool.wire.messages import BlockEvent, Segment
 
 MAX_FENCES = 65_536  # epochs remembered of nodes that are gone
+FIRST_PIECE, PIECE = 32, 1024  # blocks of a chain that are probed at a time
 MAX_MASKS = 4_096  # shared int objects and decoded masks, each a few hundred bytes at most
 
 
@@ -34,7 +37,7 @@ class _Holding:
         self.node_id = node_id
         self.tier = tier
         self.mask = mask
-        self.hashes: set[bytes] = set()
+        self.hashes = HashBag()
 
 
 class _Space:
@@ -67,7 +70,7 @@ class MemoryIndex:
 
     Args:
         max_blocks: entries kept at most. Beyond it new blocks are not recorded, which makes them misses;
-            `dropped` counts them. ~150 B an entry with one holder (measured).
+            `dropped` counts them. ~115 B an entry with one holder: see benchmarks/index.py.
         max_suspicions: failed pins remembered at most; beyond it the ones that end first are dropped.
 
     Raises:
@@ -84,6 +87,7 @@ class MemoryIndex:
         self._nodes: dict[str, _Node] = {}
         self._fences: dict[str, int] = {}
         self._retired: deque[_Holding] = deque()
+        self._untidy: dict[_Holding, None] = {}  # whose bags have something to free
         self._masks: dict[int, int] = {}
         self._suspicions = Suspicions(max_suspicions)
 
@@ -127,13 +131,21 @@ class MemoryIndex:
         while self._retired and budget > 0:
             holding = self._retired[0]
             blocks = self._spaces[holding.namespace_id].blocks
-            hashes = holding.hashes
-            while hashes and budget > 0:
-                self._clear_bit(blocks, hashes.pop(), holding.mask)
-                budget -= 1
-            if not hashes:
+            get, mask = blocks.get, holding.mask
+            taken = holding.hashes.pop_some(budget)
+            for block_hash in taken:
+                if get(block_hash, 0) & mask:
+                    self._clear_bit(blocks, block_hash, mask)
+            budget -= len(taken)
+            if holding.hashes.is_exhausted:
                 self._retired.popleft()
                 self._free_bit(holding)
+        while self._untidy and budget > 0:
+            holding = next(iter(self._untidy))
+            if holding.hashes.is_untidy:
+                budget -= holding.hashes.tidy()
+            else:
+                del self._untidy[holding]
         return not self._retired
 
     def forget_block(self, namespace_id: bytes, block_hash: bytes) -> None:
@@ -142,7 +154,7 @@ class MemoryIndex:
         if space is None or not mask:
             return
         for holding in [h for h in space.holdings if h is not None and h.mask & mask]:
-            holding.hashes.discard(block_hash)
+            holding.hashes.remove(block_hash)
             self._clear_bit(space.blocks, block_hash, holding.mask)
             self._drop_if_empty(holding)
         self._suspicions.clear(namespace_id, block_hash)
@@ -161,29 +173,15 @@ class MemoryIndex:
 
     def leading_run(self, namespace_id: bytes, hashes: Sequence[bytes]) -> int:
         space = self._spaces.get(namespace_id)
-        if space is None:
-            return 0
-        if self._suspicions.of(namespace_id):
-            return len(self._leading_masks(namespace_id, space, hashes))
-        get, live, found = space.blocks.get, space.live, 0
-        for block_hash in hashes:
-            if not get(block_hash, 0) & live:
-                break
-            found += 1
-        return found
+        return len(self._leading_masks(namespace_id, space, hashes)) if space is not None else 0
 
     def holders(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[Holders]:
         space = self._spaces.get(namespace_id)
         if space is None:
             return []
-        decoded = space.decoded
-        found: list[Holders] = []
-        for mask in self._leading_masks(namespace_id, space, hashes):
-            copies = decoded.get(mask)
-            if copies is None:
-                copies = _decode(space, mask)
-            found.append(copies)
-        return found
+        masks = self._leading_masks(namespace_id, space, hashes)
+        decoded = {mask: space.decoded.get(mask) or _decode(space, mask) for mask in set(masks)}
+        return list(map(decoded.__getitem__, masks))
 
     def segments(
         self,
@@ -270,9 +268,11 @@ class MemoryIndex:
                 holding = table[key]
                 blocks = self._spaces[event.namespace_id].blocks
                 for block_hash in hashes:
-                    if block_hash in holding.hashes:
+                    if blocks.get(block_hash, 0) & holding.mask:
                         holding.hashes.remove(block_hash)
                         self._clear_bit(blocks, block_hash, holding.mask)
+                if holding.hashes.is_untidy:
+                    self._untidy[holding] = None
                 self._drop_if_empty(holding)
 
     def _new_holding(self, namespace_id: bytes, node_id: str, tier: str) -> _Holding:
@@ -294,6 +294,7 @@ class MemoryIndex:
     def _retire(self, holding: _Holding) -> None:
         """Hide its blocks at once; `reclaim` does the rest."""
         self._spaces[holding.namespace_id].live &= ~holding.mask
+        self._untidy.pop(holding, None)
         self._retired.append(holding)
 
     def _drop_if_empty(self, holding: _Holding) -> None:
@@ -307,6 +308,7 @@ class MemoryIndex:
         self._free_bit(holding)
 
     def _free_bit(self, holding: _Holding) -> None:
+        self._untidy.pop(holding, None)
         space = self._spaces[holding.namespace_id]
         bit = holding.mask.bit_length() - 1
         space.live &= ~holding.mask
@@ -333,19 +335,46 @@ class MemoryIndex:
     def _leading_masks(
         self, namespace_id: bytes, space: _Space, hashes: Sequence[bytes]
     ) -> list[int]:
-        get, live, suspects = space.blocks.get, space.live, self._suspicions.of(namespace_id)
+        live, suspects = space.live, self._suspicions.of(namespace_id)
         masks: list[int] = []
-        for block_hash in hashes:
-            mask = get(block_hash, 0) & live
-            if mask and suspects and block_hash in suspects:
-                doubted = suspects[block_hash]
+        # In pieces, so that a long chain which is not here costs little; each piece in a few passes of C.
+        for start, end in _pieces(len(hashes)):
+            found = list(map(space.blocks.get, hashes[start:end], repeat(0)))
+            kinds = {mask: mask & live for mask in set(found)}
+            is_whole = all(kinds.values())
+            if any(mask != kept for mask, kept in kinds.items()):
+                found = list(map(kinds.__getitem__, found))
+            masks += found if is_whole else found[: found.index(0)]
+            if not is_whole:
+                break
+        if suspects:
+            self._leave_out(space, suspects, hashes, masks)
+        return masks
+
+    def _leave_out(
+        self,
+        space: _Space,
+        suspects: Mapping[bytes, Copies],
+        hashes: Sequence[bytes],
+        masks: list[int],
+    ) -> None:
+        """Take suspected copies out of the masks; what nobody else holds ends the run."""
+        for at, block_hash in enumerate(hashes[: len(masks)]):
+            doubted = suspects.get(block_hash)
+            if doubted:
                 for holding in space.holdings:
                     if holding is not None and holding.node_id in doubted:
-                        mask &= ~holding.mask
-            if not mask:
-                break
-            masks.append(mask)
-        return masks
+                        masks[at] &= ~holding.mask
+                if not masks[at]:
+                    del masks[at:]
+                    return
+
+
+def _pieces(count: int) -> Iterator[tuple[int, int]]:
+    start, size = 0, FIRST_PIECE
+    while start < count:
+        yield start, start + size
+        start, size = start + size, PIECE
 
 
 def _tables(node: _Node) -> tuple[_Table, ...]:
