@@ -15,7 +15,7 @@ import structlog
 from conductor import prices
 from conductor.cost import CostModel
 from conductor.engines import Engines
-from conductor.index import Found, Holders, Index, cover_run
+from conductor.index import Found, Index
 from conductor.membership import Member, Membership, MembershipConfig, State, Verdict
 from conductor.namespaces import KnownNamespaces
 from conductor.requests import InFlight
@@ -226,8 +226,13 @@ class Cluster:
             raise UnknownNamespace(
                 f"namespace {request.namespace_id.hex()} is not known here", hint="register it"
             )
-        hashes = unpack_hashes(request.hashes)
-        return self._lookup_reply(request, self.index.holders(request.namespace_id, hashes))
+        segments = self.index.segments(
+            request.namespace_id,
+            unpack_hashes(request.hashes),
+            self._readable_hosts(request.exclude),
+            request.host,
+        )
+        return self._lookup_reply(request, segments)
 
     async def answer_lookup(self, request: m.Lookup) -> m.LookupReply:
         """As `lookup`, for an index that may have to be waited for."""
@@ -237,9 +242,7 @@ class Cluster:
         """As `register_namespace`, where others may have to be asked."""
         return self.register_namespace(request)
 
-    def _lookup_reply(self, request: m.Lookup, holders: Sequence[Holders]) -> m.LookupReply:
-        hosts = self._readable_hosts(request.exclude)
-        segments = cover_run(holders, hosts, request.host)
+    def _lookup_reply(self, request: m.Lookup, segments: list[m.Segment]) -> m.LookupReply:
         found = sum(segment.count for segment in segments)
         wait_s = prices.wait_s(self.nodes, self.namespaces[request.namespace_id], segments)
         self.counters["lookups"] += 1

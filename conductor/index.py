@@ -12,12 +12,13 @@ Pure: no I/O, no clock, no randomness.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from kvpool.errors import InvalidArgument
 from kvpool.hashing import HASH_BYTES, unpack_hashes
 from kvpool.wire.messages import TIERS, BlockEvent, Segment
 
+V = TypeVar("V")
 TIER_RANK = {tier: rank for rank, tier in enumerate(TIERS)}
 
 
@@ -199,38 +200,57 @@ def cover_run(
         Segments that follow on each other from block 0. `tier` is the slowest tier within the segment,
         `ready` how many of its leading blocks stand in a faster one.
     """
+    return cover_runs(runs_of(holders), hosts, prefer_host)
+
+
+def runs_of(values: Sequence[V]) -> list[tuple[V, int]]:
+    """Equal neighbours as one, with their number; cheapest where they are one object."""
+    runs: list[tuple[V, int]] = []
+    start, previous = 0, values[0] if values else None
+    for at, value in enumerate(values):
+        if value is not previous:
+            if value != previous:
+                runs.append((values[start], at - start))
+                start = at
+            previous = value
+    if values:
+        runs.append((values[start], len(values) - start))
+    return runs
+
+
+def cover_runs(
+    runs: Sequence[tuple[Holders, int]], hosts: Mapping[str, str], prefer_host: str = ""
+) -> list[Segment]:
+    """As `cover_run`, of runs of blocks that have the same holders."""
     choices: list[dict[str, int]] = []
-    previous: Holders | None = None
-    choice: dict[str, int] = {}
-    for copies in holders:
-        if copies is not previous:
-            choice = _nearest(copies, hosts, prefer_host)
-            previous = copies
+    counts: list[int] = []
+    for copies, count in runs:
+        choice = _nearest(copies, hosts, prefer_host)
         if not choice:
             break
         choices.append(choice)
+        counts.append(count)
 
     segments: list[Segment] = []
-    start = 0
-    while start < len(choices):
-        candidates = dict(choices[start])  # node id -> (slowest tier so far)
-        end = start + 1
-        previous_choice = choices[start]
+    first, start = 0, 0
+    while first < len(choices):
+        candidates = choices[first]  # node id -> slowest tier so far
+        end = first + 1
         while end < len(choices):
             choice = choices[end]
-            if choice is not previous_choice:
-                both = {n: max(r, choice[n]) for n, r in candidates.items() if n in choice}
-                if not both:
-                    break
-                candidates = both
-                previous_choice = choice
+            both = {n: max(r, choice[n]) for n, r in candidates.items() if n in choice}
+            if not both:
+                break
+            candidates = both
             end += 1
         rank, node_id = min((rank, node_id) for node_id, rank in candidates.items())
-        ready = start
-        while choices[ready][node_id] < rank:
-            ready += 1
-        segments.append(Segment(node_id, start, end - start, TIERS[rank], ready - start))
-        start = end
+        count, ready, is_ready = 0, 0, True
+        for choice, blocks in zip(choices[first:end], counts[first:end], strict=True):
+            is_ready = is_ready and choice[node_id] < rank
+            count += blocks
+            ready += blocks if is_ready else 0
+        segments.append(Segment(node_id, start, count, TIERS[rank], ready))
+        first, start = end, start + count
     return segments
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import repeat
 
 from conductor.hash_bag import HashBag
-from conductor.index import TIER_RANK, Holder, Holders, checked_hashes, cover_run
+from conductor.index import TIER_RANK, Holder, Holders, checked_hashes, cover_runs, runs_of
 from conductor.suspicions import Copies, Suspicions
 from kvpool.errors import InvalidArgument, StaleEpoch
 from kvpool.wire.messages import BlockEvent, Segment
@@ -190,7 +190,16 @@ class MemoryIndex:
         hosts: Mapping[str, str],
         prefer_host: str = "",
     ) -> list[Segment]:
-        return cover_run(self.holders(namespace_id, hashes), hosts, prefer_host)
+        space = self._spaces.get(namespace_id)
+        if space is None:
+            return []
+        runs = runs_of(self._leading_masks(namespace_id, space, hashes))
+        decoded = space.decoded
+        return cover_runs(
+            [(decoded.get(mask) or _decode(space, mask), count) for mask, count in runs],
+            hosts,
+            prefer_host,
+        )
 
     def blocks(self) -> int:
         return self._count

@@ -19,7 +19,7 @@ import structlog
 
 from conductor.cluster import Cluster
 from conductor.hot_answers import HotAnswers
-from conductor.index import TIER_RANK, Found, Holders, Index
+from conductor.index import TIER_RANK, Found, Holders, Index, cover_run
 from conductor.membership import MembershipConfig
 from conductor.redis_board import Board, Exchanged, Kind
 from conductor.redis_index import TTL_S, RedisIndex
@@ -213,7 +213,9 @@ class SharedCluster(Cluster):
             if request.namespace_id not in self.namespaces:
                 return self.lookup(request)  # which says what is wrong
         hashes = unpack_hashes(request.hashes)
-        return self._lookup_reply(request, await self._holders(request.namespace_id, hashes))
+        holders = await self._holders(request.namespace_id, hashes)
+        hosts = self._readable_hosts(request.exclude)
+        return self._lookup_reply(request, cover_run(holders, hosts, request.host))
 
     async def find(self, namespace_id: bytes, hashes: Sequence[bytes]) -> Found:
         holders = await self._holders(namespace_id, hashes)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from conductor import hash_bag
 from conductor.index import Holder
 from conductor.memory_index import MemoryIndex
 from kvpool.errors import InvalidArgument
-from tests.conductor.test_index_conformance import ALL, CHAIN, NS, stored
+from tests.conductor.test_index_conformance import ALL, CHAIN, NS, event, stored
 
 
 def test_memory_is_bounded_and_what_is_over_is_counted() -> None:
@@ -43,3 +44,20 @@ def test_a_bit_given_to_another_node_does_not_answer_with_the_old_name() -> None
 def test_limits_must_be_positive() -> None:
     with pytest.raises(InvalidArgument):
         MemoryIndex(max_blocks=0)
+
+
+def test_blocks_that_come_and_go_leave_nothing_in_the_reverse_index(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hash_bag, "CHUNK", 8)
+    monkeypatch.setattr(hash_bag, "MIN_NOTES", 4)
+    index = MemoryIndex()
+    index.apply("node-a", 1, stored(CHAIN))
+    for life in range(500):
+        passing = [(1000 + life).to_bytes(16, "big")]
+        index.apply("node-a", 1, stored(passing))
+        index.apply("node-a", 1, [event("removed", passing, "dram")])
+        index.reclaim(100)
+    index.check_integrity()
+    [holding] = [holding for holding in index._spaces[NS].holdings if holding is not None]
+    assert sum(map(len, holding.hashes._chunks)) < 50
