@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import structlog
 
 from conductor import prices
@@ -21,7 +22,9 @@ from conductor.namespaces import KnownNamespaces
 from conductor.requests import InFlight
 from conductor.scheduler import IDLE, ClusterView, NodeView, Policy, WorkerView
 from conductor.watches import Watches
-from kvpool.errors import StaleEpoch, UnknownNamespace
+from kvpool.auth import ANYBODY, Principal
+from kvpool.errors import StaleEpoch
+from kvpool.gate import unknown_namespace
 from kvpool.hashing import unpack_hashes
 from kvpool.layout import Namespace
 from kvpool.wire import Session, WireServer
@@ -84,9 +87,9 @@ class Cluster:
             m.Lookup: lambda r, _s: self.lookup(r),
             m.ReportMiss: lambda r, _s: self.report_miss(r),
             m.Standing: lambda r, _s: self.standing(r),
-            m.Nodes: lambda _r, _s: self.node_list(),
-            m.Namespaces: lambda r, _s: m.NamespacesReply(self.namespaces.page(r.offset, r.limit)),
-            m.PoolStats: lambda _r, _s: self.stats(),
+            m.Nodes: lambda _r, s: self.node_list(s.principal),
+            m.Namespaces: lambda r, s: self.namespace_page(r, s.principal),
+            m.PoolStats: lambda _r, s: self.stats_for(s.principal),
         }
         for message, handler in handlers.items():
             server.handle(message, handler)
@@ -223,9 +226,7 @@ class Cluster:
             UnknownNamespace: nobody registered it here since this conductor started.
         """
         if request.namespace_id not in self.namespaces:
-            raise UnknownNamespace(
-                f"namespace {request.namespace_id.hex()} is not known here", hint="register it"
-            )
+            raise unknown_namespace(request.namespace_id)
         segments = self.index.segments(
             request.namespace_id,
             unpack_hashes(request.hashes),
@@ -277,7 +278,14 @@ class Cluster:
             copies.append(min(255, len(holders)))
         return m.StandingReply(bytes(copies))
 
-    def node_list(self) -> m.NodesReply:
+    def namespace_page(
+        self, request: m.Namespaces, principal: Principal = ANYBODY
+    ) -> m.NamespacesReply:
+        """A page of the namespaces that the principal may know of."""
+        tenant = None if principal.sees_all else principal.tenant
+        return m.NamespacesReply(self.namespaces.page(request.offset, request.limit, tenant))
+
+    def node_list(self, principal: Principal = ANYBODY) -> m.NodesReply:
         """Every node that is known, with its state and room."""
         infos = []
         now = self.clock()
@@ -326,6 +334,29 @@ class Cluster:
             notice,
             list(conductors),
         )
+
+    def stats_for(self, principal: Principal) -> m.PoolStatsReply:
+        """As `stats`; a tenant is told of the nodes' room and its own workers, and of no count over all."""
+        stats = self.stats()
+        if principal.sees_all:
+            return stats
+        own = {worker.member_id for worker in self.workers_of(principal)}
+        return msgspec.structs.replace(
+            stats,
+            nodes=[m.visible_stats(node, principal.sees_all) for node in stats.nodes],
+            workers=[info for info in stats.workers if info.descriptor.worker_id in own],
+            index_blocks=0,
+            counters={},
+            conductors=[],
+        )
+
+    def workers_of(self, principal: Principal) -> list[Member[m.WorkerDescriptor, m.WorkerLoad]]:
+        """The workers that the principal may know of: those of its tenant."""
+        return [
+            worker
+            for worker in self.workers
+            if principal.sees_all or worker.descriptor.namespace.tenant == principal.tenant
+        ]
 
     # ------------------------------------------------------------ for the scheduler
 

@@ -25,6 +25,7 @@ from conductor.requests import Decision, Outcome, RequestLog
 from conductor.routing import Facts
 from conductor.scheduler import ClusterView, ScheduleRequest, schedule
 from conductor.segments import cut
+from kvpool.credentials import NO_CREDENTIALS, Credentials
 from kvpool.errors import (
     DeadlineExceeded,
     EngineFailed,
@@ -56,6 +57,7 @@ class Gateway:
         replications_at_once: copies of hot prefixes under way in the background.
         policy: the routing policy; None: an empty one.
         on_outcome: told of every request served or refused whether prefill and decode met its objectives.
+        credentials: shown to workers and nodes.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Gateway:
         replications_at_once: int = 0,
         policy: PolicyHolder | None = None,
         on_outcome: Callable[[bool, bool], None] = lambda _ttft, _tpot: None,
+        credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
         self.cluster = cluster
         self.policy = policy or PolicyHolder()
@@ -81,7 +84,7 @@ class Gateway:
         self._ttft_s = default_ttft_s
         self._tpot_s = default_tpot_s
         self._first_token_timeout_s = first_token_timeout_s
-        self.links = Links(cluster)
+        self.links = Links(cluster, credentials)
         self._remote_prefill = RemotePrefill(cluster, self.links, prefill_timeout_s)
         self._replicator = Replicator(cluster, self.links, replications_at_once)
 
@@ -109,7 +112,7 @@ class Gateway:
             decision = await self.entrance.admit(job)
         except Refused as refused:
             decision = result.decision = refused.decision
-            self.request_log.decided(decision, self.cluster.clock())
+            self.request_log.decided(decision, self.cluster.clock(), job.namespace.tenant)
             self.request_log.ended(job.request_id, Outcome("refused"))
             self.cluster.counters[f"rejected:{decision.reason}"] += 1
             if decision.reason in ("ttft_slo", "tpot_slo"):
@@ -121,7 +124,7 @@ class Gateway:
             raise
         result.decision = decision
         now = self.cluster.clock()
-        self.request_log.decided(decision, now)
+        self.request_log.decided(decision, now, job.namespace.tenant)
         result.phases["admission_wait"] = max(0.0, now - (job.received_at or now))
         self._replicator.offer(job, decision)
         return decision

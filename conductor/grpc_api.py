@@ -7,10 +7,12 @@ from typing import Any
 import msgspec
 
 from conductor.cluster import Cluster
+from kvpool.gate import CALLER, Gate
 from kvpool.grpc_adapter import GrpcServer, hashes_from, namespace_from_proto, typed_errors
 from kvpool.hashing import pack_hashes
 from kvpool.proto import kvpool_pb2 as pb
 from kvpool.proto import kvpool_pb2_grpc as pb_grpc
+from kvpool.tls import ServerTls
 from kvpool.wire import messages as m
 from kvpool.wire.plain import named
 
@@ -18,21 +20,22 @@ from kvpool.wire.plain import named
 class ConductorGrpc(pb_grpc.ConductorServicer):
     """gRPC face of a `Cluster`."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, gate: Gate) -> None:
         self._cluster = cluster
+        self._gate = gate
 
     @typed_errors
     async def RegisterNamespace(self, request: Any, _context: Any) -> Any:
         namespace = namespace_from_proto(request.namespace)
-        reply = await self._cluster.answer_registration(m.RegisterNamespace(namespace))
+        admitted = self._gate.admit(m.RegisterNamespace(namespace), CALLER.get())
+        reply = await self._cluster.answer_registration(admitted)
         return pb.RegisterNamespaceReply(namespace_id=reply.namespace_id, name=namespace.name)
 
     @typed_errors
     async def Lookup(self, request: Any, _context: Any) -> Any:
         hashes = pack_hashes(hashes_from(request.hashes))
-        reply = await self._cluster.answer_lookup(
-            m.Lookup(request.namespace_id, hashes, request.host)
-        )
+        lookup = m.Lookup(request.namespace_id, hashes, request.host)
+        reply = await self._cluster.answer_lookup(self._gate.admit(lookup, CALLER.get()))
         segments = [
             pb.Segment(node_id=s.node_id, start=s.start, count=s.count, tier=s.tier)
             for s in reply.segments
@@ -53,20 +56,25 @@ class ConductorGrpc(pb_grpc.ConductorServicer):
                 capacity_bytes=info.capacity_bytes,
                 transports=info.descriptor.transports,
             )
-            for info in self._cluster.node_list().nodes
+            for info in self._cluster.node_list(CALLER.get()).nodes
         ]
         return pb.NodesReply(nodes=nodes)
 
     @typed_errors
     async def Stats(self, _request: Any, _context: Any) -> Any:
-        return pb.StatsReply(json=msgspec.json.encode(named(self._cluster.stats())).decode())
+        stats = named(self._cluster.stats_for(CALLER.get()))
+        return pb.StatsReply(json=msgspec.json.encode(stats).decode())
 
 
-def grpc_server(cluster: Cluster, max_message_bytes: int) -> GrpcServer:
+def grpc_server(
+    cluster: Cluster, max_message_bytes: int, gate: Gate, tls: ServerTls | None = None
+) -> GrpcServer:
     """The conductor's gRPC server, not started."""
-    servicer = ConductorGrpc(cluster)
+    servicer = ConductorGrpc(cluster, gate)
     return GrpcServer(
         lambda server: pb_grpc.add_ConductorServicer_to_server(servicer, server),
         "Conductor",
         max_message_bytes=max_message_bytes,
+        gate=gate,
+        tls=tls,
     )

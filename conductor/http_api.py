@@ -25,6 +25,7 @@ from conductor.role_changes import RoleChanges
 from conductor.tokenizer import Tokenizer
 from kvpool.config import ConductorConfig
 from kvpool.errors import InvalidArgument, KvpoolError, NotFound, Unavailable, brief
+from kvpool.gate import CALLER, Gate
 from kvpool.http import base_app, error_response
 from kvpool.wire import messages as m
 from kvpool.wire.plain import named
@@ -39,6 +40,7 @@ class HttpApi:
 
     Args:
         tokenizer: None where no model is configured; then prompts must come as token ids.
+        gate: looks at the token of every request; default: everybody may do everything.
     """
 
     def __init__(
@@ -50,7 +52,9 @@ class HttpApi:
         tokenizer: Tokenizer | None,
         metrics: RequestMetrics,
         roles: RoleChanges,
+        gate: Gate | None = None,
     ) -> None:
+        self._gate = gate
         self._config = config
         self._cluster = cluster
         self._gateway = gateway
@@ -67,6 +71,7 @@ class HttpApi:
             not_ready,
             max_body_bytes=self._config.max_body_bytes,
             notice=self._cluster.notice,
+            gate=self._gate,
         )
 
         schemas = _add_schemas(app, ChatRequest, CompletionRequest)
@@ -93,7 +98,7 @@ class HttpApi:
 
         @app.get("/v1/models")
         async def models() -> dict[str, Any]:
-            names = sorted({w.descriptor.model for w in self._cluster.workers})
+            names = sorted({w.descriptor.model for w in self._cluster.workers_of(CALLER.get())})
             data = [
                 {"id": name, "object": "model", "created": 0, "owned_by": "kvpool"}
                 for name in names
@@ -102,7 +107,7 @@ class HttpApi:
 
         @app.get("/v1/stats")
         async def stats() -> Response:
-            return _json(named(self._cluster.stats()))
+            return _json(named(self._cluster.stats_for(CALLER.get())))
 
         @app.get("/v1/scaling")
         async def scaling() -> Response:
@@ -111,12 +116,13 @@ class HttpApi:
 
         @app.get("/v1/nodes")
         async def nodes() -> Response:
-            return _json(named(self._cluster.node_list()))
+            return _json(named(self._cluster.node_list(CALLER.get())))
 
         @app.get("/v1/requests/{request_id}")
         async def explain(request_id: str) -> Response:
             record = self._request_log.get(request_id)
-            if record is None:
+            caller = CALLER.get()
+            if record is None or not (caller.sees_all or record.tenant == caller.tenant):
                 raise NotFound(
                     f"request {brief(request_id)!r} is not among the last ones decided here"
                 )
@@ -206,7 +212,7 @@ class HttpApi:
         return JSONResponse(document, headers=headers)
 
     def _worker_for(self, model: str) -> m.WorkerDescriptor:
-        workers = [worker.descriptor for worker in self._cluster.workers]
+        workers = [worker.descriptor for worker in self._cluster.workers_of(CALLER.get())]
         if not workers:
             raise Unavailable("no worker has joined yet", hint="start one: kvpool worker")
         for worker in workers:

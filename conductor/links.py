@@ -9,6 +9,7 @@ from typing import Any
 
 from conductor.cluster import Cluster
 from conductor.membership import Member, State
+from kvpool.credentials import NO_CREDENTIALS, Credentials
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
 
@@ -16,8 +17,9 @@ from kvpool.wire import messages as m
 class Links:
     """One pipelined connection per address; every wait ends when its member is lost."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, credentials: Credentials = NO_CREDENTIALS) -> None:
         self._cluster = cluster
+        self._credentials = credentials
         self._clients: dict[str, WireClient] = {}
 
     async def close(self) -> None:
@@ -31,7 +33,11 @@ class Links:
         if client is None:
             cluster = self._cluster
             client = self._clients[address] = WireClient(
-                address, cluster.conductor_id, kind="conductor", epoch=cluster.epoch
+                address,
+                cluster.conductor_id,
+                kind="conductor",
+                epoch=cluster.epoch,
+                credentials=self._credentials,
             )
         return client
 

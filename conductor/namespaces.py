@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from kvpool.errors import InvalidArgument, LayoutMismatch
@@ -53,8 +53,8 @@ class KnownNamespaces:
         self._by_owner.setdefault(_owner(namespace), {})[namespace_id] = namespace
         return namespace_id
 
-    def page(self, offset: int, limit: int) -> list[Namespace]:
-        """Up to `limit` namespaces from the `offset`-th on, oldest first.
+    def page(self, offset: int, limit: int, tenant: str | None = None) -> list[Namespace]:
+        """Up to `limit` namespaces from the `offset`-th on, oldest first; those of one tenant, or all.
 
         Raises:
             InvalidArgument: offset is negative, or limit is not in 1 to `MAX_PAGE`.
@@ -63,7 +63,14 @@ class KnownNamespaces:
             raise InvalidArgument(
                 f"offset {offset}, limit {limit}", hint=f"at most {MAX_PAGE} at a time"
             )
-        return list(islice(self._by_id.values(), offset, offset + limit))
+        known: Iterable[Namespace] = self._by_id.values()
+        if tenant is not None:
+            known = (namespace for namespace in known if namespace.tenant == tenant)
+        return list(islice(known, offset, offset + limit))
+
+    def get(self, namespace_id: bytes) -> Namespace | None:
+        """A namespace by its id, if it is known."""
+        return self._by_id.get(namespace_id)
 
     def __getitem__(self, namespace_id: bytes) -> Namespace:
         return self._by_id[namespace_id]

@@ -237,11 +237,12 @@ class Outcome:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """A decision, when it was taken, and its outcome once known."""
+    """A decision, when it was taken, whose request it was, and its outcome once known."""
 
     decision: Decision
     decided_at: float
     outcome: Outcome | None = None
+    tenant: str = ""
 
 
 class RequestLog:
@@ -257,10 +258,11 @@ class RequestLog:
         self._capacity = capacity
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
 
-    def decided(self, decision: Decision, now: float) -> RequestRecord:
+    def decided(self, decision: Decision, now: float, tenant: str = "") -> RequestRecord:
         """Remember a decision; a second one for the same request replaces the first."""
         self._records.pop(decision.request_id, None)
-        record = self._records[decision.request_id] = RequestRecord(decision, now)
+        record = RequestRecord(decision, now, tenant=tenant)
+        self._records[decision.request_id] = record
         while len(self._records) > self._capacity:
             self._records.popitem(last=False)
         return record

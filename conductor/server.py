@@ -33,6 +33,7 @@ from kvpool.hashing import token_bytes
 from kvpool.http import HttpServer
 from kvpool.metrics import new_registry
 from kvpool.process import Ready, wait_for_stop
+from kvpool.security import secure
 from kvpool.wire import WireServer
 from kvpool.wire import messages as m
 
@@ -52,6 +53,7 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
         PortInUse, ModelNotFound, ConfigError: it cannot start as configured.
     """
     quiet_grpc()
+    security = secure(config, "conductor")
     tokenizer = None
     if config.model_path is not None:
         tokenizer = await asyncio.to_thread(Tokenizer, config.model_path)
@@ -92,6 +94,7 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
         first_token_timeout_s=config.first_token_timeout_s,
         replications_at_once=config.replications_at_once,
         policy=policy,
+        credentials=security.credentials,
         on_outcome=lambda ttft, tpot: roles.ended(
             cluster.clock(), is_ttft_met=ttft, is_tpot_met=tpot
         ),
@@ -104,16 +107,19 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
         clock=cluster.clock,
         before_step=gateway.judge_overdue,
     )
+    security.gate.find_namespace = cluster.namespaces.get
     registry = new_registry()
     registry.register(ConductorCollector(cluster, gateway, changes))
     metrics = RequestMetrics(registry)
-    api = HttpApi(config, cluster, gateway, request_log, tokenizer, metrics, changes)
+    api = HttpApi(config, cluster, gateway, request_log, tokenizer, metrics, changes, security.gate)
     async with contextlib.AsyncExitStack() as stack:
         if shared is not None:
             stack.push_async_callback(shared.link.close)
         stack.push_async_callback(gateway.close)
         stack.push_async_callback(cluster.engines.close)
-        wire = WireServer("conductor", conductor_id, epoch)
+        wire = WireServer(
+            "conductor", conductor_id, epoch, gate=security.gate, tls=security.context
+        )
         cluster.expose(wire)
         policies = PolicyService(policy)
         wire.handle(m.PolicyChange, lambda r, _s: policies.change(r))
@@ -121,10 +127,11 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
         wire.handle(m.Tokenize, lambda request, _session: _tokenize(tokenizer, request))
         wire_port = await wire.listen(config.host, config.wire_port)
         stack.push_async_callback(wire.close)
-        http = HttpServer(api.app(registry, lambda: ""), config.host, config.http_port)
+        app = api.app(registry, lambda: "")
+        http = HttpServer(app, config.host, config.http_port, security.tls)
         await http.start()
         stack.push_async_callback(http.close)
-        grpc = grpc_server(cluster, GRPC_MESSAGE_BYTES)
+        grpc = grpc_server(cluster, GRPC_MESSAGE_BYTES, security.gate, security.tls)
         grpc_port = await grpc.start(config.host, config.grpc_port)
         stack.push_async_callback(grpc.close)
         facts = {

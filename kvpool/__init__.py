@@ -4,6 +4,7 @@ from kvpool import Layout, Namespace, Pool, hash_chain
 """
 
 from kvpool.client import AsyncPool, Pool
+from kvpool.credentials import Credentials
 from kvpool.errors import KvpoolError
 from kvpool.hashing import hash_chain
 from kvpool.layout import Layout, Namespace
@@ -12,6 +13,7 @@ from kvpool.resharding import TensorParallelRank
 __version__ = "0.1.0"
 __all__ = [
     "AsyncPool",
+    "Credentials",
     "KvpoolError",
     "Layout",
     "Namespace",

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -65,7 +65,6 @@ ENV_PREFIX = "KVPOOL_"
 ENV_CONFIG = "KVPOOL_CONFIG"
 DEFAULT_FILE = "kvpool.yaml"
 DEFAULT_SOURCE = "default"
-_SECRET = ("worker.salt", "conductor.redis_password")
 
 
 class Override(NamedTuple):
@@ -151,6 +150,12 @@ def load_settings(
 
 
 _KNOWN = tuple(f"{section}.{name}" for section, content in Settings() for name, _ in content)
+_SECRETS = frozenset(
+    f"{section}.{name}"
+    for section, content in Settings()
+    for name, value in content
+    if isinstance(value, SecretStr)
+)
 
 
 class _Schema(BaseSettings, Settings):
@@ -212,7 +217,7 @@ def _describe(error: ValidationError, provenance: Mapping[str, str]) -> str:
         reason = item["msg"].removeprefix("Value error, ")
         if key in provenance:
             # The input is left out where it may be a secret.
-            given = "" if key in _SECRET else f", got {reprlib.repr(item['input'])}"
+            given = "" if key in _SECRETS else f", got {reprlib.repr(item['input'])}"
             problems.append(f"{key}: {reason}{given} (from {provenance[key]})")
         else:
             changed = {

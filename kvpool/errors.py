@@ -62,6 +62,24 @@ class UnverifiableRead(InvalidArgument):
     code = "unverifiable_read"
 
 
+class Unauthenticated(KvpoolError):
+    """The server asks for a token, and got none that it knows."""
+
+    code = "unauthenticated"
+    http_status = 401
+
+
+class Forbidden(KvpoolError):
+    """The token is known, and does not allow this call."""
+
+    code = "forbidden"
+    http_status = 403
+
+
+# Of those who know whom they speak to: trying again helps only when somebody has changed a token.
+REFUSALS = (Unauthenticated, Forbidden)
+
+
 class UnknownNamespace(InvalidArgument):
     """The namespace was never registered at this server (it may have restarted since)."""
 

@@ -10,12 +10,18 @@ from typing import Any
 import grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvpool.auth import Scope
 from kvpool.errors import InvalidArgument, KvpoolError, PortInUse
+from kvpool.gate import CALLER, Gate, require
 from kvpool.layout import Layout, Namespace
 from kvpool.proto import kvpool_pb2 as pb
+from kvpool.scopes import METHODS
+from kvpool.tls import ServerTls
 
 _STATUS = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND,
     409: grpc.StatusCode.FAILED_PRECONDITION,
     413: grpc.StatusCode.INVALID_ARGUMENT,
@@ -34,11 +40,38 @@ def typed_errors(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitab
         try:
             return await method(self, request, context)
         except KvpoolError as error:
-            context.set_trailing_metadata((("kvpool-code", error.code),))
-            status = _STATUS.get(error.http_status, grpc.StatusCode.INTERNAL)
-            await context.abort(status, str(error))
+            await _abort(error, context)
 
     return wrapper
+
+
+async def _abort(error: KvpoolError, context: grpc.aio.ServicerContext) -> None:
+    context.set_trailing_metadata((("kvpool-code", error.code),))
+    status = _STATUS.get(error.http_status, grpc.StatusCode.INTERNAL)
+    await context.abort(status, str(error))
+
+
+class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Finds the caller of each call (`CALLER`), and refuses it where its token does not allow the method."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
+        given = next((v for k, v in details.invocation_metadata if k == "authorization"), "")
+        try:
+            caller = self._gate.authenticate_header(given)
+            require(METHODS.get(details.method, Scope.ADMIN), caller, details.method)
+        except KvpoolError as error:
+            return grpc.unary_unary_rpc_method_handler(functools.partial(_refuse, error))
+        CALLER.set(caller)
+        return await continuation(details)
+
+
+async def _refuse(error: KvpoolError, _request: Any, context: grpc.aio.ServicerContext) -> None:
+    await _abort(error, context)
 
 
 def namespace_from_proto(message: pb.Namespace) -> Namespace:
@@ -72,17 +105,27 @@ class GrpcServer:
         add: registers the servicer, e.g. `lambda server: add_NodeServicer_to_server(servicer, server)`.
         service: its name without the package, e.g. "Node".
         max_message_bytes: limit on requests and replies.
+        gate: looks at the token of every call; default: everybody may do everything.
+        tls: None: connections are not encrypted.
     """
 
     def __init__(
-        self, add: Callable[[grpc.aio.Server], None], service: str, *, max_message_bytes: int
+        self,
+        add: Callable[[grpc.aio.Server], None],
+        service: str,
+        *,
+        max_message_bytes: int,
+        gate: Gate | None = None,
+        tls: ServerTls | None = None,
     ) -> None:
+        self._tls = tls
         self._server = grpc.aio.server(
+            interceptors=[Authentication(gate or Gate())],
             options=[
                 ("grpc.max_receive_message_length", max_message_bytes),
                 ("grpc.max_send_message_length", max_message_bytes),
                 ("grpc.so_reuseport", 0),
-            ]
+            ],
         )
         add(self._server)
         names: Sequence[str] = (f"kvpool.v1.{service}", reflection.SERVICE_NAME)
@@ -96,7 +139,10 @@ class GrpcServer:
         """
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            bound = self._server.add_insecure_port(address)
+            if self._tls is None:
+                bound = self._server.add_insecure_port(address)
+            else:
+                bound = self._server.add_secure_port(address, self._tls.for_grpc())
         except RuntimeError as error:
             raise PortInUse(
                 f"cannot listen on {address}",

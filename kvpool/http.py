@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import uvicorn
@@ -17,9 +17,16 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Match
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvpool.errors import KvpoolError, Overloaded, PortInUse, brief
+from kvpool.auth import ANYBODY, NOBODY, Principal
+from kvpool.auth import Scope as TokenScope
+from kvpool.errors import KvpoolError, Overloaded, PortInUse, Unauthenticated, brief
+from kvpool.gate import CALLER, Gate, require
 from kvpool.http_body import BODY_TIMEOUT_S, BodyLimit
+from kvpool.scopes import ROUTES
+from kvpool.tls import ServerTls
 
 MAX_MESSAGE = 1000  # characters of an error's text; what it quotes is cut shorter where it is made
 
@@ -32,6 +39,7 @@ def base_app(
     max_body_bytes: int,
     body_timeout_s: float = BODY_TIMEOUT_S,
     notice: Callable[[], str] = lambda: "",
+    gate: Gate | None = None,
 ) -> FastAPI:
     """A FastAPI app with `/healthz`, `/readyz`, `/metrics`, typed errors and a limit on bodies.
 
@@ -41,6 +49,7 @@ def base_app(
         max_body_bytes: a longer request body is answered 413.
         notice: what is not well although the process is ready; "" when all is.
         body_timeout_s: a body that comes slower than `BodyLimit` allows is answered 408.
+        gate: looks at the token of every request; default: everybody may do everything.
     """
     app = FastAPI(title=title, docs_url="/docs", redoc_url=None)
 
@@ -85,12 +94,59 @@ def base_app(
     app.add_middleware(
         BodyLimit, max_bytes=max_body_bytes, timeout_s=body_timeout_s, refuse=refuse_body
     )
+    # Added last, so that it comes first: of a caller who is refused no body is read.
+    app.add_middleware(Authentication, gate=gate or Gate(), routes=app.router.routes)
     return app
+
+
+class Authentication:
+    """Finds the caller of each request (`CALLER`), and refuses it where its token does not allow the route.
+
+    Args:
+        routes: of the app; those of them that `kvpool.scopes` does not list need admin.
+    """
+
+    def __init__(self, app: ASGIApp, gate: Gate, routes: Sequence[BaseRoute]) -> None:
+        self._app = app
+        self._gate = gate
+        self._routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":  # none is served, and what is not asked is refused
+                await send({"type": "websocket.close"})
+            return
+        try:
+            CALLER.set(self._caller(scope))
+        except KvpoolError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _caller(self, scope: Scope) -> Principal:
+        if self._gate.tokens is None:
+            return ANYBODY
+        needed = self._needed(scope)
+        if needed is None:
+            return NOBODY
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        caller = self._gate.authenticate_header(given.decode("latin-1"))
+        require(needed, caller, f"{scope['method']} {scope['path']}")
+        return caller
+
+    def _needed(self, scope: Scope) -> TokenScope | None:
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        for route in self._routes:
+            if route.matches(scope)[0] == Match.FULL:
+                return ROUTES.get((method, getattr(route, "path", "")), TokenScope.ADMIN)
+        return TokenScope.ADMIN
 
 
 def error_response(error: KvpoolError) -> Response:
     """An error in the shape that OpenAI's clients understand."""
     headers = {}
+    if isinstance(error, Unauthenticated):
+        headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, Overloaded):
         headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
         if error.reason:
@@ -112,9 +168,12 @@ class HttpServer:
     """Runs an app with uvicorn inside the caller's event loop.
 
     Signals stay with the caller: uvicorn installs no handlers.
+
+    Args:
+        tls: None: connections are not encrypted.
     """
 
-    def __init__(self, app: FastAPI, host: str, port: int) -> None:
+    def __init__(self, app: FastAPI, host: str, port: int, tls: ServerTls | None = None) -> None:
         self._listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -126,7 +185,13 @@ class HttpServer:
                 hint="stop the process that has it, or choose another port",
             ) from error
         self.port: int = self._listener.getsockname()[1]
-        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            **(tls.for_uvicorn() if tls else {}),
+        )
         self._server = _QuietServer(config)
         self._task: asyncio.Task[None] | None = None
 

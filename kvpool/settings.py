@@ -180,10 +180,36 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
-class _Server(Section):
-    """What every process that listens has."""
+class CallerConfig(Section):
+    """What a process shows to those that it calls."""
+
+    token: SecretStr = Field(SecretStr(""), description="shown to the servers that it calls")
+    tls_ca: OptionalPath = Field(
+        None, description="PEM file of CAs; set, calls are encrypted and servers' names checked"
+    )
+    tls_cert: OptionalPath = Field(None, description="PEM file of its own certificate")
+    tls_key: OptionalPath = Field(None, description="PEM file of that certificate's key")
+
+    @model_validator(mode="after")
+    def _certificate_has_key(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key are set together or not at all")
+        return self
+
+
+class ServerConfig(CallerConfig):
+    """What every process that listens has. Its certificate serves both its callers and those it calls."""
 
     host: str = Field("127.0.0.1", min_length=1, description="address to bind")
+    tokens_path: OptionalPath = Field(
+        None, description="YAML file of the tokens that are accepted; None: nobody is asked for one"
+    )
+    tls_client_ca: OptionalPath = Field(
+        None, description="PEM file of CAs; set, callers need a certificate of one (mTLS)"
+    )
+    allow_insecure: bool = Field(
+        False, description="listen beyond 127.0.0.1 without tokens: only on a trusted network"
+    )
     advertise_host: OptionalText = Field(
         None, description="address that peers use; None: host, or the machine's name for 0.0.0.0"
     )
@@ -196,6 +222,12 @@ class _Server(Section):
         return socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host
 
     @model_validator(mode="after")
+    def _clients_meet_tls(self) -> Self:
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("tls_client_ca needs tls_cert and tls_key")
+        return self
+
+    @model_validator(mode="after")
     def _ports_differ(self) -> Self:
         ports = {n: p for n, p in vars(self).items() if n.endswith("_port") and p}
         if len(set(ports.values())) < len(ports):
@@ -204,7 +236,7 @@ class _Server(Section):
         return self
 
 
-class ConductorConfig(_Server):
+class ConductorConfig(ServerConfig):
     """The control plane: where it listens, when it gives members up, what it promises and refuses."""
 
     wire_port: Port = 7800
@@ -338,7 +370,7 @@ class ConductorConfig(_Server):
         return self
 
 
-class NodeConfig(_Server):
+class NodeConfig(ServerConfig):
     """A pool node: the memory and disk it lends, and the bounds of its promises."""
 
     node_id: OptionalText = Field(
@@ -472,7 +504,7 @@ class NodeConfig(_Server):
         return self
 
 
-class WorkerConfig(_Server):
+class WorkerConfig(ServerConfig):
     """A prefill or decode worker around one engine, and whose blocks it makes."""
 
     worker_id: OptionalText = Field(None, max_length=128, description="None: a fresh UUID")
@@ -535,7 +567,7 @@ class FakeEngineConfig(Section):
         return self
 
 
-class ClientConfig(Section):
+class ClientConfig(CallerConfig):
     """How an engine, a script or the command line talks to the pool."""
 
     conductor: Addresses = Field(

@@ -10,12 +10,14 @@ from fastapi import FastAPI, Path, Query, Request, Response
 from prometheus_client import CollectorRegistry
 
 from kvpool.errors import InvalidArgument
+from kvpool.gate import CALLER, Gate
 from kvpool.grpc_adapter import GrpcServer, hashes_from, namespace_from_proto, typed_errors
 from kvpool.hashing import pack_hashes
 from kvpool.http import base_app
 from kvpool.layout import Namespace
 from kvpool.proto import kvpool_pb2 as pb
 from kvpool.proto import kvpool_pb2_grpc as pb_grpc
+from kvpool.tls import ServerTls
 from kvpool.wire import messages as m
 from kvpool.wire.plain import named
 from tiers.node import NodeService
@@ -41,19 +43,22 @@ HexHash = Annotated[str, Path(pattern="^[0-9a-f]{32}$")]
 class NodeGrpc(pb_grpc.NodeServicer):
     """gRPC face of a `NodeService`."""
 
-    def __init__(self, service: NodeService) -> None:
+    def __init__(self, service: NodeService, gate: Gate) -> None:
         self._service = service
+        self._gate = gate
 
     @typed_errors
     async def RegisterNamespace(self, request: Any, _context: Any) -> Any:
         namespace = namespace_from_proto(request.namespace)
-        reply = self._service.register_namespace(m.RegisterNamespace(namespace))
+        admitted = self._gate.admit(m.RegisterNamespace(namespace), CALLER.get())
+        reply = self._service.register_namespace(admitted)
         return pb.RegisterNamespaceReply(namespace_id=reply.namespace_id, name=namespace.name)
 
     @typed_errors
     async def Lookup(self, request: Any, _context: Any) -> Any:
         hashes = pack_hashes(hashes_from(request.hashes))
-        reply = self._service.lookup(m.NodeLookup(request.namespace_id, hashes))
+        lookup = m.NodeLookup(request.namespace_id, hashes)
+        reply = self._service.lookup(self._gate.admit(lookup, CALLER.get()))
         return pb.NodeLookupReply(found=reply.found, tiers=[m.TIERS[t] for t in reply.tiers])
 
     @typed_errors
@@ -62,14 +67,14 @@ class NodeGrpc(pb_grpc.NodeServicer):
         put = m.PutInline(
             request.namespace_id, block_hash, request.parent, request.part, request.data
         )
-        reply = await self._service.put_inline(put, GRPC_CLIENT)
+        reply = await self._service.put_inline(self._gate.admit(put, CALLER.get()), GRPC_CLIENT)
         return pb.PutReply(status=_STATUS[reply.status])
 
     @typed_errors
     async def Get(self, request: Any, _context: Any) -> Any:
         [block_hash] = hashes_from([request.block_hash])
         get = m.GetInline(request.namespace_id, block_hash, request.part)
-        reply = await self._service.get_inline(get, GRPC_CLIENT)
+        reply = await self._service.get_inline(self._gate.admit(get, CALLER.get()), GRPC_CLIENT)
         return pb.GetReply(data=reply.data, checksum=reply.checksum, tier=reply.tier)
 
     @typed_errors
@@ -77,19 +82,23 @@ class NodeGrpc(pb_grpc.NodeServicer):
         return pb.StatsReply(json=stats_json(self._service).decode())
 
 
-def grpc_server(service: NodeService, max_message_bytes: int) -> GrpcServer:
+def grpc_server(
+    service: NodeService, max_message_bytes: int, gate: Gate, tls: ServerTls | None = None
+) -> GrpcServer:
     """The node's gRPC server, not started."""
-    servicer = NodeGrpc(service)
+    servicer = NodeGrpc(service, gate)
     return GrpcServer(
         lambda server: pb_grpc.add_NodeServicer_to_server(servicer, server),
         "Node",
         max_message_bytes=max_message_bytes,
+        gate=gate,
+        tls=tls,
     )
 
 
 def stats_json(service: NodeService) -> bytes:
-    """A node's stats as one JSON object with named fields."""
-    return msgspec.json.encode(named(service.stats()))
+    """A node's stats, as the caller may see them, as one JSON object with named fields."""
+    return msgspec.json.encode(named(service.stats(CALLER.get())))
 
 
 def http_app(
@@ -97,9 +106,10 @@ def http_app(
     registry: CollectorRegistry,
     not_ready: Callable[[], str],
     max_body_bytes: int,
+    gate: Gate,
 ) -> FastAPI:
     """The node's HTTP face: health, metrics, stats, and single blocks for anyone with curl."""
-    app = base_app("kvpool node", registry, not_ready, max_body_bytes=max_body_bytes)
+    app = base_app("kvpool node", registry, not_ready, max_body_bytes=max_body_bytes, gate=gate)
 
     @app.get("/v1/stats")
     async def stats() -> Response:
@@ -120,7 +130,8 @@ def http_app(
             namespace = msgspec.json.decode(await request.body(), type=Namespace)
         except msgspec.DecodeError as error:
             raise InvalidArgument(f"not a namespace: {error}") from error
-        reply = service.register_namespace(m.RegisterNamespace(namespace))
+        admitted = gate.admit(m.RegisterNamespace(namespace), CALLER.get())
+        reply = service.register_namespace(admitted)
         return {"namespace_id": reply.namespace_id.hex(), "name": namespace.name}
 
     @app.put("/v1/blocks/{namespace_id}/{block_hash}")
@@ -138,7 +149,7 @@ def http_app(
             part,
             await request.body(),
         )
-        reply = await service.put_inline(message, HTTP_CLIENT)
+        reply = await service.put_inline(gate.admit(message, CALLER.get()), HTTP_CLIENT)
         return {"status": _STATUS[reply.status]}
 
     @app.get("/v1/blocks/{namespace_id}/{block_hash}")
@@ -148,7 +159,7 @@ def http_app(
         part: Annotated[int, Query(ge=0, le=4096)] = 0,
     ) -> Response:
         message = m.GetInline(bytes.fromhex(namespace_id), bytes.fromhex(block_hash), part)
-        reply = await service.get_inline(message, HTTP_CLIENT)
+        reply = await service.get_inline(gate.admit(message, CALLER.get()), HTTP_CLIENT)
         headers = {"X-Kvpool-Checksum": f"{reply.checksum:016x}", "X-Kvpool-Tier": reply.tier}
         return Response(reply.data, media_type="application/octet-stream", headers=headers)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from kvpool.client.placement import rank_nodes
+from kvpool.credentials import NO_CREDENTIALS, Credentials
 from kvpool.errors import Draining, InvalidArgument, KvpoolError
 from kvpool.hashing import pack_hashes
 from kvpool.wire import FailoverClient, WireClient
@@ -68,6 +69,7 @@ class Drainer:
     Args:
         describe: this node's descriptor, from which the others pull.
         conductor: wire address of one or several; None: there is nobody to move blocks to.
+        credentials: shown to conductors and nodes.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Drainer:
         store: Store,
         describe: Callable[[], m.NodeDescriptor],
         conductor: str | None,
+        credentials: Credentials = NO_CREDENTIALS,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -84,6 +87,7 @@ class Drainer:
         self._store = store
         self._describe = describe
         self._conductor_address = conductor
+        self._credentials = credentials
         self._clock = clock
         self._task: asyncio.Task[m.DrainReply] | None = None
         self._clients: dict[str, WireClient] = {}
@@ -241,7 +245,13 @@ class Drainer:
         client = self._clients.get(target.node_id)
         if client is None:
             me = self._describe()
-            client = WireClient(target.address, f"drain-{me.epoch}", kind="node", epoch=me.epoch)
+            client = WireClient(
+                target.address,
+                f"drain-{me.epoch}",
+                kind="node",
+                epoch=me.epoch,
+                credentials=self._credentials,
+            )
             self._clients[target.node_id] = client
         for namespace in self._store.namespaces():
             if namespace.namespace_id == request.namespace_id:
@@ -285,7 +295,11 @@ class Drainer:
         if self._to_conductor is None:
             me = self._describe()
             self._to_conductor = FailoverClient(
-                self._conductor_address, f"drain-{me.epoch}", kind="node", epoch=me.epoch
+                self._conductor_address,
+                f"drain-{me.epoch}",
+                kind="node",
+                epoch=me.epoch,
+                credentials=self._credentials,
             )
         return self._to_conductor
 

@@ -50,6 +50,11 @@ class LeaseBook:
         """All leases, in force or in grace."""
         return list(self._leases.values())
 
+    def holder_of(self, lease_id: int) -> str | None:
+        """Who holds a lease; None when there is none."""
+        lease = self._leases.get(lease_id)
+        return lease.holder_id if lease is not None else None
+
     def grant(self, space: Space, copies: list[Copy], holder_id: str, deadline: float) -> int:
         """Pin the copies of a run of one chain, note their use, and return the lease's number."""
         fresh = 0
@@ -84,9 +89,7 @@ class LeaseBook:
         """
         lease = self._leases.get(lease_id)
         if lease is None or now >= lease.deadline:
-            raise LeaseExpired(
-                f"lease {lease_id} is over", hint="discard what was read and pin again"
-            )
+            raise lease_over(lease_id)
         lease.deadline = max(lease.deadline, now + ttl_s)
         return lease.deadline - now
 
@@ -128,3 +131,8 @@ class LeaseBook:
             self._residency.counters["leases_expired"] += 1
             ended += 1
         return ended
+
+
+def lease_over(lease_id: int) -> LeaseExpired:
+    """What is said of a lease that ended or never was."""
+    return LeaseExpired(f"lease {lease_id} is over", hint="discard what was read and pin again")

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import structlog
 
+from kvpool.auth import ANYBODY, Principal
 from kvpool.errors import BlockMiss, InvalidArgument, KvpoolError, NoRoom, WrongByteCount
 from kvpool.hashing import HASH_BYTES, checksum, pack_hashes, unpack_hashes
 from kvpool.layout import Namespace
@@ -28,7 +29,9 @@ from tiers.arena import Arena
 from tiers.arenas import ArenaSet
 from tiers.cold_pins import PROMOTING, ColdAnswer, ColdPins
 from tiers.device_arena import DeviceArena
+from tiers.leases import lease_over
 from tiers.mover import Mover
+from tiers.reservations import reservation_over
 from tiers.slots import Place
 from tiers.store import Store
 
@@ -88,7 +91,7 @@ class NodeService:
         self._describe = describe
         self._clock = clock
         self._started = clock()
-        self._sessions: Counter[str] = Counter()
+        self._sessions: Counter[tuple[str, str]] = Counter()  # by tenant and client
         self._cold = ColdPins(store, mover, self.counters, clock=clock)
 
     def expose(self, server: WireServer) -> None:
@@ -98,18 +101,18 @@ class NodeService:
             m.Describe: lambda _r, _s: self._describe(),
             m.RegisterNamespace: lambda r, _s: self.register_namespace(r),
             m.Reserve: lambda r, s: self.reserve(r, s.client_id),
-            m.RenewReservation: lambda r, _s: self.renew_reservation(r),
-            m.Commit: lambda r, _s: self.commit(r),
-            m.Abort: lambda r, _s: self.abort(r),
+            m.RenewReservation: lambda r, s: self.renew_reservation(r, s.principal),
+            m.Commit: lambda r, s: self.commit(r, s.principal),
+            m.Abort: lambda r, s: self.abort(r, s.principal),
             m.Pin: lambda r, s: self.pin(r, s.client_id),
-            m.Renew: lambda r, _s: self.renew(r),
-            m.Release: lambda r, _s: self.release(r),
+            m.Renew: lambda r, s: self.renew(r, s.principal),
+            m.Release: lambda r, s: self.release(r, s.principal),
             m.ReportCorrupt: lambda r, _s: self.report_corrupt(r),
             m.NodeLookup: lambda r, _s: self.lookup(r),
             m.Protect: lambda r, _s: self.protect(r),
             m.PutInline: lambda r, s: self.put_inline(r, s.client_id),
             m.GetInline: lambda r, s: self.get_inline(r, s.client_id),
-            m.NodeStats: lambda _r, _s: self.stats(),
+            m.NodeStats: lambda _r, s: self.stats(s.principal),
         }
         for message, handler in handlers.items():
             server.handle(message, handler)
@@ -118,15 +121,27 @@ class NodeService:
 
     def client_came(self, session: Session) -> None:
         """A client said hello; when its last connection ends, its leases and reservations do."""
-        client_id = session.client_id
-        self._sessions[client_id] += 1
-        session.closing.append(lambda: self._client_left(client_id))
+        who = (session.principal.tenant, session.client_id)
+        self._sessions[who] += 1
+        session.closing.append(lambda: self._client_left(who, session.principal))
 
-    def _client_left(self, client_id: str) -> None:
-        self._sessions[client_id] -= 1
-        if self._sessions[client_id] <= 0:
-            del self._sessions[client_id]
-            self.store.client_gone(client_id, self._clock())
+    def _client_left(self, who: tuple[str, str], principal: Principal) -> None:
+        self._sessions[who] -= 1
+        if self._sessions[who] <= 0:
+            del self._sessions[who]
+            tenants = {principal.tenant}
+            if principal.sees_all:
+                tenants = {namespace.tenant for namespace in self.store.namespaces()}
+            for tenant in tenants:
+                self.store.client_gone(_holder(tenant, who[1]), self._clock())
+
+    def _holder(self, namespace_id: bytes, client_id: str) -> str:
+        """Whose a lease or reservation is: clients of two tenants are two, whatever they call themselves.
+
+        Raises:
+            UnknownNamespace.
+        """
+        return _holder(self.store.namespace(namespace_id).tenant, client_id)
 
     def is_busy(self) -> bool:
         """Whether anybody may be moving bytes with one-sided operations now."""
@@ -150,7 +165,7 @@ class NodeService:
             unpack_hashes(request.hashes),
             request.parent,
             request.part,
-            request.writer_id or client_id,
+            self._holder(request.namespace_id, request.writer_id or client_id),
             request.ttl_s,
             self._clock(),
             request.tier,
@@ -164,15 +179,21 @@ class NodeService:
             granted.ttl_s,
         )
 
-    def renew_reservation(self, request: m.RenewReservation) -> m.RenewReply:
+    def renew_reservation(
+        self, request: m.RenewReservation, principal: Principal = ANYBODY
+    ) -> m.RenewReply:
         """Raises ReservationGone."""
         _check_ttl(request.ttl_s)
+        if not _is_of(self.store.writer_of(request.reservation_id), principal):
+            raise reservation_over(request.reservation_id)
         return m.RenewReply(
             self.store.renew_reservation(request.reservation_id, request.ttl_s, self._clock())
         )
 
-    def commit(self, request: m.Commit) -> m.CommitReply:
+    def commit(self, request: m.Commit, principal: Principal = ANYBODY) -> m.CommitReply:
         """Raises ReservationGone, InvalidArgument."""
+        if not _is_of(self.store.writer_of(request.reservation_id), principal):
+            raise reservation_over(request.reservation_id)
         visible = self.store.commit(
             request.reservation_id,
             _unpack("<u8", request.checksums),
@@ -182,8 +203,10 @@ class NodeService:
         self.mover.wake()
         return m.CommitReply(len(visible))
 
-    def abort(self, request: m.Abort) -> m.Ok:
+    def abort(self, request: m.Abort, principal: Principal = ANYBODY) -> m.Ok:
         """Gives the slots back, at once or after quarantine; an ended reservation is ignored."""
+        if not _is_of(self.store.writer_of(request.reservation_id), principal):
+            return m.Ok()
         self.store.abort(request.reservation_id, request.writer_stopped, self._clock())
         return m.Ok()
 
@@ -193,10 +216,11 @@ class NodeService:
         if self.refuses_readers():
             return m.PinReply(0, 0, b"", b"", b"", 0.0, "draining")
         hashes = unpack_hashes(request.hashes)
+        holder = self._holder(request.namespace_id, client_id)
         result = self.store.pin(
             request.namespace_id,
             hashes,
-            client_id,
+            holder,
             request.ttl_s,
             self._clock(),
             request.parts or None,
@@ -205,7 +229,7 @@ class NodeService:
         )
         if result.miss_reason != PROMOTING:
             return self._pinned(ColdAnswer(result, 0.0, 0.0))
-        answer = self._cold.pin(request, hashes, client_id)
+        answer = self._cold.pin(request, hashes, holder)
         return self._pinned(answer) if isinstance(answer, ColdAnswer) else self._later(answer)
 
     async def _later(self, wait: Callable[[], Awaitable[ColdAnswer]]) -> m.PinReply:
@@ -226,16 +250,19 @@ class NodeService:
             answer.waited_s,
         )
 
-    def renew(self, request: m.Renew) -> m.RenewReply:
+    def renew(self, request: m.Renew, principal: Principal = ANYBODY) -> m.RenewReply:
         """Raises LeaseExpired."""
         _check_ttl(request.ttl_s)
+        if not _is_of(self.store.holder_of(request.lease_id), principal):
+            raise lease_over(request.lease_id)
         return m.RenewReply(self.store.renew(request.lease_id, request.ttl_s, self._clock()))
 
-    def release(self, request: m.Release) -> m.Ok:
+    def release(self, request: m.Release, principal: Principal = ANYBODY) -> m.Ok:
         """Ends leases; ended or unknown ones are ignored."""
         now = self._clock()
         for lease_id in request.lease_ids:
-            self.store.release(lease_id, now)
+            if _is_of(self.store.holder_of(lease_id), principal):
+                self.store.release(lease_id, now)
         return m.Ok()
 
     async def report_corrupt(self, request: m.ReportCorrupt) -> m.Ok:
@@ -306,7 +333,7 @@ class NodeService:
             [request.block_hash],
             request.parent,
             request.part,
-            client_id,
+            self._holder(request.namespace_id, client_id),
             30.0,
             self._clock(),
         )
@@ -354,13 +381,13 @@ class NodeService:
             raise BlockMiss(f"block {request.block_hash.hex()} failed its checksum and was dropped")
         return m.GetInlineReply(data, expected, m.TIERS[reply.tiers[0]])
 
-    def stats(self) -> m.NodeStatsReply:
-        """Accounting and counters."""
+    def stats(self, principal: Principal = ANYBODY) -> m.NodeStatsReply:
+        """Accounting and counters; of what others do, a tenant sees no more than the room they take."""
         counters = Counter(self.store.counters)
         counters.update(self.counters)
         for more in (self.mover.counters, *self.more_counters):
             counters.update(more)
-        return m.NodeStatsReply(
+        stats = m.NodeStatsReply(
             self.identity.node_id,
             self.identity.epoch,
             self.identity.host,
@@ -372,6 +399,7 @@ class NodeService:
             {name: float(value) for name, value in counters.items()},
             self._arena_usage(),
         )
+        return m.visible_stats(stats, principal.sees_all)
 
     def _arena_usage(self) -> list[m.ArenaUsage]:
         used_bytes = self.store.arena_bytes()
@@ -430,6 +458,17 @@ async def _cannot_resize(_request: m.ResizeDram) -> m.ResizeDramReply:
 def _check_one_hash(block_hash: bytes) -> None:
     if len(block_hash) != HASH_BYTES:
         raise InvalidArgument(f"a block hash has {HASH_BYTES} bytes, got {len(block_hash)}")
+
+
+def _holder(tenant: str, client_id: str) -> str:
+    return f"{tenant}\0{client_id}"
+
+
+def _is_of(holder: str | None, principal: Principal) -> bool:
+    """Whether what `holder` was given is the principal's tenant's; what nobody has is not."""
+    if principal.sees_all:
+        return True
+    return holder is not None and holder.partition("\0")[0] == principal.tenant
 
 
 def _check_ttl(ttl_s: float) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import structlog
 
 from kvpool.client.node_link import LEASE_MARGIN_S, Lease, NodeLink
+from kvpool.credentials import NO_CREDENTIALS, Credentials
 from kvpool.errors import (
     DeadlineExceeded,
     InvalidArgument,
@@ -95,6 +96,7 @@ class Replicator:
         transports: to the others; closed by `close`.
         wake: called after a commit (there may be something to demote).
         fetch: how the bytes come.
+        credentials: shown to the other nodes.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class Replicator:
         wake: Callable[[], None],
         *,
         fetch: Fetch = pull,
+        credentials: Credentials = NO_CREDENTIALS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters: Counter[str] = Counter()
@@ -117,6 +120,7 @@ class Replicator:
         self._transports = transports
         self._wake = wake
         self._fetch = fetch
+        self._credentials = credentials
         self._clock = clock
         self._client_id = str(uuid.uuid4())
         self._links: dict[str, NodeLink] = {}
@@ -353,7 +357,7 @@ class Replicator:
         await self._drop_link(source.node_id)
         if len(self._links) >= MAX_LINKS:
             await self._drop_link(next(iter(self._links)))
-        link = NodeLink(source, self._transports, self._host, self._client_id)
+        link = NodeLink(source, self._transports, self._host, self._client_id, self._credentials)
         self._links[source.node_id] = link
         return link
 

@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 import structlog
 
-from kvpool.errors import KvpoolError, Unavailable
+from kvpool.credentials import NO_CREDENTIALS, Credentials
+from kvpool.errors import REFUSALS, KvpoolError, Unavailable
 from kvpool.hashing import HASH_BYTES, pack_hashes
 from kvpool.layout import Namespace
 from kvpool.wire import WireClient, split_addresses
@@ -34,12 +35,20 @@ class Reporter:
 
     Args:
         conductors: wire addresses, with commas between them.
+        credentials: shown to them.
     """
 
-    def __init__(self, service: NodeService, conductors: str, describe: m.NodeDescriptor) -> None:
+    def __init__(
+        self,
+        service: NodeService,
+        conductors: str,
+        describe: m.NodeDescriptor,
+        credentials: Credentials = NO_CREDENTIALS,
+    ) -> None:
         self.is_joined = False
         self.is_draining: Callable[[], bool] = lambda: False  # told again after each joining
         self._service = service
+        self._credentials = credentials
         self.descriptor = describe
         self._sequence = 0
         self._lost_before = 0.0
@@ -64,7 +73,7 @@ class Reporter:
                     failures = 0
                     await self._report()
                 except KvpoolError as error:
-                    if self.is_joined:
+                    if self.is_joined or (isinstance(error, REFUSALS) and not failures):
                         log.warning("conductor lost, serving on", error=str(error))
                     self.is_joined = False
                     failures += 1
@@ -82,11 +91,22 @@ class Reporter:
 
     def _link(self, address: str) -> WireClient:
         identity = self._service.identity
-        return WireClient(address, identity.node_id, kind="node", epoch=identity.epoch)
+        return WireClient(
+            address,
+            identity.node_id,
+            kind="node",
+            epoch=identity.epoch,
+            credentials=self._credentials,
+        )
 
     @property
     def _events_link(self) -> WireClient:
         return self._links[self._at][0]
+
+    async def nodes(self) -> list[m.NodeInfo]:
+        """The nodes that the conductor knows. Raises: as a call does."""
+        reply: m.NodesReply = await self._links[self._at][1].call(m.Nodes(), CALL_TIMEOUT_S)
+        return reply.nodes
 
     def announce(self, descriptor: m.NodeDescriptor) -> None:
         """The node can be reached in another way, or has other memory: the conductor hears it at once."""

@@ -75,6 +75,14 @@ class ReservationBook:
         """All live reservations."""
         return list(self._grants.values())
 
+    def writer_of(self, reservation_id: int) -> str | None:
+        """Who may write there, or might still in quarantine; None when it is wholly over."""
+        grant = self._grants.get(reservation_id)
+        if grant is not None:
+            return grant.writer_id
+        entry = self._of_reservation.get(reservation_id)
+        return entry[0] if entry is not None else None
+
     def quarantined(self) -> list[Quarantined]:
         """All slots in quarantine."""
         return [entry for entry in self._quarantine if not entry.is_over]
@@ -256,10 +264,7 @@ class ReservationBook:
             self._residency.counters["reservations_expired"] += 1
             grant = None
         if grant is None:
-            raise ReservationGone(
-                f"reservation {reservation_id} was committed, aborted or has expired",
-                hint="reserve again",
-            )
+            raise reservation_over(reservation_id)
         return grant
 
     def _remove(self, grant: Grant) -> None:
@@ -318,6 +323,13 @@ class ReservationBook:
             if not entry.is_over:
                 entry.is_over = True
                 self._residency.end_quarantine(entry.tier, entry.place, entry.slot_bytes)
+
+
+def reservation_over(reservation_id: int) -> ReservationGone:
+    """What is said of a reservation that ended or never was."""
+    return ReservationGone(
+        f"reservation {reservation_id} was committed, aborted or has expired", hint="reserve again"
+    )
 
 
 def _has_part(block: Block, part: int) -> bool:

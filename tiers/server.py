@@ -14,12 +14,14 @@ from pathlib import Path
 import structlog
 from msgspec import structs
 
+from kvpool.auth import Principal
 from kvpool.config import NodeConfig
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, NotFound, brief
 from kvpool.grpc_adapter import quiet_grpc
 from kvpool.http import HttpServer
 from kvpool.metrics import new_registry
 from kvpool.process import Ready, wait_for_stop
+from kvpool.security import is_loopback, secure
 from kvpool.transports import Transports
 from kvpool.transports.nixl_agent import NixlUnavailable
 from kvpool.wire import WireServer
@@ -43,8 +45,6 @@ from tiers.slots import SlotAllocator
 from tiers.store import Store, StoreConfig
 
 log = structlog.get_logger(__name__)
-
-_LOOPBACK = ("127.", "::1", "localhost")
 
 
 async def run_node(config: NodeConfig, ready: Ready, stop: asyncio.Event) -> None:
@@ -77,6 +77,7 @@ class _Node:
     def __init__(self, config: NodeConfig, stack: contextlib.AsyncExitStack) -> None:
         self._config = config
         self._stack = stack
+        self._security = secure(config, "node")
         self.tasks: list[asyncio.Task[None]] = []
         self._reporter: Reporter | None = None
         self._handout: ArenaServer | None = None
@@ -141,8 +142,15 @@ class _Node:
         if target is not None:
             service.on_grant = target.wake
 
+        security = self._security
+        security.gate.find_namespace = store.find_namespace
         wire = WireServer(
-            "node", identity.node_id, identity.epoch, max_frame_bytes=config.max_frame_bytes
+            "node",
+            identity.node_id,
+            identity.epoch,
+            max_frame_bytes=config.max_frame_bytes,
+            gate=security.gate,
+            tls=security.context,
         )
         service.expose(wire)
         self._beside(service, arenas, wire)
@@ -150,11 +158,12 @@ class _Node:
         stack.push_async_callback(wire.close)
         registry = new_registry()
         registry.register(NodeCollector(service))
-        app = http_app(service, registry, self._not_ready, config.max_frame_bytes)
-        http = HttpServer(app, config.host, config.http_port)
+        gate = security.gate
+        app = http_app(service, registry, self._not_ready, config.max_frame_bytes, gate)
+        http = HttpServer(app, config.host, config.http_port, security.tls)
         await http.start()
         stack.push_async_callback(http.close)
-        grpc = grpc_server(service, config.max_frame_bytes)
+        grpc = grpc_server(service, config.max_frame_bytes, gate, security.tls)
         self._grpc_port = await grpc.start(config.host, config.grpc_port)
         stack.push_async_callback(grpc.close)
         self._descriptor = m.NodeDescriptor(
@@ -175,7 +184,9 @@ class _Node:
         )
         self.tasks.append(asyncio.create_task(mover.run(), name="mover"))
         if config.conductor is not None:
-            self._reporter = Reporter(service, config.conductor, self._descriptor)
+            self._reporter = Reporter(
+                service, config.conductor, self._descriptor, security.credentials
+            )
             self._reporter.is_draining = lambda: self.drainer.is_draining
             self.tasks.append(asyncio.create_task(self._reporter.run(), name="reporter"))
         return self
@@ -186,7 +197,7 @@ class _Node:
         transports = Transports(
             f"copies-{identity.node_id}-{identity.epoch}",
             forced=config.transports[0] if len(config.transports) == 1 else "auto",
-            loopback_only=config.host.startswith(_LOOPBACK),
+            loopback_only=is_loopback(config.host),
         )
         replicator = self._replicator = Replicator(
             identity.node_id,
@@ -195,6 +206,7 @@ class _Node:
             arenas,
             transports,
             service.mover.wake,
+            credentials=self._security.credentials,
         )
         self._stack.push_async_callback(replicator.close)
         prefetcher = Prefetcher(service.store, service.mover, config.max_prefetch_blocks)
@@ -212,16 +224,24 @@ class _Node:
         self._stack.callback(resizer.close)
         self.tasks.append(asyncio.create_task(resizer.run(), name="resizer"))
         service.resize = resizer.resize
-        self.drainer = Drainer(service.store, lambda: self._descriptor, config.conductor)
+        self.drainer = Drainer(
+            service.store,
+            lambda: self._descriptor,
+            config.conductor,
+            self._security.credentials,
+        )
         service.refuse_writers = self.drainer.refuse_writers
         service.refuses_readers = lambda: self.drainer.refuses_readers
         service.more_counters += [replicator.counters, prefetcher.counters]
 
-        async def replicate(request: m.Replicate) -> m.ReplicateReply:
+        async def replicate(request: m.Replicate, principal: Principal) -> m.ReplicateReply:
             self.drainer.refuse_writers()
+            if not principal.sees_all:
+                source = await self._known_node(request.source.node_id)
+                request = structs.replace(request, source=source)
             return await replicator.replicate(request)
 
-        wire.handle(m.Replicate, lambda r, _s: replicate(r))
+        wire.handle(m.Replicate, lambda r, s: replicate(r, s.principal))
         wire.handle(m.Prefetch, lambda r, _s: prefetcher.prefetch(r))
         wire.handle(m.ResizeDram, lambda r, _s: resizer.resize(r))
         wire.handle(m.Drain, lambda r, _s: self.drainer.drain(r))
@@ -240,6 +260,20 @@ class _Node:
         )
         if self._reporter is not None:
             self._reporter.announce(self._descriptor)
+
+    async def _known_node(self, node_id: str) -> m.NodeDescriptor:
+        """A node as the conductor describes it.
+
+        What a tenant says of another node is no reason to go there and show it our token.
+
+        Raises:
+            NotFound: no such node, or no conductor to ask.
+        """
+        if self._reporter is not None:
+            for info in await self._reporter.nodes():
+                if info.descriptor.node_id == node_id:
+                    return info.descriptor
+        raise NotFound(f"node {brief(node_id)} is not known here")
 
     def facts(self) -> dict[str, object]:
         """What a starter needs to know."""
@@ -307,7 +341,7 @@ class _Node:
                 name,
                 tuple(arenas.values()),
                 service.is_busy,
-                loopback_only=self._config.host.startswith(_LOOPBACK),
+                loopback_only=is_loopback(self._config.host),
                 lasting=(self._hbm,) if self._hbm else (),
             )
         except NixlUnavailable as error:

@@ -145,6 +145,11 @@ class Store:
         """
         return self._space(namespace_id, 0).namespace
 
+    def find_namespace(self, namespace_id: bytes) -> Namespace | None:
+        """The definition of a namespace, if it is known."""
+        space = self._residency.spaces.get(namespace_id)
+        return space.namespace if space is not None else None
+
     def parents(self, namespace_id: bytes) -> dict[bytes, bytes]:
         """Parent of every visible block of a namespace, in whatever tier it stands.
 
@@ -282,6 +287,10 @@ class Store:
         _, moves, reason = self._moves.promote_run(space, hashes, (target,), target)
         return moves, "no_room" if reason == "no_room" else ""
 
+    def holder_of(self, lease_id: int) -> str | None:
+        """Who holds a lease; None when there is none."""
+        return self._leases.holder_of(lease_id)
+
     def renew(self, lease_id: int, ttl_s: float, now: float) -> float:
         """Prolong a lease; returns the seconds from now that it has.
 
@@ -333,6 +342,10 @@ class Store:
         return Reservation(
             reservation_id, statuses, places, space.slot_bytes[DRAM], ttl_s, now + ttl_s
         )
+
+    def writer_of(self, reservation_id: int) -> str | None:
+        """Whose a reservation is, or was while its slots are in quarantine; None when it is wholly over."""
+        return self._reservations.writer_of(reservation_id)
 
     def renew_reservation(self, reservation_id: int, ttl_s: float, now: float) -> float:
         """Prolong a reservation; returns the seconds from now that it has.

@@ -8,7 +8,8 @@ import contextlib
 import msgspec
 import structlog
 
-from kvpool.errors import InvalidArgument, KvpoolError
+from kvpool.credentials import NO_CREDENTIALS, Credentials
+from kvpool.errors import REFUSALS, InvalidArgument, KvpoolError
 from kvpool.wire import WireClient, split_addresses
 from kvpool.wire import messages as m
 from workers.service import WorkerService
@@ -26,16 +27,27 @@ class Membership:
     Args:
         conductors: wire addresses, with commas between them; the worker reports to the first that answers,
             and to the next when that one is lost.
+        credentials: shown to them.
     """
 
     def __init__(
-        self, conductors: str, descriptor: m.WorkerDescriptor, service: WorkerService
+        self,
+        conductors: str,
+        descriptor: m.WorkerDescriptor,
+        service: WorkerService,
+        credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
         self.is_joined = False
         self._descriptor = descriptor
         self._service = service
         self._links = [
-            WireClient(address, descriptor.worker_id, kind="worker", epoch=descriptor.epoch)
+            WireClient(
+                address,
+                descriptor.worker_id,
+                kind="worker",
+                epoch=descriptor.epoch,
+                credentials=credentials,
+            )
             for address in split_addresses(conductors)
         ]
         self._at = 0
@@ -79,7 +91,7 @@ class Membership:
                         continue
                     await asyncio.sleep(heartbeat_s / 2)
                 except KvpoolError as error:
-                    if self.is_joined:
+                    if self.is_joined or (isinstance(error, REFUSALS) and not failures):
                         log.warning("conductor lost", error=str(error))
                     self.is_joined = False
                     failures += 1

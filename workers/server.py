@@ -18,6 +18,7 @@ from kvpool.errors import ConfigError, KvpoolError
 from kvpool.http import HttpServer, base_app
 from kvpool.metrics import LATENCY_BUCKETS, new_registry
 from kvpool.process import Ready, wait_for_stop
+from kvpool.security import Security, secure
 from kvpool.wire import WireServer
 from kvpool.wire import messages as m
 from workers.engine import Engine
@@ -45,6 +46,7 @@ async def run_worker(
     Raises:
         ConfigError, ModelNotFound, PortInUse: it cannot start as configured.
     """
+    security = secure(config, "worker")
     if not config.model and config.engine != "fake":
         raise ConfigError(
             "worker.model is not set", hint="give a model directory, or smollm2-135m to try it out"
@@ -62,6 +64,7 @@ async def run_worker(
             transport=client.transport,
             verify_checksums=client.verify_checksums,
             client_id=worker_id,
+            credentials=security.credentials,
         )
         stack.push_async_callback(pool.close)
         registry = new_registry()
@@ -82,12 +85,12 @@ async def run_worker(
         )
         stack.callback(service.close)
         registry.register(_WorkerCollector(service))
-        wire = WireServer("worker", worker_id, epoch)
+        wire = WireServer("worker", worker_id, epoch, gate=security.gate, tls=security.context)
         service.expose(wire)
         port = await wire.listen(config.host, config.wire_port)
         stack.push_async_callback(wire.close)
         joined = _Joined()
-        http = await _start_http(config, registry, stack, joined)
+        http = await _start_http(config, registry, stack, joined, security)
         descriptor = m.WorkerDescriptor(
             worker_id,
             epoch,
@@ -102,7 +105,7 @@ async def run_worker(
             config.kv_replay,
             config.may_change_role,
         )
-        membership = Membership(config.conductor, descriptor, service)
+        membership = Membership(config.conductor, descriptor, service, security.credentials)
         wire.handle(m.SetRole, lambda request, _session: membership.set_role(request))
         joined.membership = membership
         await service.warm_up()
@@ -172,9 +175,16 @@ async def _start_http(
     registry: CollectorRegistry,
     stack: contextlib.AsyncExitStack,
     joined: _Joined,
+    security: Security,
 ) -> HttpServer:
-    app = base_app("kvpool worker", registry, joined.not_ready, max_body_bytes=MAX_BODY_BYTES)
-    http = HttpServer(app, config.host, config.http_port)
+    app = base_app(
+        "kvpool worker",
+        registry,
+        joined.not_ready,
+        max_body_bytes=MAX_BODY_BYTES,
+        gate=security.gate,
+    )
+    http = HttpServer(app, config.host, config.http_port, security.tls)
     await http.start()
     stack.push_async_callback(http.close)
     return http

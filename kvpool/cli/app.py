@@ -49,6 +49,7 @@ COMMANDS: dict[str, Registered] = {
     "drain": Registered("kvpool.cli.drain:drain", "Empty a node and let it end."),
     "policy": Registered("kvpool.cli.policy:app", "Check, change or explain the routing policy."),
     "resize": Registered("kvpool.cli.resize:resize", "Give a node more or less DRAM."),
+    "token": Registered("kvpool.cli.token:app", "Make API tokens."),
     "config": Registered("kvpool.cli.config_commands:app", "Show or check the configuration."),
     "doctor": Registered("kvpool.cli.doctor:doctor", "Check what this machine offers."),
 }

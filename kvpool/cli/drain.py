@@ -10,6 +10,7 @@ from kvpool.cli.context import invocation, overrides
 from kvpool.cli.node_ids import full_id
 from kvpool.cli.output import console, format_seconds, print_json
 from kvpool.client import Pool
+from kvpool.credentials import credentials_of
 from kvpool.wire.plain import named
 
 
@@ -31,7 +32,11 @@ def drain(
     """Move a node's blocks to other nodes, wait for its readers, and let it end."""
     given = overrides(conductor=("client.conductor", conductor))
     settings = invocation(ctx).load(given).settings.client
-    with Pool(conductor=settings.conductor, timeout_s=settings.timeout_s) as pool:
+    with Pool(
+        conductor=settings.conductor,
+        timeout_s=settings.timeout_s,
+        credentials=credentials_of(settings),
+    ) as pool:
         node_id = full_id(node, [info.descriptor.node_id for info in pool.nodes()])
         reply = pool.drain(node_id, drop=drop, timeout_s=timeout_s)
     if as_json:

@@ -10,6 +10,7 @@ import typer
 from kvpool.cli.context import invocation, overrides
 from kvpool.cli.output import console, print_json, print_table
 from kvpool.client import Pool
+from kvpool.credentials import credentials_of
 from kvpool.errors import ConfigError
 from kvpool.wire import messages as m
 from kvpool.wire.plain import named
@@ -125,7 +126,11 @@ def _text(file: Path) -> str:
 def _call(ctx: typer.Context, conductor: str | None, request: m.Message) -> Any:
     given = overrides(conductor=("client.conductor", conductor))
     settings = invocation(ctx).load(given).settings.client
-    with Pool(conductor=settings.conductor, timeout_s=settings.timeout_s) as pool:
+    with Pool(
+        conductor=settings.conductor,
+        timeout_s=settings.timeout_s,
+        credentials=credentials_of(settings),
+    ) as pool:
         return pool.ask_conductor(request)
 
 

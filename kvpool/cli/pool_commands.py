@@ -13,6 +13,7 @@ import typer
 from kvpool.cli.context import invocation, overrides
 from kvpool.cli.output import console, format_rate, format_seconds, print_json, print_table
 from kvpool.client import Pool
+from kvpool.credentials import credentials_of
 from kvpool.errors import BlockMiss, InvalidArgument
 from kvpool.hashing import hash_chain
 from kvpool.layout import Layout, Namespace
@@ -38,6 +39,7 @@ def open_pool(ctx: typer.Context, conductor: str | None) -> Pool:
         transport=settings.transport,
         timeout_s=settings.timeout_s,
         verify_checksums=settings.verify_checksums,
+        credentials=credentials_of(settings),
     )
 
 

@@ -11,6 +11,7 @@ from kvpool.cli.node_ids import full_id
 from kvpool.cli.output import console, format_bytes, print_json
 from kvpool.client import Pool
 from kvpool.config import parse_bytes
+from kvpool.credentials import credentials_of
 from kvpool.errors import InvalidArgument
 from kvpool.wire.plain import named
 
@@ -35,7 +36,11 @@ def resize(
         raise InvalidArgument(f"{size}: {error}") from None
     given = overrides(conductor=("client.conductor", conductor))
     settings = invocation(ctx).load(given).settings.client
-    with Pool(conductor=settings.conductor, timeout_s=settings.timeout_s) as pool:
+    with Pool(
+        conductor=settings.conductor,
+        timeout_s=settings.timeout_s,
+        credentials=credentials_of(settings),
+    ) as pool:
         node_id = full_id(node, [info.descriptor.node_id for info in pool.nodes()])
         reply = pool.resize(node_id, wanted, timeout_s=timeout_s)
     if as_json:

@@ -26,6 +26,7 @@ from kvpool.client.pinning import PinnedBlocks
 from kvpool.client.placement import choose_nodes
 from kvpool.client.reading import ChainReader, GetResult
 from kvpool.client.writing import ChainWriter, PutResult
+from kvpool.credentials import NO_CREDENTIALS, Credentials
 from kvpool.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -35,6 +36,7 @@ from kvpool.errors import (
     NotFound,
     StaleEpoch,
     Unavailable,
+    UnknownNamespace,
 )
 from kvpool.hashing import pack_hashes
 from kvpool.layout import Layout, Namespace
@@ -59,6 +61,7 @@ class AsyncPool:
         transport: "auto", or "shm" or "nixl" to allow that one alone.
         timeout_s: default deadline of every call.
         verify_checksums: compare the checksum of every block read (invariant 5).
+        credentials: token and TLS, shown to the conductor and to every node.
 
     Raises:
         ConfigError: not exactly one of `conductor` and `node` is given.
@@ -74,6 +77,7 @@ class AsyncPool:
         timeout_s: float = 10.0,
         verify_checksums: bool = True,
         client_id: str | None = None,
+        credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
         if (conductor is None) == (node is None):
             raise ConfigError("give exactly one of conductor= and node=")
@@ -90,8 +94,15 @@ class AsyncPool:
             forced=transport,
             loopback_only=loopback,
         )
-        self._conductor = FailoverClient(conductor, self.client_id) if conductor else None
-        self._only_node = WireClient(node, self.client_id) if node else None
+        self._credentials = credentials
+        self._conductor = (
+            FailoverClient(conductor, self.client_id, credentials=credentials)
+            if conductor
+            else None
+        )
+        self._only_node = (
+            WireClient(node, self.client_id, credentials=credentials) if node else None
+        )
         self._links: dict[str, NodeLink] = {}
         self._nodes: list[m.NodeInfo] = []
         self._nodes_at = float("-inf")
@@ -131,7 +142,10 @@ class AsyncPool:
         reply: m.NamespaceReply = await peer.call(
             m.RegisterNamespace(namespace), timeout_s or self.timeout_s
         )
-        self._known.add(reply.namespace_id)
+        self._known |= {
+            namespace.namespace_id,
+            reply.namespace_id,
+        }  # unequal where the tenant is left out
         return reply.namespace_id
 
     async def namespaces(self, *, timeout_s: float | None = None) -> list[Namespace]:
@@ -196,7 +210,11 @@ class AsyncPool:
             request = m.Lookup(
                 namespace.namespace_id, pack_hashes(hashes), self.host_label, list(exclude)
             )
-            found: m.LookupReply = await self._conductor.call(request, time_left(deadline))
+            try:
+                found: m.LookupReply = await self._conductor.call(request, time_left(deadline))
+            except UnknownNamespace:  # it has restarted, or is another one
+                await self.register(namespace, timeout_s=time_left(deadline))
+                found = await self._conductor.call(request, time_left(deadline))
             return found
         link = await self._the_node(deadline)
         reply: m.NodeLookupReply = await link.call(
@@ -543,7 +561,9 @@ class AsyncPool:
         for info in await self.nodes():
             if info.descriptor.node_id == node_id:
                 # A connection of its own: what fails meanwhile on the other must not end this call.
-                wire = WireClient(info.descriptor.address, self.client_id)
+                wire = WireClient(
+                    info.descriptor.address, self.client_id, credentials=self._credentials
+                )
                 try:
                     return await wire.call(request, timeout_s)
                 finally:
@@ -574,7 +594,7 @@ class AsyncPool:
         if existing is not None:
             self._drop_link(node.node_id)
             self.misses.forget_node(node.node_id)
-        link = NodeLink(node, self.transports, self.host_label, self.client_id)
+        link = NodeLink(node, self.transports, self.host_label, self.client_id, self._credentials)
         self._links[node.node_id] = link
         return link
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvpool.client.deadlines import time_left
+from kvpool.credentials import NO_CREDENTIALS, Credentials
 from kvpool.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
@@ -97,13 +98,21 @@ class NodeLink:
         node: its descriptor.
         transports: where the bytes may go.
         host: label of this machine.
+        credentials: shown to the node.
     """
 
     def __init__(
-        self, node: m.NodeDescriptor, transports: Transports, host: str, client_id: str
+        self,
+        node: m.NodeDescriptor,
+        transports: Transports,
+        host: str,
+        client_id: str,
+        credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
         self.node = node
-        self.wire = WireClient(node.address, client_id, expected_epoch=node.epoch)
+        self.wire = WireClient(
+            node.address, client_id, expected_epoch=node.epoch, credentials=credentials
+        )
         self._arena_ids = frozenset(arena.arena_id for arena in node.arenas)
         self._transports = transports
         self._host = host

@@ -16,6 +16,7 @@ from kvpool.client.copies import PrefetchResult, ReplicateResult
 from kvpool.client.pinning import PinnedBlocks
 from kvpool.client.reading import GetResult
 from kvpool.client.writing import PutResult
+from kvpool.credentials import NO_CREDENTIALS, Credentials
 from kvpool.errors import DeadlineExceeded, Unavailable
 from kvpool.layout import Namespace
 from kvpool.resharding import TensorParallelRank
@@ -40,6 +41,7 @@ class Pool:
         transport: TransportName = "auto",
         timeout_s: float = 10.0,
         verify_checksums: bool = True,
+        credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(
@@ -56,6 +58,7 @@ class Pool:
                 transport=transport,
                 timeout_s=timeout_s,
                 verify_checksums=verify_checksums,
+                credentials=credentials,
             )
 
         try:

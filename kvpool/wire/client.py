@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
+import ssl
 import time
 from collections.abc import AsyncGenerator
 from typing import Any, cast
 
+from kvpool.credentials import NO_CREDENTIALS, Credentials
 from kvpool.errors import (
     DeadlineExceeded,
     KvpoolError,
@@ -51,6 +53,7 @@ class WireClient:
         expected_epoch: the epoch that the server must have; None: any. A server that was restarted
             since is refused with `StaleEpoch`, each time anew.
         connect_timeout_s: limit for connecting and the hello.
+        credentials: token and TLS.
     """
 
     def __init__(
@@ -63,10 +66,12 @@ class WireClient:
         expected_epoch: int | None = None,
         connect_timeout_s: float = 2.0,
         max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
+        credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
         self.address = address
         self.server: HelloReply | None = None
-        self._hello = Hello(PROTOCOL_VERSION, client_id, kind, epoch)
+        self._hello = Hello(PROTOCOL_VERSION, client_id, kind, epoch, credentials.token)
+        self._credentials = credentials
         self._expected_epoch = expected_epoch
         self._connect_timeout_s = connect_timeout_s
         self._max_frame_bytes = max_frame_bytes
@@ -86,6 +91,7 @@ class WireClient:
         Raises:
             DeadlineExceeded: no answer within `timeout_s`.
             Unavailable: no connection, or it broke before the answer.
+            Unauthenticated: the server does not know our token.
             StaleEpoch: the server is not of the expected epoch.
             ProtocolError: the answer cannot be read.
             KvpoolError: what the server raised.
@@ -180,7 +186,10 @@ class WireClient:
                     f"{self.address!r} is no address",
                     hint='use "host:port" or "unix:/path"',
                 )
-            _, protocol = await loop.create_connection(factory, host, int(port))
+            tls = self._credentials.tls
+            _, protocol = await loop.create_connection(
+                factory, host.strip("[]"), int(port), ssl=tls
+            )
         return protocol
 
     async def close(self) -> None:
@@ -309,7 +318,8 @@ class _Protocol(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_open = False
-        self._fail(Unavailable(f"{self._address} closed the connection"))
+        reason = f": {exc}" if isinstance(exc, ssl.SSLError) else ""
+        self._fail(Unavailable(f"{self._address} closed the connection{reason}"))
         self._transport = None
 
     def _fail(self, error: KvpoolError) -> None:

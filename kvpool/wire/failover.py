@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from kvpool.credentials import NO_CREDENTIALS, Credentials
 from kvpool.errors import ConfigError, DeadlineExceeded, Unavailable
 from kvpool.wire.client import WireClient
 from kvpool.wire.messages import Message
@@ -33,17 +34,23 @@ class FailoverClient:
 
     Args:
         addresses: "host:port" of each, with commas between them, in the order in which they are tried.
-        client_id, kind, epoch: as for `WireClient`.
+        client_id, kind, epoch, credentials: as for `WireClient`.
 
     Raises:
         ConfigError: there is no address.
     """
 
     def __init__(
-        self, addresses: str, client_id: str, *, kind: str = "client", epoch: int = 0
+        self,
+        addresses: str,
+        client_id: str,
+        *,
+        kind: str = "client",
+        epoch: int = 0,
+        credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
         self._clients = [
-            WireClient(address, client_id, kind=kind, epoch=epoch)
+            WireClient(address, client_id, kind=kind, epoch=epoch, credentials=credentials)
             for address in split_addresses(addresses)
         ]
         self._at = 0

@@ -404,6 +404,15 @@ class NodeStatsReply(Reply, frozen=True):
     arenas: list[ArenaUsage] = []
 
 
+def visible_stats(stats: NodeStatsReply, sees_all: bool) -> NodeStatsReply:
+    """What one tenant is told of a node that many use: its room, and nothing of what others do there."""
+    if sees_all:
+        return stats
+    return msgspec.structs.replace(
+        stats, leases=0, reservations=0, namespaces=0, counters={}, arenas=[]
+    )
+
+
 # ---------------------------------------------------------------- conductor: membership and index
 
 

@@ -15,13 +15,15 @@ import contextlib
 import inspect
 import os
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import structlog
 
-from kvpool.errors import InvalidArgument, KvpoolError, PortInUse, ProtocolError
+from kvpool.auth import ANYBODY, NOBODY, Principal
+from kvpool.errors import InvalidArgument, KvpoolError, PortInUse, ProtocolError, Unauthenticated
 from kvpool.wire.framing import (
     DEFAULT_MAX_FRAME_BYTES,
     FrameReader,
@@ -41,6 +43,7 @@ from kvpool.wire.messages import (
 )
 
 log = structlog.get_logger(__name__)
+M = TypeVar("M", bound=Message)
 
 MAX_IN_FLIGHT = 1024
 CLOSE_TIMEOUT_S = 5.0
@@ -59,7 +62,16 @@ class Session:
     client_id: str = ""
     kind: str = ""
     epoch: int = 0
+    principal: Principal = NOBODY
     closing: list[Callable[[], None]] = field(default_factory=list)  # run when the connection ends
+
+
+class Gatekeeper(Protocol):
+    """What stands before the handlers: see `kvpool.gate.Gate`."""
+
+    def authenticate(self, token: str) -> Principal: ...
+
+    def admit(self, request: M, principal: Principal) -> M: ...
 
 
 class Final:
@@ -82,6 +94,8 @@ class WireServer:
         server_id, epoch: identity; told in the hello.
         max_frame_bytes: larger frames close their connection; before Hello 4 KiB is the limit.
         hello_timeout_s: a connection that has not said Hello by then is closed.
+        gate: looks at tokens and at every call; None: everybody may do everything.
+        tls: of TCP connections; None: they are not encrypted.
     """
 
     def __init__(
@@ -92,7 +106,11 @@ class WireServer:
         *,
         max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
         hello_timeout_s: float = HELLO_TIMEOUT_S,
+        gate: Gatekeeper | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
+        self.gate = gate
+        self._tls = tls
         self.identity = HelloReply(PROTOCOL_VERSION, kind, server_id, epoch)
         self.max_frame_bytes = max_frame_bytes
         self.hello_timeout_s = hello_timeout_s
@@ -113,7 +131,13 @@ class WireServer:
         """
         loop = asyncio.get_running_loop()
         try:
-            server = await loop.create_server(lambda: _Connection(self), host, port)
+            server = await loop.create_server(
+                lambda: _Connection(self),
+                host,
+                port,
+                ssl=self._tls,
+                ssl_handshake_timeout=self.hello_timeout_s if self._tls else None,
+            )
         except OSError as error:
             raise PortInUse(
                 f"cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}",
@@ -265,6 +289,8 @@ class _Connection(asyncio.Protocol):
             self._answer(request_id, one_way, Kind.ERROR, error_body(error))
             return
         try:
+            if self._server.gate is not None:
+                request = self._server.gate.admit(request, self.session.principal)
             result = handler(request, self.session)
             if isinstance(result, Reply):
                 self._answer(request_id, one_way, Kind.REPLY, result)
@@ -288,6 +314,12 @@ class _Connection(asyncio.Protocol):
             )
         if not hello.client_id or len(hello.client_id) > 64:
             raise ProtocolError("Hello.client_id must be 1 to 64 characters")
+        gate = self._server.gate
+        try:
+            self.session.principal = gate.authenticate(hello.token) if gate else ANYBODY
+        except Unauthenticated as error:
+            self._refuse(error)
+            return
         if self._hello_timer is not None:
             self._hello_timer.cancel()
         self._reader.max_frame_bytes = self._server.max_frame_bytes

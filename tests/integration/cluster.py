@@ -41,6 +41,8 @@ class Cluster:
         self.conductor: dict[str, Any] = {}
         self.nodes: dict[str, dict[str, Any]] = {}
         self.workers: dict[str, dict[str, Any]] = {}
+        self.http = httpx.Client(timeout=10)  # replaced where tokens or TLS are asked for
+        self.scheme = "http"
 
     def start_conductor(self, *settings: str, port: str = "0", model: str = "") -> dict[str, Any]:
         arguments = [*_sets(settings), "conductor", "--wire-port", port, "--http-port", "0"]
@@ -83,13 +85,13 @@ class Cluster:
             process.wait(10)
 
     def stats(self) -> dict[str, Any]:
-        url = f"http://{self.conductor['http']}/v1/stats"
-        stats: dict[str, Any] = httpx.get(url, timeout=10).json()
+        url = f"{self.scheme}://{self.conductor['http']}/v1/stats"
+        stats: dict[str, Any] = self.http.get(url).json()
         return stats
 
     def node_stats(self, name: str) -> dict[str, Any]:
-        url = f"http://{self.nodes[name]['http']}/v1/stats"
-        stats: dict[str, Any] = httpx.get(url, timeout=10).json()
+        url = f"{self.scheme}://{self.nodes[name]['http']}/v1/stats"
+        stats: dict[str, Any] = self.http.get(url).json()
         return stats
 
     def is_settled(self, name: str) -> bool:

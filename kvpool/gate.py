@@ -1,0 +1,139 @@
+"""Whether a call may go on: whose token it came with, what that allows, and which namespaces it may name.
+
+Pure but for `CALLER`, which carries the principal of a call from the edge of HTTP and gRPC servers to their
+handlers; over the wire the session does. A namespace of another tenant is answered like one that does
+not exist.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvpool.auth import ANYBODY, NOBODY, Principal, Scope, Tokens
+from kvpool.errors import Forbidden, Unauthenticated, UnknownNamespace, brief
+from kvpool.layout import Namespace
+from kvpool.scopes import MESSAGES, OF_TENANTS_WORKERS
+from kvpool.wire import messages as m
+
+MAX_ALIASES = 10_000
+CALLER: ContextVar[Principal] = ContextVar("kvpool_caller", default=NOBODY)
+T = TypeVar("T", bound=m.Message)
+
+
+class Gate:
+    """What stands before the handlers of one server.
+
+    Args:
+        tokens: those accepted; None: nobody is asked for one, and everybody may do everything.
+    """
+
+    def __init__(self, tokens: Tokens | None = None) -> None:
+        self.tokens = tokens
+        # By id, the namespaces that this server knows; a server without any refuses nothing by them.
+        self.find_namespace: Callable[[bytes], Namespace | None] = lambda _id: None
+        # What a client calls a namespace whose tenant it left out, and what it is called here.
+        self._aliases: OrderedDict[tuple[str, bytes], bytes] = OrderedDict()
+
+    def authenticate(self, token: str) -> Principal:
+        """Whose token this is.
+
+        Raises:
+            Unauthenticated: nobody's, and one is needed.
+        """
+        return ANYBODY if self.tokens is None else self.tokens.authenticate(token)
+
+    def authenticate_header(self, value: str) -> Principal:
+        """Whose token stands in the value of an `Authorization` header ("" when there is none).
+
+        Raises:
+            Unauthenticated: nobody's, and one is needed.
+        """
+        if self.tokens is None:
+            return ANYBODY
+        kind, _, token = value.partition(" ")
+        if value and kind.lower() != "bearer":
+            raise Unauthenticated("the Authorization header is not of kind Bearer")
+        return self.tokens.authenticate(token.strip())
+
+    def admit(self, request: T, principal: Principal) -> T:
+        """The request as the handler shall get it: its namespace is one of the principal's tenant.
+
+        Raises:
+            Forbidden: the principal lacks the scope.
+            UnknownNamespace: it names one of another tenant, or one that is not known.
+        """
+        if principal is ANYBODY:
+            return request
+        kind = type(request)
+        require(MESSAGES.get(kind, Scope.ADMIN), principal, kind.__name__)
+        if principal.sees_all:
+            return request
+        if isinstance(request, m.RegisterNamespace):
+            own: Any = m.RegisterNamespace(self._registered(request.namespace, principal))
+            return own  # type: ignore[no-any-return]
+        if isinstance(request, m.WorkerJoin):
+            _check_worker(request, principal)
+        elif isinstance(request, m.Reserve) and request.writer_id:
+            require(Scope.INTERNAL, principal, "Reserve.writer_id")
+        elif MESSAGES.get(kind) is Scope.INTERNAL and kind not in OF_TENANTS_WORKERS:
+            raise Forbidden(
+                f"{kind.__name__} is not for the processes of one tenant",
+                hint="give nodes and conductors a token with tenant '*'",
+            )
+        given: bytes | None = getattr(request, "namespace_id", None)
+        if given is None:
+            return request
+        own = self.own_namespace(given, principal)
+        if own != given:
+            return msgspec.structs.replace(request, namespace_id=own)
+        return request
+
+    def own_namespace(self, namespace_id: bytes, principal: Principal) -> bytes:
+        """The id here of what a tenant calls `namespace_id`.
+
+        Raises:
+            UnknownNamespace: it is another tenant's, or nobody's.
+        """
+        own = self._aliases.get((principal.tenant, namespace_id), namespace_id)
+        namespace = self.find_namespace(own)
+        if namespace is None or namespace.tenant != principal.tenant:
+            raise unknown_namespace(namespace_id)
+        return own
+
+    def _registered(self, namespace: Namespace, principal: Principal) -> Namespace:
+        if namespace.tenant == principal.tenant:
+            return namespace
+        if namespace.tenant:
+            raise unknown_namespace(namespace.namespace_id)
+        own = msgspec.structs.replace(namespace, tenant=principal.tenant)
+        if len(self._aliases) >= MAX_ALIASES:
+            self._aliases.popitem(last=False)  # its clients register it again
+        self._aliases[principal.tenant, namespace.namespace_id] = own.namespace_id
+        return own
+
+
+def require(scope: Scope, principal: Principal, what: str) -> None:
+    """Raises Forbidden: the principal has not got `scope`, which `what` needs."""
+    if scope not in principal.scopes:
+        raise Forbidden(f"this token may not use {brief(what, 80)}: it needs the scope {scope}")
+
+
+def unknown_namespace(namespace_id: bytes) -> UnknownNamespace:
+    """What a server says of a namespace that is nobody's, and of one that is another's."""
+    return UnknownNamespace(
+        f"namespace {bytes(namespace_id).hex()} is not known here",
+        hint="register it first; this server may have restarted",
+    )
+
+
+def _check_worker(request: m.WorkerJoin, principal: Principal) -> None:
+    if request.descriptor.namespace.tenant != principal.tenant:
+        raise Forbidden(
+            "this worker serves another tenant than its token is for",
+            hint="set worker.tenant to the token's tenant",
+        )

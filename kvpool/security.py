@@ -1,0 +1,84 @@
+"""How a server is secured, from its settings: tokens, TLS, and what it shows to other servers.
+
+A server that listens beyond this machine without asking for tokens is refused, unless told so explicitly.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import ssl
+from dataclasses import dataclass
+
+import structlog
+
+from kvpool.auth import read_tokens
+from kvpool.credentials import Credentials, credentials_of
+from kvpool.errors import ConfigError
+from kvpool.gate import Gate
+from kvpool.settings import ServerConfig
+from kvpool.tls import ServerTls
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True, frozen=True)
+class Security:
+    """What one server process needs of it.
+
+    `tls` and `context` are None where connections are not encrypted; `credentials` are for calls to others.
+    """
+
+    gate: Gate
+    tls: ServerTls | None
+    context: ssl.SSLContext | None
+    credentials: Credentials
+
+
+def secure(config: ServerConfig, section: str) -> Security:
+    """Read the files that a server's settings name, and see that it is safe to listen.
+
+    Args:
+        section: of the settings, for messages: "node".
+
+    Raises:
+        ConfigError: it would listen beyond this machine without tokens, or a file cannot be used.
+    """
+    tokens = read_tokens(config.tokens_path) if config.tokens_path is not None else None
+    if tokens is not None and not len(tokens):
+        raise ConfigError(
+            f"file {config.tokens_path} has no tokens, so nobody could call",
+            hint="kvpool token create",
+        )
+    if not is_loopback(config.host):
+        _check_exposure(config, section)
+    tls = None
+    if config.tls_cert is not None and config.tls_key is not None:
+        tls = ServerTls(config.tls_cert, config.tls_key, config.tls_client_ca)
+    return Security(Gate(tokens), tls, tls.context() if tls else None, credentials_of(config))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what listens on `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _check_exposure(config: ServerConfig, section: str) -> None:
+    if config.tokens_path is None:
+        if not config.allow_insecure:
+            raise ConfigError(
+                f"{section}.host {config.host} can be reached from other machines, and "
+                f"{section}.tokens_path is not set: whoever reaches it could read and write every block",
+                hint=f"make tokens with `kvpool token create` and set {section}.tokens_path, bind to "
+                f"127.0.0.1, or set {section}.allow_insecure=true where the network is trusted",
+            )
+        log.warning(
+            "listening beyond this machine without tokens, as allow_insecure says",
+            host=config.host,
+        )
+    elif config.tls_cert is None:
+        log.warning("tokens travel unencrypted: set tls_cert and tls_key", host=config.host)
