@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -142,6 +143,7 @@ class Answer:
             "bytes_written": result.bytes_written,
             "verified_blocks": result.verified_blocks,
             "fallback_reason": result.fallback_reason,
+            "misses": [asdict(miss) for miss in result.misses],
         }
         if self._with_ids:
             report["token_ids"] = result.token_ids

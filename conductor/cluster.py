@@ -17,6 +17,7 @@ from conductor import prices
 from conductor.cost import CostModel
 from conductor.engines import Engines
 from conductor.index import Found, Index
+from conductor.last_news import LastNews
 from conductor.membership import Member, Membership, MembershipConfig, State, Verdict
 from conductor.namespaces import KnownNamespaces
 from conductor.requests import InFlight
@@ -64,6 +65,7 @@ class Cluster:
         self.namespaces = KnownNamespaces()
         self.cost = CostModel()
         self.in_flight = InFlight()
+        self.news = LastNews()  # to give misses a reason
         self.engines = Engines()  # what stands in their own memory
         self.watches = Watches()  # over calls to nodes and workers
         self.policy = policy
@@ -136,6 +138,7 @@ class Cluster:
                 self.index.begin_snapshot(request.node_id, request.epoch)
             if verdict.apply:
                 self.index.apply(request.node_id, request.epoch, request.events)
+                self.news.heard(request.node_id, request.events)
             if verdict.end_snapshot:
                 self.index.end_snapshot(request.node_id)
         except StaleEpoch:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import structlog
 
@@ -17,11 +17,13 @@ from conductor.cluster import Cluster
 from conductor.entrance import Entrance, Limits, Refused
 from conductor.jobs import Job, Result
 from conductor.links import Links
+from conductor.misses import READ
 from conductor.policy_holder import PolicyHolder
 from conductor.policy_service import pool_facts
+from conductor.recorder import Recorder
 from conductor.remote_prefill import RemotePrefill
 from conductor.replicator import Replicator
-from conductor.requests import Decision, Outcome, RequestLog
+from conductor.requests import Decision, RequestLog
 from conductor.routing import Facts
 from conductor.scheduler import ClusterView, ScheduleRequest, schedule
 from conductor.segments import cut
@@ -42,7 +44,6 @@ MAX_ATTEMPTS = 3
 NOBODY = frozenset(("no_decode_worker", "no_prefill_choice", "prompt_too_long"))
 JUDGE_AFTER_TOKENS = 16  # TPOT is known well enough by then
 MODES = {"auto": "", "remote": "disaggregated", "local": "local"}
-READ = "pool_read:"  # how a worker begins its reason for reading less than planned
 WAIT_S = 60.0  # default of the longest waits for a prefill and for a first token
 
 
@@ -79,6 +80,7 @@ class Gateway:
         self.policy = policy or PolicyHolder()
         self._on_outcome = on_outcome
         self.request_log = request_log
+        self._recorder = Recorder(cluster, request_log, default_ttft_s, default_tpot_s)
         self.entrance = Entrance(cluster, limits, self._decide)
         self._waiting: dict[str, tuple[Result, float]] = {}  # requests in work
         self._ttft_s = default_ttft_s
@@ -111,21 +113,23 @@ class Gateway:
         try:
             decision = await self.entrance.admit(job)
         except Refused as refused:
-            decision = result.decision = refused.decision
-            self.request_log.decided(decision, self.cluster.clock(), job.namespace.tenant)
-            self.request_log.ended(job.request_id, Outcome("refused"))
-            self.cluster.counters[f"rejected:{decision.reason}"] += 1
-            if decision.reason in ("ttft_slo", "tpot_slo"):
-                self._on_outcome(decision.reason != "ttft_slo", decision.reason != "tpot_slo")
-            if decision.reason in NOBODY:
+            result.decision = refused.decision
+            self._recorder.refused(job, refused.decision)
+            if refused.reason in ("ttft_slo", "tpot_slo"):
+                self._on_outcome(refused.reason != "ttft_slo", refused.reason != "tpot_slo")
+            if refused.reason in NOBODY:
                 raise Unavailable(
-                    f"nobody can serve this: {decision.reason}", hint="kvpool stats"
+                    f"nobody can serve this: {refused.reason}", hint="kvpool stats"
                 ) from None
             raise
-        result.decision = decision
-        now = self.cluster.clock()
-        self.request_log.decided(decision, now, job.namespace.tenant)
-        result.phases["admission_wait"] = max(0.0, now - (job.received_at or now))
+        try:
+            result.decision = decision
+            now = self.cluster.clock()
+            result.phases["admission_wait"] = max(0.0, now - (job.received_at or now))
+            await self._recorder.decided(job, result, decision)
+        except BaseException:
+            self.release(job)
+            raise
         self._replicator.offer(job, decision)
         return decision
 
@@ -156,7 +160,11 @@ class Gateway:
             raise
         finally:
             self.release(job)
-            self._finish(job, result, "ok" if result.is_stopped else status)
+            self._waiting.pop(job.request_id, None)
+            status = "ok" if result.is_stopped else status
+            if status == "ok":
+                self._judge(result)
+            self._recorder.ended(job, result, status)
 
     async def _attempts(
         self, job: Job, result: Result, received_at: float
@@ -214,7 +222,8 @@ class Gateway:
         view = self.cluster.view()
         hosts = {worker.host for worker in view.workers.values()}
         segments = {host: found.segments(host) for host in hosts} if found else {}
-        wanted = mode or self._routed(job, view, segments)
+        job.found_blocks = max((sum(s.count for s in run) for run in segments.values()), default=0)
+        wanted = mode or self._routed(job, view)
         request = ScheduleRequest(
             job.request_id,
             namespace_id,
@@ -233,20 +242,17 @@ class Gateway:
         )
         return schedule(request, view, self.cluster.clock())
 
-    def _routed(
-        self, job: Job, view: ClusterView, segments: Mapping[str, Sequence[m.Segment]]
-    ) -> str:
+    def _routed(self, job: Job, view: ClusterView) -> str:
         """The mode that the request asks for, or the policy says; "" leaves it to the scheduler."""
         if job.pool != "on":
             return "local"
-        found = max((sum(s.count for s in run) for run in segments.values()), default=0)
         facts = Facts(
             model=job.model,
             tenant=job.namespace.tenant,
             endpoint=job.endpoint,
             key=job.key or job.request_id,
             prompt_tokens=len(job.prompt),
-            found_tokens=found * job.namespace.layout.block_tokens,
+            found_tokens=job.found_blocks * job.namespace.layout.block_tokens,
             output_tokens=job.sampling.max_tokens,
         )
         verdict = self.policy.decide(pool_facts(view, facts))
@@ -427,38 +433,3 @@ class Gateway:
     def _count_fallback(self, result: Result, reason: str) -> None:
         result.fallback_reason = result.fallback_reason or reason
         self.cluster.counters[f"fallback:{reason}"] += 1
-
-    def _finish(self, job: Job, result: Result, status: str) -> None:
-        counters = self.cluster.counters
-        counters[f"requests:{status}"] += 1
-        if status == "ok" and result.ttft_s <= self._ttft_s and result.tpot_s <= self._tpot_s:
-            counters["goodput_requests"] += 1  # DistServe: those that meet both objectives
-        self._waiting.pop(job.request_id, None)
-        if status == "ok":
-            self._judge(result)
-        counters["prompt_tokens"] += len(job.prompt)
-        counters["pool_tokens"] += max(result.pool_tokens, result.prefill_reused_tokens)
-        counters["output_tokens"] += len(result.token_ids)
-        outcome = Outcome(
-            status,
-            result.ttft_s,
-            result.tpot_s,
-            len(result.token_ids),
-            result.pool_tokens,
-            result.computed_tokens,
-            result.fallback_reason,
-            dict(result.phases),
-        )
-        self.request_log.ended(job.request_id, outcome)
-        decision = result.decision
-        log.info(
-            "request done",
-            request_id=job.request_id,
-            status=status,
-            mode=decision.mode if decision else "",
-            prompt_tokens=len(job.prompt),
-            pool_tokens=result.pool_tokens,
-            output_tokens=len(result.token_ids),
-            ttft_s=round(result.ttft_s, 4),
-            fallback=result.fallback_reason,
-        )

@@ -32,6 +32,7 @@ from kvpool.wire.plain import named
 
 DEFAULT_MAX_TOKENS = 128
 MAX_KEY_CHARS = 512
+MAX_LISTED = 1000  # records of requests in one answer
 CLIENT_LEFT = 499  # nginx's status for it; nobody reads it
 
 
@@ -117,6 +118,14 @@ class HttpApi:
         @app.get("/v1/nodes")
         async def nodes() -> Response:
             return _json(named(self._cluster.node_list(CALLER.get())))
+
+        @app.get("/v1/requests")
+        async def last_requests(limit: int = 20) -> Response:
+            if not 1 <= limit <= MAX_LISTED:
+                raise InvalidArgument(f"limit is {limit}", hint=f"1 to {MAX_LISTED}")
+            caller = CALLER.get()
+            tenant = None if caller.sees_all else caller.tenant
+            return _json({"requests": self._request_log.recent(limit, tenant)})
 
         @app.get("/v1/requests/{request_id}")
         async def explain(request_id: str) -> Response:

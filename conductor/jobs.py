@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from conductor.admission import Priority
+from conductor.misses import Miss
 from conductor.requests import Decision
 from kvpool.errors import DeadlineExceeded, InvalidArgument
 from kvpool.layout import Namespace
@@ -29,6 +30,7 @@ class Job:
     priority: Priority = "normal"
     received_at: float = 0.0  # monotonic seconds
     hashes: list[bytes] = field(default_factory=list)
+    found_blocks: int = 0  # leading ones that the pool had when it was last decided
     model: str = ""
     endpoint: str = ""
     key: str = ""  # of the user or conversation: a canary treats equal keys alike
@@ -68,6 +70,23 @@ class Result:
     phases: dict[str, float] = field(default_factory=dict)
     bytes_read: dict[str, int] = field(default_factory=dict)
     bytes_written: dict[str, int] = field(default_factory=dict)
+    is_prefilled_remotely: bool = False
+    prefill_fallback: str = ""  # why the prefill worker read less than it was told to
+    misses: list[Miss] = field(default_factory=list)
+
+    def prediction_errors(self) -> tuple[float, float]:
+        """Predicted over measured TTFT and TPOT; 0 where there is nothing to compare.
+
+        The wait before the decision was not part of the prediction; after another worker had to go on, or
+        a prefill was given up, neither was what happened.
+        """
+        decision = self.decision
+        if decision is None or self.fallback_reason.startswith(("decode:", "prefill:")):
+            return 0.0, 0.0
+        ttft_s = self.ttft_s - self.phases.get("admission_wait", 0.0)
+        ttft_error = decision.ttft_s / ttft_s if self.ttft_s and ttft_s > 0 else 0.0
+        has_tpot = len(self.token_ids) > 1 and self.tpot_s > 0
+        return ttft_error, decision.tpot_s / self.tpot_s if has_tpot else 0.0
 
     def stop(self) -> None:
         """The answer is complete before the worker's stream is: a stop string was found."""

@@ -40,8 +40,9 @@ class RequestMetrics:
             registry=registry,
         )
         self._error = Histogram(
-            "kvpool_ttft_prediction_error_ratio",
-            "Predicted over measured TTFT",
+            "kvpool_prediction_error_ratio",
+            "Predicted over measured: 1 is right, 2 is twice too much",
+            ["what"],
             buckets=(0.1, 0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0, 10.0),
             registry=registry,
         )
@@ -52,7 +53,9 @@ class RequestMetrics:
         if decision is None or not result.ttft_s:
             return
         self._ttft.labels(decision.mode).observe(result.ttft_s)
-        self._error.observe(decision.ttft_s / result.ttft_s)
+        for what, ratio in zip(("ttft", "tpot"), result.prediction_errors(), strict=True):
+            if ratio:
+                self._error.labels(what).observe(ratio)
         if result.tpot_s:
             self._tpot.observe(result.tpot_s)
         for name, seconds in result.phases.items():
@@ -104,6 +107,12 @@ class ConductorCollector(Collector):
         events = CounterMetricFamily(
             "kvpool_conductor_events", "Counted events, by kind", labels=["kind"]
         )
+        missed = CounterMetricFamily(
+            "kvpool_missed_blocks", "Blocks of prompts that were not reused", labels=["reason"]
+        )
         for name, value in sorted(self._cluster.counters.items()):
+            if name.startswith("miss:"):
+                missed.add_metric([name.removeprefix("miss:")], float(value))
             events.add_metric([name], float(value))
+        yield missed
         yield events

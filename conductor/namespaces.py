@@ -29,6 +29,7 @@ class KnownNamespaces:
         self._by_id: OrderedDict[bytes, Namespace] = OrderedDict()
         # An owner may have one per hash algorithm; all of them have the same layout.
         self._by_owner: dict[Owner, dict[bytes, Namespace]] = {}
+        self._owners: dict[tuple[str, str, str], dict[Owner, None]] = {}  # by model, tenant, salt
 
     def add(self, namespace: Namespace) -> bytes:
         """Make a namespace known; returns its id. Costs the same however many there are.
@@ -51,6 +52,7 @@ class KnownNamespaces:
             self._forget_oldest()  # clients that are refused for it name theirs again
         self._by_id[namespace_id] = namespace
         self._by_owner.setdefault(_owner(namespace), {})[namespace_id] = namespace
+        self._owners.setdefault(_kin(namespace), {})[_owner(namespace)] = None
         return namespace_id
 
     def page(self, offset: int, limit: int, tenant: str | None = None) -> list[Namespace]:
@@ -72,6 +74,15 @@ class KnownNamespaces:
         """A namespace by its id, if it is known."""
         return self._by_id.get(namespace_id)
 
+    def kin(self, namespace: Namespace, limit: int) -> list[Namespace]:
+        """Others of the same model, tenant and salt, the latest first: another revision, layout or hash."""
+        found = []
+        for owner in reversed(self._owners.get(_kin(namespace), {})):
+            found += [other for other in self._by_owner[owner].values() if other != namespace]
+            if len(found) >= limit:
+                break
+        return found[:limit]
+
     def __getitem__(self, namespace_id: bytes) -> Namespace:
         return self._by_id[namespace_id]
 
@@ -90,7 +101,15 @@ class KnownNamespaces:
         del owned[namespace_id]
         if not owned:
             del self._by_owner[_owner(namespace)]
+            owners = self._owners[_kin(namespace)]
+            del owners[_owner(namespace)]
+            if not owners:
+                del self._owners[_kin(namespace)]
 
 
 def _owner(namespace: Namespace) -> Owner:
     return (namespace.model, namespace.revision, namespace.tenant, namespace.salt)
+
+
+def _kin(namespace: Namespace) -> tuple[str, str, str]:
+    return (namespace.model, namespace.tenant, namespace.salt)

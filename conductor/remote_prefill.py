@@ -94,7 +94,9 @@ class RemotePrefill:
                 with contextlib.suppress(KvpoolError):
                     await self._links.to(target.descriptor.address).send(abort)
             raise
+        result.is_prefilled_remotely = True
         result.prefill_reused_tokens = reply.reused_tokens
+        result.prefill_fallback = reply.fallback_reason
         result.add_bytes(reply.bytes_read, reply.bytes_written)
         for name, seconds in reply.phases.items():
             result.phases[f"prefill:{name}"] = seconds

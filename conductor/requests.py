@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal
 
+from conductor.misses import Miss
 from kvpool.errors import InvalidArgument
 
 Mode = Literal["disaggregated", "local", "refused"]
@@ -233,16 +235,28 @@ class Outcome:
     computed_tokens: int = 0
     fallback_reason: str = ""
     phases: dict[str, float] = field(default_factory=dict)  # seconds
+    misses: tuple[Miss, ...] = ()  # why blocks were not reused
+    ttft_error_ratio: float = 0.0  # predicted over measured; 0 when there is nothing to compare
+    tpot_error_ratio: float = 0.0
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """A decision, when it was taken, whose request it was, and its outcome once known."""
+    """A decision, when it was taken, whose request it was, and its outcome once known.
+
+    `found_blocks`: leading blocks of the prompt that the pool had then.
+    """
 
     decision: Decision
     decided_at: float
     outcome: Outcome | None = None
     tenant: str = ""
+    at_unix_s: float = 0.0
+    namespace: str = ""
+    priority: str = ""
+    routing: str = ""
+    found_blocks: int = 0
+    block_tokens: int = 0
 
 
 class RequestLog:
@@ -277,10 +291,10 @@ class RequestLog:
     def get(self, request_id: str) -> RequestRecord | None:
         return self._records.get(request_id)
 
-    def recent(self, count: int) -> list[RequestRecord]:
-        """The last `count` records, newest first."""
-        records = list(self._records.values())
-        return records[: -count - 1 : -1] if count > 0 else []
+    def recent(self, count: int, tenant: str | None = None) -> list[RequestRecord]:
+        """The last `count` records, newest first; of one tenant, or of all."""
+        newest = reversed(self._records.values())
+        return list(islice((r for r in newest if tenant in (None, r.tenant)), max(0, count)))
 
     def __len__(self) -> int:
         return len(self._records)

@@ -15,6 +15,7 @@ from conductor.entrance import Limits
 from conductor.gateway import Gateway
 from conductor.grpc_api import grpc_server
 from conductor.http_api import HttpApi, no_tokenizer
+from conductor.last_news import LastNews
 from conductor.membership import MembershipConfig
 from conductor.memory_index import MemoryIndex
 from conductor.metrics import ConductorCollector, RequestMetrics
@@ -69,6 +70,7 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
     parts = (conductor_id, epoch, index, membership, scheduling_policy(config))
     shared = connect(config, *parts) if config.index == "redis" else None
     cluster = shared or Cluster(*parts)
+    cluster.news = LastNews(config.remembered_blocks)
     policy = PolicyHolder(config.policy_path, cluster.counters)
     roles = RoleController(
         RoleLimits(

@@ -327,6 +327,12 @@ class ConductorConfig(ServerConfig):
     max_body_bytes: Bytes = Field(8 * MIB, ge=KIB, le=GIB)
     max_prompt_tokens: int = Field(131_072, ge=1, le=16_777_216)
     max_output_tokens: int = Field(16_384, ge=1, le=1_048_576)
+    remembered_blocks: int = Field(
+        1 << 20,
+        ge=1024,
+        le=1 << 30,
+        description="blocks whose last news is kept (8 bytes each), to give every miss a reason",
+    )
     max_index_blocks: int = Field(4_000_000, ge=1_000, description="bound of the index's memory")
     index: Literal["memory", "redis"] = Field(
         "memory",
@@ -572,6 +578,9 @@ class ClientConfig(CallerConfig):
 
     conductor: Addresses = Field(
         DEFAULT_CONDUCTOR, description="wire address of one or of several, as in node.conductor"
+    )
+    conductor_http: Addresses = Field(
+        "127.0.0.1:7801", description="HTTP address of one or of several, for `kvpool explain`"
     )
     host_label: str = Field(default_factory=socket.gethostname, min_length=1, max_length=128)
     transport: Literal["auto", "shm", "nixl"] = "auto"

@@ -142,6 +142,7 @@ class WorkerService:
             progress.phases,
             progress.bytes_read,
             moved(sender, link),
+            progress.fallback_reason,
         )
 
     async def generate(self, request: m.Generate) -> AsyncIterator[Any]:

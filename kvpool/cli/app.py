@@ -42,6 +42,9 @@ COMMANDS: dict[str, Registered] = {
     "put": Registered("kvpool.cli.pool_commands:put", "Write a file's bytes to the pool."),
     "get": Registered("kvpool.cli.pool_commands:get", "Read bytes from the pool."),
     "lookup": Registered("kvpool.cli.pool_commands:lookup", "Say what the pool has of a prompt."),
+    "explain": Registered(
+        "kvpool.cli.explain:explain", "Say why a request was served as it was, and what it missed."
+    ),
     "stats": Registered("kvpool.cli.pool_commands:stats", "Show nodes, tiers, and hits."),
     "bench": Registered("kvpool.cli.bench:app", "Measure the store beside memcpy and its peers."),
     "protect": Registered("kvpool.cli.protection:protect", "Keep a prompt's blocks in the pool."),

@@ -733,6 +733,7 @@ class PrefillReply(Reply, frozen=True):
     phases: dict[str, float]  # seconds
     bytes_read: dict[str, int]  # by transport
     bytes_written: dict[str, int]
+    fallback_reason: str = ""  # why less was read than planned
 
 
 class Generate(Message, frozen=True):

@@ -16,7 +16,7 @@ from conductor.gateway import Gateway
 from conductor.http_api import HttpApi
 from conductor.membership import MembershipConfig
 from conductor.memory_index import MemoryIndex
-from conductor.metrics import RequestMetrics
+from conductor.metrics import ConductorCollector, RequestMetrics
 from conductor.requests import RequestLog
 from conductor.role_changes import RoleChanges
 from conductor.roles import RoleController
@@ -166,6 +166,14 @@ async def conductor(*workers: ScriptedWorker, **settings: Any) -> AsyncIterator[
     """Run a conductor with these workers until the block ends."""
     running = Conductor(workers, **settings)
     registry = new_registry()
+    roles = RoleChanges(
+        running.cluster,
+        running.gateway.links,
+        RoleController(),
+        is_active=False,
+        clock=time.monotonic,
+    )
+    registry.register(ConductorCollector(running.cluster, running.gateway, roles))
     api = HttpApi(
         running.config,
         running.cluster,
@@ -173,13 +181,7 @@ async def conductor(*workers: ScriptedWorker, **settings: Any) -> AsyncIterator[
         running.gateway.request_log,
         LetterTokenizer(),  # type: ignore[arg-type]
         RequestMetrics(registry),
-        RoleChanges(
-            running.cluster,
-            running.gateway.links,
-            RoleController(),
-            is_active=False,
-            clock=time.monotonic,
-        ),
+        roles,
     )
     server = HttpServer(api.app(registry, lambda: ""), "127.0.0.1", 0)
     await server.start()
