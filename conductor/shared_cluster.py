@@ -116,13 +116,13 @@ class SharedCluster(Cluster):
 
     async def join_node(self, request: m.NodeJoin) -> m.MemberReply:
         """As `node_join`, known to all conductors afterwards."""
+        for namespace in request.namespaces:
+            await self._share_namespace(namespace)
         reply = self.node_join(request)
         if reply.resync:
             return reply
         node = request.descriptor
         self._leaving.pop(("node", node.node_id), None)
-        for namespace in request.namespaces:
-            await self._share_namespace(namespace)
         try:
             with self._sharing("node", node.node_id):
                 await self._begin(node.node_id, node.epoch)

@@ -264,3 +264,58 @@ def test_a_report_is_kept_with_its_time() -> None:
 def test_contradictory_times_are_refused(times: dict[str, float]) -> None:
     with pytest.raises(InvalidArgument):
         MembershipConfig(**times)
+
+
+# ------------------------------------------------------------ members of other conductors
+
+
+def mirrored(group: Members, now: float, beat: int, epoch: int = 1, via: str = "other") -> bool:
+    return group.mirror(
+        "a",
+        epoch,
+        "descriptor",
+        f"load {beat}",
+        now,
+        via=via,
+        session=1,
+        beat=beat,
+        is_draining=False,
+    )
+
+
+def test_a_mirrored_member_lives_by_its_changes_alone() -> None:
+    group = pool()
+    assert mirrored(group, 0.0, beat=1)
+    assert not mirrored(group, 5.0, beat=1)  # the same record read again is no sign of life
+    run(group, 1, 6, ())
+    assert group.members()[0].state is State.SUSPECT
+    assert not mirrored(group, 6.0, beat=2)
+    assert (group.members()[0].state, group.members()[0].report) == (State.LIVE, "load 2")
+
+
+def test_a_mirrored_member_must_join_to_be_heard_here() -> None:
+    group = pool()
+    mirrored(group, 0.0, beat=1)
+    assert group.heartbeat("a", 1, 1.0)
+    assert group.receive_events("a", 1, 1, 1.0).resync
+    group.join("a", 1, "descriptor", 2.0)
+    assert not group.heartbeat("a", 1, 2.0)
+    assert group.members()[0].via == ""
+
+
+def test_a_mirrored_record_of_an_older_life_is_ignored() -> None:
+    group = pool()
+    group.join("a", 2, "descriptor", 0.0)
+    assert not mirrored(group, 1.0, beat=9, epoch=1)
+    assert (group.members()[0].epoch, group.members()[0].via) == (2, "")
+
+
+def test_mirrored_members_do_not_age_while_nothing_can_be_heard() -> None:
+    group = pool()
+    mirrored(group, 0.0, beat=1)
+    group.join("own", 1, "descriptor", 0.0)
+    for now in range(1, 30):
+        group.keep_mirrored(float(now))
+        group.sweep(float(now))
+    assert [member.member_id for member in group] == ["a"]
+    assert group.members()[0].state is State.LIVE
