@@ -82,7 +82,8 @@ class FrameSource:
         self._hashes = hashes
         self._max_frame_bytes = max_frame_bytes
         self.leases: deque[int] = deque([0], maxlen=4)  # the last that the server granted
-        self.reservations: deque[int] = deque([0], maxlen=4)
+        self.reservations: deque[int] = deque([0], maxlen=2)
+        self.granted = 1  # blocks of the last reservation
         self._made: dict[type[m.Message], list[bytes]] = {}
         self._fatal: list[Callable[[int], bytes]] = [
             self._random_bytes,
@@ -223,9 +224,9 @@ class FrameSource:
         if name == "parent":
             return rng.choice((b"", rng.choice(self._hashes)))
         if name in ("checksums", "places"):
-            return rng.randbytes(8 * rng.randrange(5))
+            return rng.randbytes(8 * rng.choice((1, self.granted, self.granted, rng.randrange(5))))
         if name == "indices":
-            return rng.choice((b"", struct.pack("<2I", 0, rng.choice((0, 1, 2**32 - 1)))))
+            return rng.choice((b"", b"", struct.pack("<2I", 0, rng.choice((0, 1, 2**32 - 1)))))
         if rng.random() < 0.002:
             return rng.randbytes(16) * (self._max_frame_bytes // 16 - 64)
         start = rng.randrange(len(self._hashes))

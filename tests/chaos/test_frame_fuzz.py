@@ -175,6 +175,7 @@ class Attacker:
                 self._source.leases.append(reply.lease_id)
             elif isinstance(reply, m.ReserveReply) and reply.reservation_id:
                 self._source.reservations.append(reply.reservation_id)
+                self._source.granted = reply.statuses.count(m.BlockStatus.GRANTED)
             self.outcomes[f"{name}:ok"] += 1
 
 
