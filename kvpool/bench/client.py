@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from kvpool.bench.rows import Row, percentile, row
+from kvpool.bench.rows import Row, aligned, percentile, row
 from kvpool.client import AsyncPool
 from kvpool.hashing import hash_chain, pack_hashes
 from kvpool.layout import Layout, Namespace
@@ -27,7 +27,6 @@ BLOCK_TOKENS = 64
 LOOKUP_HASHES = 256
 MIN_ITERATIONS = 5
 MAX_ITERATIONS = 60
-PAGE_BYTES = 4096
 
 
 def namespace(block_bytes: int) -> Namespace:
@@ -51,7 +50,7 @@ class Bench:
     async def shape(self, block_bytes: int, batch: int) -> list[Row]:
         """Rows for put and get, memcpy of the same bytes measured in between."""
         size = block_bytes * batch
-        source, target, other = _aligned(size), _aligned(size), _aligned(size)
+        source, target, other = aligned(size), aligned(size), aligned(size)
         source[:] = np.random.default_rng(1).integers(0, 256, size, dtype=np.uint8)
         await self._register(source, target)
         space = namespace(block_bytes)
@@ -107,13 +106,6 @@ class Bench:
         [info] = await self._pool.nodes()
         transport = self._pool.link_to(info.descriptor).transport
         return transport if isinstance(transport, NixlTransport) else None
-
-
-def _aligned(size: int) -> np.ndarray:
-    """Memory that begins with a page, as an engine's KV does; numpy's own begins 16 bytes into one."""
-    memory = np.empty(size + PAGE_BYTES, dtype=np.uint8)
-    skip = -memory.ctypes.data % PAGE_BYTES
-    return memory[skip : skip + size]
 
 
 def memcpy_gbps(size: int = 256 << 20) -> float:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvpool.bench.client import LOOKUP_HASHES, MAX_ITERATIONS, MIN_ITERATIONS
-from kvpool.bench.rows import Row, percentile, row
+from kvpool.bench.rows import Row, aligned, percentile, row
 
 SEGMENT_BYTES = 3 << 30
 WARM_BLOCK_BYTES = 16 << 20
@@ -139,8 +139,8 @@ def measure(store: Any, order: dict[str, Any]) -> list[Row]:
     for block_bytes in order["block_bytes"]:
         for batch in order["batches"]:
             size = block_bytes * batch
-            source = np.random.default_rng(1).integers(0, 256, size, dtype=np.uint8)
-            target, other = np.empty_like(source), np.empty_like(source)
+            source, target, other = aligned(size), aligned(size), aligned(size)
+            source[:] = np.random.default_rng(1).integers(0, 256, size, dtype=np.uint8)
             store.use(source, target)
             puts: list[float] = []
             gets: list[float] = []
