@@ -271,7 +271,11 @@ td,th{padding:.3rem .8rem;border-bottom:1px solid #ddd;text-align:left}code{back
 const esc=t=>String(t).replace(/[&<>"]/g,c=>({"&":"&amp;","<":"&lt;",">":"&gt;",'"':"&quot;"}[c]));
 const row=c=>"<tr>"+c.map(x=>"<td>"+esc(x)+"</td>").join("")+"</tr>";
 const mib=b=>(b/1048576).toFixed(0)+" MiB";
-async function show(){const s=await (await fetch("/v1/stats")).json();
+let token=sessionStorage.getItem("token");
+async function stats(){const r=await fetch("/v1/stats",{headers:token?{Authorization:"Bearer "+token}:{}});
+if(r.status!=401)return r.json();
+token=prompt("Token");if(!token)throw "no token";sessionStorage.setItem("token",token);return stats()}
+async function show(){const s=await stats();
 let h="<h2>Nodes</h2><table><tr><th>node<th>host<th>state<th>tier<th>blocks<th>used<th>size</tr>";
 for(const n of s.nodes)for(const t of n.tiers)h+=row([n.node_id.slice(0,8),n.host,
 s.node_states[n.node_id]||"gone",t.tier,t.blocks,mib(t.capacity_bytes-t.free_bytes),mib(t.capacity_bytes)]);
@@ -280,4 +284,4 @@ for(const w of s.workers)h+=row([w.descriptor.worker_id.slice(0,8),w.descriptor.
 w.state,w.load.running]);
 h+="</table><h2>Counters</h2><table>"+Object.entries(s.counters).map(e=>row(e)).join("")+"</table>";
 document.getElementById("s").innerHTML=h}
-show();setInterval(show,2000)</script>"""
+(async()=>{for(;;){await show();await new Promise(r=>setTimeout(r,2000))}})()</script>"""
