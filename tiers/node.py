@@ -170,7 +170,8 @@ class NodeService:
             self._clock(),
             request.tier,
         )
-        self.on_grant()
+        if not request.is_mapped:
+            self.on_grant()
         return m.ReserveReply(
             granted.reservation_id,
             bytes(granted.statuses),
@@ -228,15 +229,18 @@ class NodeService:
             cold="tell",
         )
         if result.miss_reason != PROMOTING:
-            return self._pinned(ColdAnswer(result, 0.0, 0.0))
+            return self._pinned(ColdAnswer(result, 0.0, 0.0), request)
         answer = self._cold.pin(request, hashes, holder)
-        return self._pinned(answer) if isinstance(answer, ColdAnswer) else self._later(answer)
+        if isinstance(answer, ColdAnswer):
+            return self._pinned(answer, request)
+        return self._later(answer, request)
 
-    async def _later(self, wait: Callable[[], Awaitable[ColdAnswer]]) -> m.PinReply:
-        return self._pinned(await wait())
+    async def _later(self, wait: Callable[[], Awaitable[ColdAnswer]], request: m.Pin) -> m.PinReply:
+        return self._pinned(await wait(), request)
 
-    def _pinned(self, answer: ColdAnswer) -> m.PinReply:
-        self.on_grant()
+    def _pinned(self, answer: ColdAnswer, request: m.Pin) -> m.PinReply:
+        if not request.is_mapped:
+            self.on_grant()
         result = answer.result
         return m.PinReply(
             result.lease_id,

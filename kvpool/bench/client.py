@@ -129,7 +129,7 @@ async def lookups(address: str, seconds: float) -> dict[str, float]:
     link = WireClient(address, "bench")
     packed = pack_hashes(hashes)
     lookup = m.NodeLookup(space.namespace_id, packed)
-    pin = m.Pin(space.namespace_id, packed, 10.0)
+    pin = m.Pin(space.namespace_id, packed, 10.0, is_mapped=True)
     found = await link.call(lookup, 5)
     if found.found != LOOKUP_HASHES:
         raise RuntimeError(f"{found.found} blocks found")
@@ -141,7 +141,9 @@ async def lookups(address: str, seconds: float) -> dict[str, float]:
             reply = await link.call(request, 5)
             times[name].append(time.perf_counter() - started)
             if name == "pin":
-                await link.send(m.Release([reply.lease_id]))
+                await link.call(
+                    m.Release([reply.lease_id]), 5
+                )  # not timed, and over before the next
     count = 0
 
     async def caller() -> None:

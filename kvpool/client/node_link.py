@@ -128,6 +128,11 @@ class NodeLink:
         """The transport to places in the node's hbm, None where there is none; as `transport` otherwise."""
         return self._transports.choose_for_hbm(self.node)
 
+    def _is_mapped(self, tier: str) -> bool:
+        """Whether what is granted will be copied through shared memory; False while that is not known."""
+        chosen: Transport | None = self.__dict__.get("transport")
+        return not tier and chosen is not None and chosen.name == "shm"
+
     def transport_to(self, places: Int64Array) -> Transport:
         """The transport that moves bytes to and from these places; as `transport` otherwise.
 
@@ -216,6 +221,7 @@ class NodeLink:
             await self._usable_tier(tier),
             max_wait_s=max_wait_s,
             timeout_s=PATIENCE * timeout_s,
+            is_mapped=self._is_mapped(tier),
         )
         reply: m.PinReply = await self._kept(
             self.call(request, namespace, timeout_s),
@@ -434,6 +440,7 @@ class NodeLink:
             ttl_s,
             writer_id,
             await self._usable_tier(tier),
+            self._is_mapped(tier),
         )
         reply: m.ReserveReply = await self._kept(
             self.call(request, namespace, timeout_s),

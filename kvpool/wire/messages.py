@@ -107,6 +107,7 @@ class Reserve(Message, frozen=True):
     ttl_s: float
     writer_id: str = ""  # who will write; default: the connection's client
     tier: str = ""  # "hbm" asks for device memory, and grants in dram what finds no room there
+    is_mapped: bool = False  # as in `Pin`
 
 
 class ReserveReply(Reply, frozen=True):
@@ -165,6 +166,9 @@ class Pin(Message, frozen=True):
     tier_preference: str = ""  # "hbm": the caller can read device memory; else places lie in dram
     max_wait_s: float = 0.0
     timeout_s: float = 0.0
+    is_mapped: bool = (
+        False  # the caller copies through shared memory: no progress for one-sided transfers
+    )
 
 
 class PinReply(Reply, frozen=True):
