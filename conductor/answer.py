@@ -21,6 +21,7 @@ from conductor.stops import StopText
 from conductor.tokenizer import TextStream, Tokenizer
 from kvpool.errors import KvpoolError
 from kvpool.http import error_response
+from kvpool.wire import messages as m
 
 T = TypeVar("T")
 
@@ -104,8 +105,8 @@ class Answer:
         run = self._gateway.run(self._job, self._result, self._received_at)
         try:
             async with contextlib.aclosing(run):
-                async for ids in run:
-                    piece = self._stops.push(self._text.push(ids) if self._text else "")
+                async for chunk in run:
+                    piece = self._stops.push(self._text_of(chunk))
                     if self._stops.is_stopped:
                         self._result.stop()
                     yield piece
@@ -117,6 +118,16 @@ class Answer:
             yield piece
         finally:
             self._metrics.observe(self._result)
+
+    def _text_of(self, chunk: m.GenerateChunk) -> str:
+        """Text that became certain, made here or by the engine."""
+        if self._text is None:
+            return chunk.text or ""
+        if chunk.text is None:
+            return self._text.push(chunk.token_ids)
+        held = self._text.finish()
+        self._text.skip(chunk.token_ids)
+        return held + chunk.text
 
     def _usage(self) -> dict[str, Any]:
         result = self._result

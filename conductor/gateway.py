@@ -139,8 +139,8 @@ class Gateway:
 
     async def run(
         self, job: Job, result: Result, received_at: float
-    ) -> AsyncGenerator[list[int], None]:
-        """Token ids as they come. Call `admit` first.
+    ) -> AsyncGenerator[m.GenerateChunk, None]:
+        """Tokens as they come. Call `admit` first.
 
         A reader that leaves early has cancelled the request, unless it called `result.stop()`.
 
@@ -151,8 +151,8 @@ class Gateway:
         self._waiting[job.request_id] = (result, received_at)
         try:
             async with contextlib.aclosing(self._attempts(job, result, received_at)) as pieces:
-                async for token_ids in pieces:
-                    yield token_ids
+                async for piece in pieces:
+                    yield piece
             status = "ok"
         except KvpoolError as error:
             status = "failed"
@@ -168,7 +168,7 @@ class Gateway:
 
     async def _attempts(
         self, job: Job, result: Result, received_at: float
-    ) -> AsyncGenerator[list[int], None]:
+    ) -> AsyncGenerator[m.GenerateChunk, None]:
         tried: set[str] = set()
         decision = result.decision
         assert decision is not None
@@ -180,11 +180,11 @@ class Gateway:
                 is_last = attempt == MAX_ATTEMPTS - 1
                 decoded = self._decode(job, decision, segments, result, is_last=is_last)
                 async with contextlib.aclosing(decoded) as pieces:
-                    async for token_ids in pieces:
-                        result.add_tokens(token_ids, time.monotonic() - received_at)
+                    async for piece in pieces:
+                        result.add_tokens(piece.token_ids, time.monotonic() - received_at)
                         if len(result.token_ids) >= JUDGE_AFTER_TOKENS:
                             self._judge(result)
-                        yield token_ids
+                        yield piece
                 return
             except (Unavailable, EngineFailed, Overloaded, DeadlineExceeded) as error:
                 assert decision.decode is not None
@@ -313,7 +313,7 @@ class Gateway:
         result: Result,
         *,
         is_last: bool,
-    ) -> AsyncGenerator[list[int], None]:
+    ) -> AsyncGenerator[m.GenerateChunk, None]:
         assert decision.decode is not None
         worker = self.cluster.workers.get(decision.decode)
         if worker is None:
@@ -356,7 +356,7 @@ class Gateway:
                 async for item in items:
                     if isinstance(item, m.GenerateChunk):
                         reply = item.so_far or reply
-                        yield item.token_ids
+                        yield item
                     else:
                         reply, is_complete = item, True
         finally:

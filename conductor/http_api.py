@@ -18,6 +18,7 @@ from conductor.answer import Answer, EventResponse, unless_left
 from conductor.cluster import Cluster
 from conductor.gateway import Gateway
 from conductor.jobs import Job, Result, check_prompt
+from conductor.membership import State
 from conductor.metrics import RequestMetrics
 from conductor.openai_api import ChatRequest, CompletionRequest, read_prompt, read_request
 from conductor.requests import RequestLog
@@ -221,7 +222,9 @@ class HttpApi:
         return JSONResponse(document, headers=headers)
 
     def _worker_for(self, model: str) -> m.WorkerDescriptor:
-        workers = [worker.descriptor for worker in self._cluster.workers_of(CALLER.get())]
+        members = self._cluster.workers_of(CALLER.get())
+        members.sort(key=lambda worker: worker.state is not State.LIVE)  # who works now comes first
+        workers = [worker.descriptor for worker in members]
         if not workers:
             raise Unavailable("no worker has joined yet", hint="start one: kvpool worker")
         for worker in workers:

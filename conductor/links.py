@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, Protocol
 
 from conductor.cluster import Cluster
 from conductor.membership import Member, State
@@ -14,20 +14,36 @@ from kvpool.wire import WireClient
 from kvpool.wire import messages as m
 
 
+class Link(Protocol):
+    """What can be asked of a member, whatever it speaks; see `kvpool.wire.WireClient`."""
+
+    async def call(self, request: m.Message, timeout_s: float) -> Any: ...
+
+    async def send(self, request: m.Message) -> None: ...
+
+    def stream(self, request: m.Generate, timeout_s: float) -> AsyncGenerator[Any, None]: ...
+
+    async def close(self) -> None: ...
+
+
 class Links:
     """One pipelined connection per address; every wait ends when its member is lost."""
 
     def __init__(self, cluster: Cluster, credentials: Credentials = NO_CREDENTIALS) -> None:
         self._cluster = cluster
         self._credentials = credentials
-        self._clients: dict[str, WireClient] = {}
+        self._clients: dict[str, Link] = {}
 
     async def close(self) -> None:
         """Close all connections."""
         for client in self._clients.values():
             await client.close()
 
-    def to(self, address: str) -> WireClient:
+    def add(self, address: str, link: Link) -> None:
+        """Reach `address` by this link, which is ours from now on."""
+        self._clients[address] = link
+
+    def to(self, address: str) -> Link:
         """The connection to `address`, made when there is none yet."""
         client = self._clients.get(address)
         if client is None:

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from conductor.cluster import Cluster
+from conductor.engine_servers import is_engine_server
 from conductor.jobs import Job, Result
 from conductor.links import Links
 from conductor.membership import Member
@@ -26,7 +27,10 @@ from kvpool.wire import messages as m
 RESERVE_TIMEOUT_S = 1.0
 RESERVATION_MARGIN_S = 15.0
 LONGEST_RESERVATION_S = 45.0  # before the margin
+STORED_WITHIN_S = 0.5  # longest wait for what an engine server's connector is about to commit
+STORED_POLL_S = 0.01
 
+Prefiller = Member[m.WorkerDescriptor, m.WorkerLoad]
 Node = Member[m.NodeDescriptor, m.NodeStatsReply]
 
 
@@ -57,6 +61,8 @@ class RemotePrefill:
         if decision.target_node is None or decision.prefill is None:
             raise Unavailable("no node can take the blocks")
         prefiller = self._cluster.workers.get(decision.prefill)
+        if prefiller is not None and is_engine_server(prefiller.descriptor):
+            return await self._by_engine_server(job, prefiller, decode_host, result)
         target = self._cluster.nodes.get(decision.target_node)
         if prefiller is None or target is None:
             raise Unavailable("the prefill worker or the node left meanwhile")
@@ -106,6 +112,39 @@ class RemotePrefill:
             covered |= dict.fromkeys(granted, target.member_id)
         near = (await self._cluster.find(namespace_id, job.hashes)).segments(decode_host)
         return extend(cut(near, have) if have else [], covered, len(job.hashes)), reply
+
+    async def _by_engine_server(
+        self, job: Job, prefiller: Prefiller, decode_host: str, result: Result
+    ) -> tuple[list[m.Segment], m.PrefillReply]:
+        """Its own connector reserves, writes and commits; the index tells when the blocks are there."""
+        namespace_id = job.namespace.namespace_id
+        within_s = min(self._timeout_s, job.left_s() / 2, job.transfer_timeout_s or self._timeout_s)
+        started = time.monotonic()
+        message = m.Prefill(
+            job.request_id,
+            namespace_id,
+            bytes(token_bytes(job.prompt)),
+            b"",
+            [],
+            [],
+            None,
+            within_s,
+        )
+        reply: m.PrefillReply = await self._links.call_worker(prefiller, message, within_s)
+        result.prefill_reused_tokens = reply.reused_tokens
+        for name, seconds in reply.phases.items():
+            result.phases[f"prefill:{name}"] = seconds
+        result.phases["remote_prefill_time"] = time.monotonic() - started
+        until = time.monotonic() + STORED_WITHIN_S
+        while True:
+            found = await self._cluster.find(namespace_id, job.hashes)
+            segments = cut(found.segments(decode_host), len(job.hashes))
+            if sum(segment.count for segment in segments) == len(job.hashes):
+                return segments, reply
+            if time.monotonic() >= until:
+                self._cluster.counters["engine_servers:not_stored"] += 1
+                return segments, reply
+            await asyncio.sleep(STORED_POLL_S)
 
     async def _reserve(
         self, job: Job, writer_id: str, node: Node, have: int, within_s: float

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from conductor.cluster import Cluster
+from conductor.engine_servers import EngineServers
 from conductor.entrance import Limits
 from conductor.gateway import Gateway
 from conductor.grpc_api import grpc_server
@@ -110,6 +111,13 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
         before_step=gateway.judge_overdue,
     )
     security.gate.find_namespace = cluster.namespaces.get
+    engine_servers = EngineServers(
+        cluster,
+        gateway.links,
+        config.engines,
+        tokenizer.encode_more if tokenizer else None,
+        config.engine_check_s,
+    )
     registry = new_registry()
     registry.register(ConductorCollector(cluster, gateway, changes))
     metrics = RequestMetrics(registry)
@@ -147,6 +155,8 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
             asyncio.create_task(_sweep(cluster, policy), name="sweep"),
             asyncio.create_task(changes.run(), name="roles"),
         ]
+        if config.engines:
+            tasks.append(asyncio.create_task(engine_servers.run(), name="engine servers"))
         if shared is not None:
             shared.board.address = str(facts["wire"])
             tasks.append(asyncio.create_task(_tend(shared), name="shared state"))

@@ -48,6 +48,11 @@ class Tokenizer:
         ids: list[int] = self._tokenizer.encode(text)
         return ids
 
+    def encode_more(self, text: str) -> list[int]:
+        """Token ids of text that follows other text: nothing special is put before it."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Token ids of a conversation through the model's chat template, ready for the answer.
 
@@ -114,7 +119,14 @@ class TextStream:
         self._base, self._shown = self._shown, len(self._ids)
         return after[len(before) :]
 
+    def skip(self, token_ids: Sequence[int]) -> None:
+        """Ids whose text was given out by others; it counts as context of what follows."""
+        self._base = len(self._ids)
+        self._ids += token_ids
+        self._shown = len(self._ids)
+
     def finish(self) -> str:
         """What was held back."""
         before = self._tokenizer.decode(self._ids[self._base : self._shown])
+        self._shown = len(self._ids)
         return self._tokenizer.decode(self._ids[self._base :])[len(before) :]

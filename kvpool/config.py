@@ -155,7 +155,7 @@ _SECRETS = frozenset(
     for section, content in Settings()
     for name, value in content
     if isinstance(value, SecretStr)
-)
+) | {"conductor.engines"}  # which hold keys of servers
 
 
 class _Schema(BaseSettings, Settings):
@@ -214,7 +214,8 @@ def _describe(error: ValidationError, provenance: Mapping[str, str]) -> str:
     problems = []
     for item in error.errors(include_url=False):
         key = ".".join(str(part) for part in item["loc"][:2])
-        reason = item["msg"].removeprefix("Value error, ")
+        within = ".".join(str(part) for part in item["loc"][2:])  # of a list or a mapping
+        reason = (f"{within}: " if within else "") + item["msg"].removeprefix("Value error, ")
         if key in provenance:
             # The input is left out where it may be a secret.
             given = "" if key in _SECRETS else f", got {reprlib.repr(item['input'])}"

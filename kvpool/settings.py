@@ -6,13 +6,24 @@ accept text such as "2GiB"; everything binds to 127.0.0.1 unless told otherwise.
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    model_validator,
+)
+
+from kvpool.engine_entry import EngineServer
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 _UNITS = {"": 1, "b": 1, "k": KIB, "m": MIB, "g": GIB, "t": TIB}
@@ -151,6 +162,23 @@ def _priorities(value: object) -> object:
     return value
 
 
+def _engines(value: object) -> object:
+    value = [] if _none_from_text(value) is None else value
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"engines as text are a JSON list: {error}") from None
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _each_once(engines: tuple[EngineServer, ...]) -> tuple[EngineServer, ...]:
+    ids = [engine.worker_id for engine in engines]
+    if len(set(ids)) < len(ids):
+        raise ValueError("an engine server is named twice")
+    return engines
+
+
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Port = Annotated[int, Field(ge=0, le=65_535)]  # 0: any free port
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -167,6 +195,12 @@ Paths = Annotated[tuple[Path, ...], BeforeValidator(_paths)]
 EvictionPolicy = Annotated[str, BeforeValidator(_eviction_policy)]
 Quotas = Annotated[dict[str, float | int], BeforeValidator(_quotas)]
 Transport = Literal["shm", "nixl"]
+Engines = Annotated[
+    tuple[EngineServer, ...],
+    BeforeValidator(_engines),
+    AfterValidator(_each_once),
+    Field(max_length=1024),
+]
 NumaNode = Annotated[int, Field(ge=0, le=1023)]
 NumaNodes = Annotated[tuple[NumaNode, ...], BeforeValidator(_list_from_text), Field(max_length=64)]
 Transports = Annotated[tuple[Transport, ...], BeforeValidator(_list_from_text), Field(min_length=1)]
@@ -294,6 +328,11 @@ class ConductorConfig(ServerConfig):
     policy_path: OptionalPath = Field(
         None, description="YAML file of the routing policy, read again when it changes"
     )
+    engines: Engines = Field(
+        (),
+        description="OpenAI-compatible engine servers (vLLM, SGLang) that serve beside kvpool's workers",
+    )
+    engine_check_s: Seconds = Field(1.0, description="between two looks at each of them")
     always_reuse: bool = Field(
         False,
         description="read what the pool has even where recomputation is predicted to be faster",

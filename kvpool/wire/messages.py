@@ -765,11 +765,13 @@ class Generate(Message, frozen=True):
 class GenerateChunk(Reply, frozen=True):
     """One item of the stream. `so_far`, with the first token: the report as it would be now.
 
-    A caller that leaves before the end (a stop string was found) has no other.
+    A caller that leaves before the end (a stop string was found) has no other. `text`: of these tokens, where
+    the engine has made it; None: whoever reads the ids makes it.
     """
 
     token_ids: list[int]
     so_far: GenerateReply | None = None
+    text: str | None = None
 
 
 class GenerateReply(Reply, frozen=True):

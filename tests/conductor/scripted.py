@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from conductor.cluster import Cluster
+from conductor.engine_servers import EngineServers
 from conductor.entrance import Limits
 from conductor.gateway import Gateway
 from conductor.http_api import HttpApi
@@ -40,6 +41,9 @@ class LetterTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) for letter in text]
+
+    def encode_more(self, text: str) -> list[int]:
+        return self.encode(text)
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         return self.encode("".join(message["content"] for message in messages))
@@ -129,6 +133,7 @@ class Conductor:
 
     def __init__(self, workers: Sequence[ScriptedWorker], **settings: Any) -> None:
         self.workers = list(workers)
+        self.has_tokenizer = settings.pop("has_tokenizer", True)
         self.config = ConductorConfig(**settings)
         self.cluster = Cluster("c", 1, MemoryIndex(), MEMBERSHIP, Policy())
         self.gateway = Gateway(
@@ -179,7 +184,7 @@ async def conductor(*workers: ScriptedWorker, **settings: Any) -> AsyncIterator[
         running.cluster,
         running.gateway,
         running.gateway.request_log,
-        LetterTokenizer(),  # type: ignore[arg-type]
+        LetterTokenizer() if running.has_tokenizer else None,  # type: ignore[arg-type]
         RequestMetrics(registry),
         roles,
     )
@@ -188,6 +193,13 @@ async def conductor(*workers: ScriptedWorker, **settings: Any) -> AsyncIterator[
     running.port = server.port
     for worker in workers:
         await worker.join(running.cluster)
+    engines = EngineServers(
+        running.cluster,
+        running.gateway.links,
+        running.config.engines,
+        LetterTokenizer().encode_more if running.has_tokenizer else None,
+        running.config.engine_check_s,
+    )
 
     async def live() -> None:
         while True:
@@ -196,7 +208,7 @@ async def conductor(*workers: ScriptedWorker, **settings: Any) -> AsyncIterator[
             running.cluster.sweep()
             await asyncio.sleep(TICK_S)
 
-    life = asyncio.create_task(live())
+    life = asyncio.gather(live(), engines.run())
     url = f"http://127.0.0.1:{server.port}"
     async with httpx.AsyncClient(base_url=url, timeout=20) as client:
         running.http = client
@@ -204,6 +216,7 @@ async def conductor(*workers: ScriptedWorker, **settings: Any) -> AsyncIterator[
             yield running
         finally:
             life.cancel()
+            await asyncio.gather(life, return_exceptions=True)
             await running.gateway.close()
             for worker in running.workers:
                 await worker.wire.close()
