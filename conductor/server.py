@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from conductor.cluster import Cluster
+from conductor.cost import CostModel
 from conductor.engine_servers import EngineServers
 from conductor.entrance import Limits
 from conductor.gateway import Gateway
@@ -22,6 +23,7 @@ from conductor.memory_index import MemoryIndex
 from conductor.metrics import ConductorCollector, RequestMetrics
 from conductor.policy_holder import PolicyHolder
 from conductor.policy_service import PolicyService
+from conductor.profile import read_profile
 from conductor.requests import RequestLog
 from conductor.role_changes import RoleChanges
 from conductor.roles import RoleController, RoleLimits
@@ -72,6 +74,8 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
     shared = connect(config, *parts) if config.index == "redis" else None
     cluster = shared or Cluster(*parts)
     cluster.news = LastNews(config.remembered_blocks)
+    if config.profile is not None:
+        cluster.cost = CostModel(read_profile(config.profile))
     policy = PolicyHolder(config.policy_path, cluster.counters)
     roles = RoleController(
         RoleLimits(

@@ -284,6 +284,11 @@ class ConductorConfig(ServerConfig):
     dead_after_s: Seconds = Field(10.0, description="silence before its blocks are forgotten")
     slo_ttft_s: Seconds = 30.0
     slo_tpot_s: Seconds = 1.0
+    profile: OptionalPath = Field(
+        None,
+        description="YAML or JSON that predictions start from (`kvpool worker profile`); None: a small "
+        "model on a CPU. Measurements correct it either way",
+    )
     strategy: Strategy = Field("kv-centric", description="how workers are chosen")
     admission: Literal["none", "arrival", "predicted"] = Field(
         "predicted",

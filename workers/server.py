@@ -51,7 +51,7 @@ async def run_worker(
         raise ConfigError(
             "worker.model is not set", hint="give a model directory, or smollm2-135m to try it out"
         )
-    engine = await asyncio.to_thread(_load_engine, config, fake)
+    engine = await asyncio.to_thread(load_engine, config, fake)
     namespace = engine.namespace(
         config.tenant, config.salt.get_secret_value(), config.hash_algorithm
     )
@@ -129,7 +129,12 @@ async def run_worker(
         log.info("worker stopping")
 
 
-def _load_engine(config: WorkerConfig, fake: FakeEngineConfig) -> Engine:
+def load_engine(config: WorkerConfig, fake: FakeEngineConfig) -> Engine:
+    """The engine that the settings name, ready for use.
+
+    Raises:
+        ConfigError, ModelNotFound: it cannot be loaded as configured.
+    """
     if config.engine == "fake":
         return FakeEngine(
             fake, model_name=config.model_name or "", block_tokens=config.block_tokens
@@ -140,7 +145,10 @@ def _load_engine(config: WorkerConfig, fake: FakeEngineConfig) -> Engine:
 
     if config.threads:
         torch.set_num_threads(config.threads)
-    assert config.model is not None
+    if config.model is None:
+        raise ConfigError(
+            "worker.model is not set", hint="give a model directory, or smollm2-135m to try it out"
+        )
     path = prepare_model(config.model, default_cache_dir())
     return TransformersEngine(
         path,

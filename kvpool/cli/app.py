@@ -37,7 +37,9 @@ COMMANDS: dict[str, Registered] = {
     "up": Registered("kvpool.cli.up:up", "Start conductor, node and workers on this machine."),
     "conductor": Registered("kvpool.cli.up:conductor", "Run the conductor."),
     "node": Registered("kvpool.cli.up:node", "Run a pool node."),
-    "worker": Registered("kvpool.cli.up:worker", "Run a prefill or decode worker."),
+    "worker": Registered(
+        "kvpool.cli.worker:app", "Run a prefill or decode worker, or measure one."
+    ),
     "demo": Registered("kvpool.cli.demo:demo", "Show what the pool is good for, on this machine."),
     "put": Registered("kvpool.cli.pool_commands:put", "Write a file's bytes to the pool."),
     "get": Registered("kvpool.cli.pool_commands:get", "Read bytes from the pool."),
