@@ -53,6 +53,7 @@ COMMANDS: dict[str, Registered] = {
     "unprotect": Registered("kvpool.cli.protection:unprotect", "End a prompt's protection."),
     "drain": Registered("kvpool.cli.drain:drain", "Empty a node and let it end."),
     "policy": Registered("kvpool.cli.policy:app", "Check, change or explain the routing policy."),
+    "plan": Registered("kvpool.cli.plan:app", "Size KV, links and deployments."),
     "resize": Registered("kvpool.cli.resize:resize", "Give a node more or less DRAM."),
     "token": Registered("kvpool.cli.token:app", "Make API tokens."),
     "config": Registered("kvpool.cli.config_commands:app", "Show or check the configuration."),

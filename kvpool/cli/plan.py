@@ -1,0 +1,89 @@
+"""`kvpool plan`: questions to ask before buying: how large KV is, what a link does, what a log says."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from kvpool.cli.output import console, format_bytes, format_seconds, print_json, print_table
+
+app = typer.Typer(help="Size KV, links and deployments.", no_args_is_help=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+GpuName = Annotated[str, typer.Option("--gpu", help="a100, a800, h100, h200, h20, b200, l40s, ...")]
+Tp = Annotated[
+    int | None, typer.Option("--tp", min=1, max=64, help="GPUs per instance; default: what fits.")
+]
+Weights = Annotated[str, typer.Option("--weights", help="dtype of the weights.")]
+Mfu = Annotated[float, typer.Option(min=0.01, max=1, help="Share of peak that prefill reaches.")]
+
+
+@app.command()
+def size(
+    model: Annotated[str, typer.Argument(help="A preset (llama-3-70b), or a config.json.")],
+    tokens: Annotated[int, typer.Option(help="Length of the prompt.")] = 8192,
+    dtype: Annotated[str, typer.Option(help="dtype of the KV: fp16, bf16, fp8, ...")] = "fp16",
+    link: Annotated[
+        str, typer.Option(help="Links, with commas: 400Gb, 8x400Gb, 100GbE, 25GB/s.")
+    ] = "100GbE,400Gb,8x400Gb",
+    gpu: GpuName = "h100",
+    tp: Tp = None,
+    weights: Weights = "fp16",
+    mfu: Mfu = 0.5,
+    as_json: AsJson = False,
+) -> None:
+    """Say how many bytes a prompt's KV is, and whether a layer-wise transfer hides behind its prefill."""
+    from conductor.planning import hardware
+    from conductor.planning.presets import model_named
+    from conductor.planning.size import size_report
+
+    shape = model_named(model)
+    machine = hardware.fitting(
+        shape,
+        hardware.gpu_named(gpu),
+        tp,
+        weight_bytes=hardware.value_bytes(weights),
+        kv_value_bytes=hardware.value_bytes(dtype),
+        mfu=mfu,
+    )
+    report = size_report(
+        shape, tokens, dtype, hardware.value_bytes(dtype), hardware.links_named(link), machine
+    )
+    if as_json:
+        print_json(report)
+        return
+    _print_size(report)
+
+
+def _print_size(report: dict[str, Any]) -> None:
+    out = console()
+    machine = report["machine"]
+    out.print(f"{report['model']} ({report['source']})", markup=False)
+    out.print(
+        f"{report['bytes_per_token']:,} B a token in {report['dtype']}; {report['tokens']:,} tokens: "
+        f"{report['kv_bytes']:,} B ({format_bytes(report['kv_bytes'])})",
+        markup=False,
+    )
+    if report["window_tokens"]:
+        out.print(f"some layers keep only their last {report['window_tokens']:,} tokens")
+    out.print(
+        f"prefill on {machine['tp']} x {machine['gpu']} at {machine['mfu']:.0%} of its peak: "
+        f"{format_seconds(machine['prefill_s'])}",
+        markup=False,
+    )
+    print_table(
+        ("link", "GB/s", "transfer", "prefill", "shows, layer by layer", "verdict"),
+        (
+            (
+                row["link"],
+                f"{row['gbytes_per_s']:g}",
+                format_seconds(row["transfer_s"]),
+                format_seconds(row["prefill_s"]),
+                format_seconds(row["exposed_s"]),
+                row["verdict"],
+            )
+            for row in report["links"]
+        ),
+        right=("GB/s", "transfer", "prefill", "shows, layer by layer"),
+    )
