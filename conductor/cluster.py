@@ -306,13 +306,16 @@ class Cluster:
         """What an operator should know: "" when all is well."""
         return ""
 
+    def index_blocks(self) -> int:
+        """Entries of the index that look-ups are answered from now."""
+        return self.index.blocks()
+
     def stats(self) -> m.PoolStatsReply:
         """The whole pool's accounting, as nodes and workers last reported it."""
-        return self._stats(self.index.blocks(), {})
+        return self._stats({})
 
     def _stats(
         self,
-        index_blocks: int,
         counters: dict[str, float],
         *,
         index: str = "memory",
@@ -329,7 +332,7 @@ class Cluster:
                 m.WorkerInfo(worker.descriptor, worker.state, worker.report or IDLE)
                 for worker in self.workers
             ],
-            index_blocks,
+            self.index_blocks(),
             {name: float(value) for name, value in self.counters.items()}
             | self.engines.stats()
             | counters,

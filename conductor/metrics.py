@@ -83,7 +83,7 @@ class ConductorCollector(Collector):
             members.add_metric([kind, state], count)
         yield members
         yield GaugeMetricFamily(
-            "kvpool_index_blocks", "Blocks in the index", value=self._cluster.index.blocks()
+            "kvpool_index_blocks", "Blocks in the index", value=self._cluster.index_blocks()
         )
         yield GaugeMetricFamily(
             "kvpool_active_requests", "Requests in work", value=self._gateway.active

@@ -98,6 +98,9 @@ class SharedCluster(Cluster):
         away_s = time.monotonic() - self.link.down_since
         return f"Redis is down since {away_s:.0f} s, going on from what is held here: {self.link.why_down}"
 
+    def index_blocks(self) -> int:
+        return self.shared.blocks() if self.link.is_up else self.index.blocks()
+
     def stats(self) -> m.PoolStatsReply:
         counters = {
             "redis_up": float(self.link.is_up),
@@ -105,7 +108,6 @@ class SharedCluster(Cluster):
             "redis_unshared_members": float(len(self._unshared)),
         }
         return self._stats(
-            self.shared.blocks() if self.link.is_up else self.index.blocks(),
             counters,
             index="redis",
             notice=self.notice(),

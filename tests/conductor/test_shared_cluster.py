@@ -94,6 +94,7 @@ async def test_a_member_of_one_conductor_is_a_member_of_the_other(two: Two) -> N
     two.a.worker_heartbeat(m.WorkerHeartbeat("w", 1, load))
     await two.tick()
     assert (await two.b.answer_lookup(look())).found == len(CHAIN)
+    assert two.b.index_blocks() == two.b.stats().index_blocks == len(CHAIN)
     assert two.b.view().workers["w"].load == load
     assert two.b.node_list().nodes[0].descriptor == node().descriptor
 
