@@ -70,6 +70,7 @@ class Cluster:
         self.watches = Watches()  # over calls to nodes and workers
         self.policy = policy
         self.counters: Counter[str] = Counter()
+        self.isolated_tenants: frozenset[str] = frozenset()  # their blocks stand in their own nodes
         self.clock = clock
         self._started = now
         self._config = config
@@ -299,6 +300,8 @@ class Cluster:
             for tier in node.report.tiers if node.report else ():
                 if tier.tier == "dram":
                     free, capacity = tier.free_bytes, tier.capacity_bytes
+            if not principal.sees_all and not self.is_open_to(node.descriptor, principal.tenant):
+                continue
             infos.append(m.NodeInfo(node.descriptor, node.state, free, capacity, age_s))
         return m.NodesReply(infos)
 
@@ -347,14 +350,24 @@ class Cluster:
         if principal.sees_all:
             return stats
         own = {worker.member_id for worker in self.workers_of(principal)}
+        nodes = {
+            node.member_id
+            for node in self.nodes.members()
+            if self.is_open_to(node.descriptor, principal.tenant)
+        }
         return msgspec.structs.replace(
             stats,
-            nodes=[m.visible_stats(node, principal.sees_all) for node in stats.nodes],
+            nodes=[m.visible_stats(node, False) for node in stats.nodes if node.node_id in nodes],
+            node_states={k: state for k, state in stats.node_states.items() if k in nodes},
             workers=[info for info in stats.workers if info.descriptor.worker_id in own],
             index_blocks=0,
             counters={},
             conductors=[],
         )
+
+    def is_open_to(self, node: m.NodeDescriptor, tenant: str) -> bool:
+        """Whether blocks of this tenant may stand there, and its clients know how to reach that node."""
+        return node.tenant == (tenant if tenant in self.isolated_tenants else "")
 
     def workers_of(self, principal: Principal) -> list[Member[m.WorkerDescriptor, m.WorkerLoad]]:
         """The workers that the principal may know of: those of its tenant."""
@@ -366,8 +379,8 @@ class Cluster:
 
     # ------------------------------------------------------------ for the scheduler
 
-    def view(self) -> ClusterView:
-        """The cluster as a decision may see it now."""
+    def view(self, tenant: str | None = None) -> ClusterView:
+        """The cluster as a decision may see it now; with the nodes of one tenant, or of all."""
         workers = {
             worker.member_id: WorkerView(
                 worker.member_id,
@@ -395,6 +408,7 @@ class Cluster:
                 sum(t.queued_read_bytes for t in prices.tiers(node.report)),
             )
             for node in self.nodes
+            if tenant is None or self.is_open_to(node.descriptor, tenant)
         }
         return ClusterView(workers, nodes, self.cost, self.in_flight, self.policy)
 
@@ -410,9 +424,10 @@ class Cluster:
             return 0.0
         return prices.worthwhile_s(self.cost, self.nodes, worker, namespace, tokens, segments)
 
-    def live_nodes(self) -> list[m.NodeDescriptor]:
-        """Descriptors of the nodes whose blocks may be read."""
-        return [node.descriptor for node in self.nodes.readable()]
+    def live_nodes(self, tenant: str) -> list[m.NodeDescriptor]:
+        """Descriptors of the nodes where a tenant's blocks may be read."""
+        nodes = (node.descriptor for node in self.nodes.readable())
+        return [node for node in nodes if self.is_open_to(node, tenant)]
 
     def sweep(self) -> None:
         """Suspect the silent, forget the dead, end vain waits, free memory in slices.

@@ -219,7 +219,7 @@ class Gateway:
         namespace_id = job.namespace.namespace_id
         found = await self.cluster.find(namespace_id, job.hashes) if job.pool == "on" else None
         # Nothing is awaited from here on: the decision is about the cluster as it is now.
-        view = self.cluster.view()
+        view = self.cluster.view(job.namespace.tenant)
         hosts = {worker.host for worker in view.workers.values()}
         segments = {host: found.segments(host) for host in hosts} if found else {}
         job.found_blocks = max((sum(s.count for s in run) for run in segments.values()), default=0)
@@ -337,7 +337,7 @@ class Gateway:
             bytes(token_bytes(tokens)),
             pack_hashes(job.hashes),
             segments,
-            self.cluster.live_nodes(),
+            self.cluster.live_nodes(job.namespace.tenant),
             sampling,
             left_s,
             use_pool=job.pool == "on",

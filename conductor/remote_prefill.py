@@ -85,7 +85,7 @@ class RemotePrefill:
             bytes(token_bytes(job.prompt)),
             pack_hashes(job.hashes),
             reuse,
-            self._cluster.live_nodes(),
+            self._cluster.live_nodes(job.namespace.tenant),
             grant,
             within_s,
             self._cluster.worthwhile_s(prefiller, job.namespace, len(job.prompt), reuse),

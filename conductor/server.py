@@ -115,6 +115,8 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
         before_step=gateway.judge_overdue,
     )
     security.gate.find_namespace = cluster.namespaces.get
+    if security.gate.tokens is not None:
+        cluster.isolated_tenants = security.gate.tokens.isolated_tenants
     engine_servers = EngineServers(
         cluster,
         gateway.links,

@@ -106,12 +106,17 @@ class Tokens:
             if hmac.compare_digest(known, digest):
                 found = principal
         if found is None:
-            raise Unauthenticated(
-                "this token is not known here" if token else "a token is needed here",
-                hint="Authorization: Bearer TOKEN over HTTP and gRPC, else client.token; "
-                "`kvpool token create` makes one",
-            )
+            raise unknown_token(is_given=bool(token))
         return found
+
+
+def unknown_token(*, is_given: bool = True) -> Unauthenticated:
+    """What a server says of a token that is nobody's, or of none."""
+    return Unauthenticated(
+        "this token is not known here" if is_given else "a token is needed here",
+        hint="Authorization: Bearer TOKEN over HTTP and gRPC, else client.token; "
+        "`kvpool token create` makes one",
+    )
 
 
 def token_digest(token: str) -> bytes:

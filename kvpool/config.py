@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import SecretStr, ValidationError
+from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -54,6 +54,7 @@ __all__ = [
     "Override",
     "Settings",
     "WorkerConfig",
+    "as_environment",
     "load_settings",
     "parse_bytes",
     "parse_override",
@@ -84,6 +85,25 @@ class LoadedSettings:
 
     settings: Settings
     provenance: dict[str, str]
+
+
+def as_environment(section: str, config: BaseModel) -> dict[str, str]:
+    """Variables from which `load_settings` makes `config` again, secrets in the clear: for a child process."""
+    return {f"{ENV_PREFIX}{section}__{name}".upper(): _as_text(value) for name, value in config}
+
+
+def _as_text(value: object) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    if isinstance(value, dict):
+        return ",".join(f"{key}={_as_text(item)}" for key, item in value.items())
+    return str(value)
 
 
 def parse_override(text: str) -> Override:

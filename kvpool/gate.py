@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvpool.auth import ANYBODY, NOBODY, Principal, Scope, Tokens
+from kvpool.auth import ANYBODY, NOBODY, Principal, Scope, Tokens, unknown_token
 from kvpool.errors import Forbidden, Unauthenticated, UnknownNamespace, brief
 from kvpool.layout import Namespace
 from kvpool.scopes import MESSAGES, OF_TENANTS_WORKERS
@@ -30,10 +30,17 @@ class Gate:
 
     Args:
         tokens: those accepted; None: nobody is asked for one, and everybody may do everything.
+        keeps_apart: this server hands out ways to reach its memory: a tenant that is isolated gets in only where
+            the server is its own (`lent_to`), and there nobody else does.
+        lent_to: the tenant whose blocks alone this server may hold; "": those of all who are not isolated.
     """
 
-    def __init__(self, tokens: Tokens | None = None) -> None:
+    def __init__(
+        self, tokens: Tokens | None = None, *, keeps_apart: bool = False, lent_to: str = ""
+    ) -> None:
         self.tokens = tokens
+        self._keeps_apart = keeps_apart
+        self._lent_to = lent_to
         # By id, the namespaces that this server knows; a server without any refuses nothing by them.
         self.find_namespace: Callable[[bytes], Namespace | None] = lambda _id: None
         # What a client calls a namespace whose tenant it left out, and what it is called here.
@@ -43,9 +50,9 @@ class Gate:
         """Whose token this is.
 
         Raises:
-            Unauthenticated: nobody's, and one is needed.
+            Unauthenticated: nobody's, and one is needed; or of a tenant that has no business here.
         """
-        return ANYBODY if self.tokens is None else self.tokens.authenticate(token)
+        return ANYBODY if self.tokens is None else self._neighbour(self.tokens.authenticate(token))
 
     def authenticate_header(self, value: str) -> Principal:
         """Whose token stands in the value of an `Authorization` header ("" when there is none).
@@ -58,7 +65,20 @@ class Gate:
         kind, _, token = value.partition(" ")
         if value and kind.lower() != "bearer":
             raise Unauthenticated("the Authorization header is not of kind Bearer")
-        return self.tokens.authenticate(token.strip())
+        return self._neighbour(self.tokens.authenticate(token.strip()))
+
+    def _neighbour(self, principal: Principal) -> Principal:
+        """The principal, unless it must not even learn how to reach this server's memory."""
+        if self._keeps_apart and not principal.sees_all and not self.may_hold(principal.tenant):
+            raise unknown_token()
+        return principal
+
+    def may_hold(self, tenant: str) -> bool:
+        """Whether blocks of this tenant may stand here."""
+        if not self._keeps_apart:
+            return True
+        isolated = self.tokens.isolated_tenants if self.tokens is not None else frozenset()
+        return self._lent_to == (tenant if tenant in isolated or self._lent_to == tenant else "")
 
     def admit(self, request: T, principal: Principal) -> T:
         """The request as the handler shall get it: its namespace is one of the principal's tenant.
@@ -72,6 +92,8 @@ class Gate:
         kind = type(request)
         require(MESSAGES.get(kind, Scope.ADMIN), principal, kind.__name__)
         if principal.sees_all:
+            if isinstance(request, m.RegisterNamespace):
+                self._check_place(request.namespace)
             return request
         if isinstance(request, m.RegisterNamespace):
             own: Any = m.RegisterNamespace(self._registered(request.namespace, principal))
@@ -92,6 +114,14 @@ class Gate:
         if own != given:
             return msgspec.structs.replace(request, namespace_id=own)
         return request
+
+    def _check_place(self, namespace: Namespace) -> None:
+        """Whoever it is that asks: what is isolated stands apart."""
+        if not self.may_hold(namespace.tenant):
+            raise Forbidden(
+                "blocks of this namespace do not stand in this node's memory",
+                hint="isolated tenants have nodes of their own: see kvpool stats",
+            )
 
     def own_namespace(self, namespace_id: bytes, principal: Principal) -> bytes:
         """The id here of what a tenant calls `namespace_id`.

@@ -159,6 +159,7 @@ class GrpcServer:
 def quiet_grpc() -> None:
     """Keep the C core's own log off stderr, unless the user asked for it."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")  # we start processes, and fork none
 
 
 def hashes_from(values: Sequence[bytes], limit: int = 65_536) -> list[bytes]:

@@ -80,6 +80,7 @@ ROUTES: dict[tuple[str, str], Scope | None] = {
     ("GET", "/v1/models"): READ,
     ("GET", "/v1/scaling"): Scope.METRICS,  # for autoscalers
     ("GET", "/v1/nodes"): READ,
+    ("GET", "/v1/requests"): READ,
     ("GET", "/v1/requests/{request_id}"): READ,
 }
 

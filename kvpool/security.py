@@ -34,11 +34,14 @@ class Security:
     credentials: Credentials
 
 
-def secure(config: ServerConfig, section: str) -> Security:
+def secure(
+    config: ServerConfig, section: str, *, keeps_apart: bool = False, lent_to: str = ""
+) -> Security:
     """Read the files that a server's settings name, and see that it is safe to listen.
 
     Args:
         section: of the settings, for messages: "node".
+        keeps_apart, lent_to: see `Gate`.
 
     Raises:
         ConfigError: it would listen beyond this machine without tokens, or a file cannot be used.
@@ -54,7 +57,8 @@ def secure(config: ServerConfig, section: str) -> Security:
     tls = None
     if config.tls_cert is not None and config.tls_key is not None:
         tls = ServerTls(config.tls_cert, config.tls_key, config.tls_client_ca)
-    return Security(Gate(tokens), tls, tls.context() if tls else None, credentials_of(config))
+    gate = Gate(tokens, keeps_apart=keeps_apart, lent_to=lent_to)
+    return Security(gate, tls, tls.context() if tls else None, credentials_of(config))
 
 
 def is_loopback(host: str) -> bool:

@@ -468,6 +468,15 @@ class NodeConfig(ServerConfig):
     )
     data_dir: OptionalPath = Field(None, description="what survives a restart; None: nothing does")
     runtime_dir: OptionalPath = Field(None, description="sockets; None: a temporary one")
+    tenant: str = Field(
+        "", max_length=512, description="lend everything to this tenant alone; needs tokens_path"
+    )
+    isolated_dram_bytes: Bytes = Field(
+        256 * MIB,
+        ge=0,
+        le=64 * TIB,
+        description="DRAM that each isolated tenant gets here beside dram_bytes, in a process of its own; 0: none",
+    )
     transports: Transports = ("shm", "nixl")
     lease_s: Seconds = Field(30.0, description="longest lease that is granted")
     reservation_s: Seconds = Field(60.0, description="longest reservation that is granted")

@@ -10,7 +10,7 @@ import mmap
 import os
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,13 +19,15 @@ import numpy.typing as npt
 import structlog
 
 from kvpool.errors import ConfigError, KvpoolError, NoSharedMemory
-from kvpool.transports.shm import ArenaHandout
+from kvpool.transports.shm import ArenaHandout, ArenaRequest
 from kvpool.wire.server import remove_stale_socket
 from tiers import pages
 from tiers.pages import PAGE_BYTES, HugePages
 
 log = structlog.get_logger(__name__)
 
+ASK_TIMEOUT_S = 1.0
+MAX_REQUEST_BYTES = 4096
 HEADROOM_BYTES = 256 << 20  # left to the rest of the machine
 
 
@@ -135,9 +137,21 @@ def _check_room(size_bytes: int) -> None:
 
 
 class ArenaServer:
-    """Hands the arenas' file descriptors to processes of the same user, over a Unix socket."""
+    """Hands the arenas' file descriptors to processes of the same user, over a Unix socket.
 
-    def __init__(self, path: str, node_id: str, epoch: int, arenas: Sequence[Arena]) -> None:
+    Args:
+        check: raises a `KvpoolError` for a token whose holder shall not have them.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        node_id: str,
+        epoch: int,
+        arenas: Sequence[Arena],
+        check: Callable[[str], object] = lambda _token: None,
+    ) -> None:
+        self._check = check
         remove_stale_socket(path)
         self.path = path
         self._node_id = node_id
@@ -171,11 +185,15 @@ class ArenaServer:
                 return  # closed
             with link:
                 try:
-                    link.settimeout(1.0)
+                    link.settimeout(ASK_TIMEOUT_S)
+                    asked = msgspec.msgpack.decode(link.recv(MAX_REQUEST_BYTES), type=ArenaRequest)
+                    self._check(asked.token)
                     with self._lock:
                         socket.send_fds(link, [self._handout], self._fds)
                 except OSError as error:
                     log.warning("a client left before it had the memory", error=str(error))
+                except (msgspec.DecodeError, KvpoolError) as error:
+                    log.warning("a client does not get the memory", error=str(error))
 
     def close(self) -> None:
         """Stop and remove the socket."""

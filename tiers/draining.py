@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from kvpool.client.placement import rank_nodes
+from kvpool.client.placement import open_to, rank_nodes
 from kvpool.credentials import NO_CREDENTIALS, Credentials
 from kvpool.errors import Draining, InvalidArgument, KvpoolError
 from kvpool.hashing import pack_hashes
@@ -269,7 +269,8 @@ class Drainer:
         except KvpoolError as error:
             log.warning("cannot ask the conductor for nodes", error=str(error))
             return None
-        ranked = rank_nodes(reply.nodes, key)
+        tenant = self._describe().tenant  # all blocks here are its, or none is an isolated one's
+        ranked = rank_nodes(open_to(reply.nodes, tenant), key)
         return next(
             (
                 info.descriptor

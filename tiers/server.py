@@ -32,6 +32,7 @@ from tiers.arenas import ArenaSet, arena_unit, make_arena, make_arenas
 from tiers.device_arena import HBM_ARENA_ID, DeviceArena
 from tiers.devices import Devices, open_devices
 from tiers.draining import Drainer
+from tiers.lent import LentNodes
 from tiers.metrics import NodeCollector
 from tiers.mover import Mover
 from tiers.nixl_target import NixlTarget
@@ -56,6 +57,7 @@ async def run_node(config: NodeConfig, ready: Ready, stop: asyncio.Event) -> Non
     quiet_grpc()
     async with contextlib.AsyncExitStack() as stack:
         node = await _Node(config, stack).start()
+        await node.lend()
         ready(node.facts())
         log.info("node ready", **node.facts())
         ended = asyncio.Event()
@@ -77,7 +79,13 @@ class _Node:
     def __init__(self, config: NodeConfig, stack: contextlib.AsyncExitStack) -> None:
         self._config = config
         self._stack = stack
-        self._security = secure(config, "node")
+        self._security = secure(config, "node", keeps_apart=True, lent_to=config.tenant)
+        tokens = self._security.gate.tokens
+        self._isolated = tokens.isolated_tenants if tokens is not None else frozenset()
+        if config.tenant and config.tenant not in self._isolated:
+            raise ConfigError(
+                "node.tenant names no isolated tenant", hint="see the tokens in node.tokens_path"
+            )
         self.tasks: list[asyncio.Task[None]] = []
         self._reporter: Reporter | None = None
         self._handout: ArenaServer | None = None
@@ -130,12 +138,17 @@ class _Node:
         if devices is not None:
             count = devices.recover_into(store, time.monotonic())
             log.info("recovered blocks from NVMe", parts=count, devices=devices.states())
+            self._drop_isolated(store)
             service.on_namespace.append(mover.keep_namespace)
         shm_path = ""
         if "shm" in config.transports:
             shm_path = str(runtime / f"arena-{identity.epoch}.sock")
             self._handout = ArenaServer(
-                shm_path, identity.node_id, identity.epoch, tuple(arenas.values())
+                shm_path,
+                identity.node_id,
+                identity.epoch,
+                tuple(arenas.values()),
+                self._security.gate.authenticate,
             )
             stack.callback(self._handout.close)
         target = self._target = self._start_nixl(arenas, service)
@@ -181,6 +194,7 @@ class _Node:
                 for name in config.transports
                 if (name == "shm" and shm_path) or (name == "nixl" and target)
             ],
+            config.tenant,
         )
         self.tasks.append(asyncio.create_task(mover.run(), name="mover"))
         if config.conductor is not None:
@@ -191,6 +205,15 @@ class _Node:
             self.tasks.append(asyncio.create_task(self._reporter.run(), name="reporter"))
         return self
 
+    async def lend(self) -> None:
+        """Start the nodes of the isolated tenants, unless this is one of them."""
+        config = self._config
+        if config.tenant or not self._isolated or not config.isolated_dram_bytes:
+            return
+        lent = LentNodes(config, self._identity.node_id, self._isolated)
+        self.tasks += await lent.start()
+        self._stack.push_async_callback(lent.stop)
+
     def _beside(self, service: NodeService, arenas: ArenaSet, wire: WireServer) -> None:
         """The parts that work beside the service: copies from other nodes, prefetch, resizing, draining."""
         config, identity = self._config, self._identity
@@ -198,6 +221,7 @@ class _Node:
             f"copies-{identity.node_id}-{identity.epoch}",
             forced=config.transports[0] if len(config.transports) == 1 else "auto",
             loopback_only=is_loopback(config.host),
+            token=config.token.get_secret_value(),
         )
         replicator = self._replicator = Replicator(
             identity.node_id,
@@ -331,6 +355,17 @@ class _Node:
         )
         self._stack.callback(devices.close)
         return devices
+
+    def _drop_isolated(self, store: Store) -> None:
+        """What was stored before its tenant was isolated shall not come back into memory that others reach."""
+        foreign = {
+            namespace.namespace_id
+            for namespace in store.namespaces()
+            if not self._security.gate.may_hold(namespace.tenant)
+        }
+        for namespace_id, _, block_hash in list(store.snapshot() if foreign else ()):
+            if namespace_id in foreign:
+                store.drop(namespace_id, block_hash, "isolated", time.monotonic())
 
     def _start_nixl(self, arenas: ArenaSet, service: NodeService) -> NixlTarget | None:
         if "nixl" not in self._config.transports:

@@ -23,7 +23,7 @@ from kvpool.client.deadlines import time_left
 from kvpool.client.misses import Misses
 from kvpool.client.node_link import NodeLink
 from kvpool.client.pinning import PinnedBlocks
-from kvpool.client.placement import choose_nodes
+from kvpool.client.placement import choose_nodes, open_to
 from kvpool.client.reading import ChainReader, GetResult
 from kvpool.client.writing import ChainWriter, PutResult
 from kvpool.credentials import NO_CREDENTIALS, Credentials
@@ -93,6 +93,7 @@ class AsyncPool:
             f"client-{self.client_id}-{next(_pool_numbers)}",
             forced=transport,
             loopback_only=loopback,
+            token=credentials.token,
         )
         self._credentials = credentials
         self._conductor = (
@@ -670,7 +671,7 @@ class AsyncPool:
         return self.link_to(await self._only_node.call(m.Describe(), time_left(deadline)))
 
     async def places(
-        self, node_id: str | None, key: bytes, deadline: float
+        self, namespace: Namespace, node_id: str | None, key: bytes, deadline: float
     ) -> AsyncIterator[NodeLink]:
         """The nodes to try for a write, in order."""
         if node_id is not None:
@@ -678,7 +679,8 @@ class AsyncPool:
         elif self._conductor is None:
             yield await self._the_node(deadline)
         else:
-            nodes = await self.nodes(timeout_s=time_left(deadline))
+            known = await self.nodes(timeout_s=time_left(deadline))
+            nodes = open_to(known, namespace.tenant)
             for info in choose_nodes(nodes, key, prefer_host=self.host_label):
                 yield self.link_to(info.descriptor)
 

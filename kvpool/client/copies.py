@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvpool.client.deadlines import time_left
 from kvpool.client.node_link import NodeLink
-from kvpool.client.placement import replica_targets
+from kvpool.client.placement import open_to, replica_targets
 from kvpool.errors import KvpoolError
 from kvpool.hashing import pack_hashes
 from kvpool.layout import Namespace
@@ -126,6 +126,7 @@ async def add_replicas(
         nodes = await pool.nodes(timeout_s=time_left(deadline))
     except KvpoolError as error:
         return 0, {"": error.code}
+    nodes = open_to(nodes, holder.node.tenant or namespace.tenant)
     waiting = replica_targets(nodes, hashes[0], holder_id=holder.node.node_id)
     while standing < wanted and waiting and time.monotonic() < deadline:
         batch = [info.descriptor for info in waiting[: wanted - standing]]

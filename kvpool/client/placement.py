@@ -39,6 +39,12 @@ def rank_nodes(nodes: Sequence[NodeInfo], key: bytes) -> list[NodeInfo]:
     return sorted(live, key=lambda n: (-_score(n, key), n.descriptor.node_id))
 
 
+def open_to(nodes: Sequence[NodeInfo], tenant: str) -> list[NodeInfo]:
+    """The nodes that may hold blocks of a tenant: its own where it has any, else those of everybody."""
+    own = [node for node in nodes if tenant and node.descriptor.tenant == tenant]
+    return own or [node for node in nodes if not node.descriptor.tenant]
+
+
 def choose_nodes(nodes: Sequence[NodeInfo], key: bytes, *, prefer_host: str = "") -> list[NodeInfo]:
     """Live nodes in the order in which to try them for a write: those on `prefer_host` first."""
     ranked = rank_nodes(nodes, key)

@@ -147,7 +147,9 @@ class ChainWriter:
     async def _reserve_anywhere(self, node_id: str | None) -> tuple[NodeLink, Reservation]:
         """Reserve the first part at the first node that does not drain or prove gone."""
         error: KvpoolError = Unavailable("the pool has no live node", hint="start one: kvpool node")
-        async for link in self._pool.places(node_id, self._hashes[0], self._deadline):
+        async for link in self._pool.places(
+            self._namespace, node_id, self._hashes[0], self._deadline
+        ):
             try:
                 return link, await self._reserve(link, 0)
             except Unavailable as why:  # nothing was written: another node is as good

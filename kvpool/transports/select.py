@@ -28,16 +28,22 @@ class Transports:
         forced: "auto" takes shared memory on the same host and NIXL elsewhere; another name allows that
             transport alone, and a node that it cannot reach is an error, never a silent fallback.
         loopback_only: keep UCX on the loopback interface.
+        token: shown to nodes that hand out their memory.
     """
 
     def __init__(
-        self, agent_name: str, *, forced: TransportName = "auto", loopback_only: bool = True
+        self,
+        agent_name: str,
+        *,
+        forced: TransportName = "auto",
+        loopback_only: bool = True,
+        token: str = "",
     ) -> None:
         self._forced = forced
         self._lock = threading.Lock()
         self._made: dict[str, Transport] = {}
         self._makers: dict[str, Callable[[], Transport]] = {
-            "shm": ShmTransport,
+            "shm": lambda: ShmTransport(token),
             "nixl": lambda: NixlTransport(agent_name, loopback_only=loopback_only),
         }
 

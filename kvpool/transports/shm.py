@@ -34,6 +34,12 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 MAX_ARENAS = 64
 
 
+class ArenaRequest(Reply, frozen=True):
+    """What a client sends first."""
+
+    token: str
+
+
 class ArenaHandout(Reply, frozen=True):
     """What the node sends along with the file descriptors, in their order."""
 
@@ -65,7 +71,8 @@ class ShmTransport(Transport):
     quick_bytes = 512 << 10  # 40 us at 12 GB/s
     can_sum_in_place = True
 
-    def __init__(self) -> None:
+    def __init__(self, token: str = "") -> None:
+        self._token = token
         self._attached: dict[str, _Attached] = {}
         self._lock = threading.Lock()
 
@@ -156,7 +163,7 @@ class ShmTransport(Transport):
             if not _has(attached, node, arena_ids):
                 is_same_life = attached is not None and attached.epoch == node.epoch
                 known = attached.arenas if attached is not None and is_same_life else {}
-                attached = self._attached[node.node_id] = _map_arenas(node, known)
+                attached = self._attached[node.node_id] = _map_arenas(node, known, self._token)
                 fresh = [arena for key, arena in attached.arenas.items() if key not in known]
                 threading.Thread(
                     target=_populate, args=(fresh,), name="kvpool-populate", daemon=True
@@ -196,18 +203,21 @@ def _populate(arenas: Sequence[_Mapped]) -> None:
                 return  # an older kernel: pages come when they are used
 
 
-def _map_arenas(node: NodeDescriptor, known: Mapping[int, _Mapped]) -> _Attached:
+def _map_arenas(node: NodeDescriptor, known: Mapping[int, _Mapped], token: str) -> _Attached:
     """Everything that the node hands out now; what is known (of this life of the node) stays where it is."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
             link.settimeout(ATTACH_TIMEOUT_S)
             link.connect(node.shm_path)
+            link.sendall(msgspec.msgpack.encode(ArenaRequest(token)))
             data, fds, _, _ = socket.recv_fds(link, 65536, MAX_ARENAS)
     except OSError as error:
         raise TransferFailed(
             f"cannot map the memory of node {node.node_id}: {error}",
             hint="it runs as another user, or has just stopped",
         ) from error
+    if not data:
+        raise TransferFailed(f"node {node.node_id} does not lend its memory to this client")
     try:
         handout = msgspec.msgpack.decode(data, type=ArenaHandout)
         if (handout.node_id, handout.epoch) != (node.node_id, node.epoch):

@@ -81,6 +81,7 @@ class NodeDescriptor(Reply, frozen=True):
     nixl_agent: str = ""
     nixl_metadata: bytes = b""
     transports: list[str] = []  # offered, best first, e.g. ["shm", "nixl", "inline"]
+    tenant: str = ""  # whose memory it lends alone; "": that of all who are not isolated
 
 
 class Describe(Message, frozen=True):

@@ -230,3 +230,55 @@ def test_only_internal_processes_reserve_for_others_and_only_for_their_tenant_jo
         else:
             with pytest.raises(Forbidden, match=r"worker\.tenant"):
                 gate.admit(m.WorkerJoin(descriptor), worker)
+
+
+# ---------------------------------------------------------------- isolated tenants
+
+
+def _isolating(lent_to: str) -> Gate:
+    lines = [
+        token_line("token-vault", "vault", "vault", [WRITE], is_isolated=True),
+        token_line("token-safe", "safe", "safe", [WRITE], is_isolated=True),
+        token_line("token-a", "a", "a", [WRITE]),
+        token_line("token-node", "node", EVERY_TENANT, [INTERNAL]),
+    ]
+    known = parse_tokens(yaml.safe_load("\n".join(lines)), "test")
+    return Gate(known, keeps_apart=True, lent_to=lent_to)
+
+
+@pytest.mark.parametrize(
+    ("lent_to", "welcome"), [("", {"a", "node"}), ("vault", {"vault", "node"})]
+)
+def test_a_server_that_lends_memory_lets_in_whose_it_is(lent_to: str, welcome: set[str]) -> None:
+    gate = _isolating(lent_to)
+    for name in ("vault", "safe", "a", "node"):
+        for attempt in (
+            lambda name=name: gate.authenticate(f"token-{name}"),
+            lambda name=name: gate.authenticate_header(f"Bearer token-{name}"),
+        ):
+            if name in welcome:
+                assert attempt().name == name
+            else:
+                with pytest.raises(Unauthenticated):
+                    attempt()
+
+
+@pytest.mark.parametrize(("lent_to", "held"), [("", {"", "a", "unheard-of"}), ("vault", {"vault"})])
+def test_nobody_registers_a_namespace_where_its_blocks_must_not_stand(
+    lent_to: str, held: set[str]
+) -> None:
+    gate = _isolating(lent_to)
+    node = gate.authenticate("token-node")
+    for tenant in ("", "a", "unheard-of", "vault", "safe"):
+        request = m.RegisterNamespace(msgspec.structs.replace(A, tenant=tenant))
+        if tenant in held:
+            assert gate.admit(request, node) is request
+        else:
+            with pytest.raises(Forbidden):
+                gate.admit(request, node)
+
+
+def test_other_servers_let_isolated_tenants_in() -> None:
+    lines = [token_line("token-vault", "vault", "vault", [WRITE], is_isolated=True)]
+    gate = Gate(parse_tokens(yaml.safe_load("\n".join(lines)), "test"))
+    assert gate.authenticate("token-vault").is_isolated

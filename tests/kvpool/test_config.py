@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvpool.config import (
     LoadedSettings,
     Override,
+    as_environment,
     load_settings,
     parse_bytes,
     parse_override,
@@ -394,3 +395,31 @@ def test_addresses_are_split() -> None:
     for bad in ("a", "a:", ":1", "a:0", "a:65536", "a:x", "::1:7800", ""):
         with pytest.raises(ValueError, match=r"host:port|brackets"):
             split_address(bad)
+
+
+def test_settings_survive_the_way_to_a_child_process(tmp_path: Path) -> None:
+    config = NodeConfig(
+        node_id="n",
+        token="kvp_secret",
+        quotas={"acme": 0.25, "bolt": 1 << 20},
+        nvme_directories=(tmp_path / "a", tmp_path / "b"),
+        nvme_bytes=1 << 30,
+        conductor=None,
+        drain_on_stop=True,
+        transports=("shm",),
+    )
+    for expected in (config, NodeConfig()):
+        env = as_environment("node", expected)
+        assert load_settings(None, env, directory=tmp_path).settings.node == expected
+
+
+@pytest.mark.parametrize("section", ["client", "node", "worker", "conductor"])
+def test_a_token_is_never_shown(section: str, tmp_path: Path) -> None:
+    name = f"KVPOOL_{section.upper()}__TOKEN"
+    loaded = load_settings(None, {name: "kvp_secret"}, directory=tmp_path)
+    assert "kvp_secret" not in f"{shown(loaded.settings)} {loaded}"
+    assert shown(loaded.settings)[section]["token"] == "***"
+    both = {name: "kvp_secret", f"KVPOOL_{section.upper()}__TLS_CERT": "x.pem"}
+    with pytest.raises(ConfigError) as caught:
+        load_settings(None, both, directory=tmp_path)
+    assert "kvp_secret" not in str(caught.value)

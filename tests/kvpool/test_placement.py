@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
 import pytest
 
 from kvpool.client.placement import (
     RAMP_S,
     choose_nodes,
+    open_to,
     rank_nodes,
     replica_targets,
     weight,
@@ -92,3 +94,14 @@ def test_copies_go_to_hosts_without_one_first() -> None:
         ]
         assert {order[0], order[1]} in ({"other", "third"}, {"twin", "third"})
         assert set(order) == {"beside", "other", "twin", "third"}
+
+
+def test_a_tenant_with_nodes_of_its_own_writes_there_and_others_never_do() -> None:
+    shared, own = node("shared"), node("own")
+    own = msgspec.structs.replace(
+        own, descriptor=msgspec.structs.replace(own.descriptor, tenant="vault")
+    )
+    assert open_to([shared, own], "vault") == [own]
+    for tenant in ("", "acme"):
+        assert open_to([shared, own], tenant) == [shared]
+    assert open_to([shared], "vault") == [shared]  # which refuses, if the tenant is isolated
