@@ -117,7 +117,7 @@ class Answer:
                 self._result.stop()
             yield piece
         finally:
-            self._metrics.observe(self._result)
+            self._metrics.observe(self._result, len(self._job.prompt))
 
     def _text_of(self, chunk: m.GenerateChunk) -> str:
         """Text that became certain, made here or by the engine."""
@@ -150,6 +150,7 @@ class Answer:
             "ttft_s": result.ttft_s,
             "tpot_s": result.tpot_s,
             "phases": result.phases,
+            "tokens_by_tier": result.tokens_by_tier,
             "bytes_read": result.bytes_read,
             "bytes_written": result.bytes_written,
             "verified_blocks": result.verified_blocks,

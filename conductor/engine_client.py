@@ -146,7 +146,10 @@ class EngineClient:
         seconds = time.monotonic() - started
         cached = min(answer.usage.cached if answer.usage else 0, len(tokens))
         phases = self._prefilled(len(tokens) - cached, seconds, is_alone)
-        return m.PrefillReply(cached, len(tokens) - cached, 0, phases, {}, {})
+        by_tier = {"engine": cached} if cached else {}
+        return m.PrefillReply(
+            *(cached, len(tokens) - cached, 0, phases, {}, {}), tokens_by_tier=by_tier
+        )
 
     async def stream(
         self, request: m.Generate, timeout_s: float
@@ -240,7 +243,10 @@ class EngineClient:
 
     @staticmethod
     def _report(reason: str, tokens: int, cached: int, phases: dict[str, float]) -> m.GenerateReply:
-        return m.GenerateReply(reason, 0, cached, tokens - cached, "", dict(phases), {}, 0)
+        by_tier = {"engine": cached} if cached else {}
+        return m.GenerateReply(
+            *(reason, 0, cached, tokens - cached, "", dict(phases), {}, 0), tokens_by_tier=by_tier
+        )
 
     def _prefilled(self, computed: int, seconds: float, is_alone: bool) -> dict[str, float]:
         """What a prefill took. With others beside it the wait for them is in it: then it says little."""

@@ -125,7 +125,8 @@ class Gateway:
         try:
             result.decision = decision
             now = self.cluster.clock()
-            result.phases["admission_wait"] = max(0.0, now - (job.received_at or now))
+            waited_s = max(0.0, now - (job.received_at or now))
+            result.phases = {"admission_wait": waited_s, "request_queue_wait": waited_s}
             await self._recorder.decided(job, result, decision)
         except BaseException:
             self.release(job)
@@ -401,7 +402,8 @@ class Gateway:
         """Feed what was measured to the cost model."""
         cost = self.cluster.cost
         if phases.get("prefill_compute_time"):
-            cost.observe_prefill(worker_id, computed, reused, phases["prefill_compute_time"])
+            prefill_s = phases["prefill_compute_time"] + phases.get("kv_cache_pack_time", 0.0)
+            cost.observe_prefill(worker_id, computed, reused, prefill_s)
         if len(bytes_read) == 1 and phases.get("kv_cache_transfer_time"):
             [(transport, count)] = bytes_read.items()
             seconds = phases["kv_cache_transfer_time"] - phases.get("kv_cache_promotion_time", 0.0)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from conductor import phases
 from conductor.admission import Priority
 from conductor.misses import Miss
 from conductor.requests import Decision
@@ -67,7 +68,8 @@ class Result:
     tpot_s: float = 0.0
     verified_blocks: int = 0
     fallback_reason: str = ""
-    phases: dict[str, float] = field(default_factory=dict)
+    phases: dict[str, float] = field(default_factory=dict)  # seconds, see `conductor.phases`
+    tokens_by_tier: dict[str, int] = field(default_factory=dict)  # reused for the prompt
     bytes_read: dict[str, int] = field(default_factory=dict)
     bytes_written: dict[str, int] = field(default_factory=dict)
     is_prefilled_remotely: bool = False
@@ -107,6 +109,15 @@ class Result:
             for name, count in source.items():
                 target[name] = target.get(name, 0) + count
 
+    def take_prefill(self, reply: m.PrefillReply) -> None:
+        """Add what a prefill worker reports: what the decode worker reads then was no hit before."""
+        self.is_prefilled_remotely = True
+        self.prefill_reused_tokens = reply.reused_tokens
+        self.prefill_fallback = reply.fallback_reason
+        self.tokens_by_tier = dict(reply.tokens_by_tier)
+        self.add_bytes(reply.bytes_read, reply.bytes_written)
+        phases.add(self.phases, phases.of_prefill(reply.phases))
+
     def take(self, reply: m.GenerateReply) -> None:
         """Add what a decode worker reports, at its end or as it was when the reader left."""
         self.finish_reason = reply.finish_reason or self.finish_reason
@@ -114,7 +125,10 @@ class Result:
         self.local_tokens = reply.local_tokens
         self.computed_tokens = reply.computed_tokens
         self.verified_blocks += reply.verified_blocks
-        self.phases.update(reply.phases)
+        reported = phases.of_decode(reply.phases, is_prefilled_remotely=self.is_prefilled_remotely)
+        phases.add(self.phases, reported)
+        if not self.is_prefilled_remotely:
+            self.tokens_by_tier = dict(reply.tokens_by_tier)
         self.tpot_s = reply.phases.get("per_token_decode_time", self.tpot_s)
         self.add_bytes(reply.bytes_read, reply.bytes_written)
 

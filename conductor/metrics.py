@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -39,6 +39,12 @@ class RequestMetrics:
             buckets=LATENCY_BUCKETS,
             registry=registry,
         )
+        self._source = Counter(
+            "kvpool_prompt_tokens",
+            "Tokens of prompts by where their KV came from: a tier of the pool, the engine, or computed",
+            ["source"],
+            registry=registry,
+        )
         self._error = Histogram(
             "kvpool_prediction_error_ratio",
             "Predicted over measured: 1 is right, 2 is twice too much",
@@ -47,7 +53,7 @@ class RequestMetrics:
             registry=registry,
         )
 
-    def observe(self, result: Result) -> None:
+    def observe(self, result: Result, prompt_tokens: int) -> None:
         """Take in one request, however it ended."""
         decision = result.decision
         if decision is None or not result.ttft_s:
@@ -58,6 +64,10 @@ class RequestMetrics:
                 self._error.labels(what).observe(ratio)
         if result.tpot_s:
             self._tpot.observe(result.tpot_s)
+        for tier, tokens in result.tokens_by_tier.items():
+            self._source.labels(tier).inc(tokens)
+        computed = prompt_tokens - sum(result.tokens_by_tier.values())
+        self._source.labels("computed").inc(max(0, computed))
         for name, seconds in result.phases.items():
             self._phase.labels(name).observe(seconds)
 
@@ -94,6 +104,20 @@ class ConductorCollector(Collector):
         for priority, count in self._gateway.entrance.queue.by_priority().items():
             waiting.add_metric([priority], count)
         yield waiting
+        yield CounterMetricFamily(
+            "kvpool_goodput_requests",
+            "Requests that met both their objectives",
+            value=float(self._cluster.counters["goodput_requests"]),
+        )
+        decoding = GaugeMetricFamily(
+            "kvpool_decode_active_sequences",
+            "Sequences being decoded, as workers last reported",
+            labels=["worker"],
+        )
+        for worker in self._cluster.workers:
+            if worker.report is not None:
+                decoding.add_metric([worker.member_id], worker.report.decode_sequences)
+        yield decoding
         scaling = GaugeMetricFamily(
             "kvpool_instances",
             "Workers by role, as they are and as advised",

@@ -74,6 +74,7 @@ class Recorder:
             tuple(result.misses),
             ttft_error,
             tpot_error,
+            dict(result.tokens_by_tier),
         )
         self._request_log.ended(job.request_id, outcome)
         decision = result.decision
@@ -87,6 +88,8 @@ class Recorder:
             output_tokens=len(result.token_ids),
             ttft_s=round(result.ttft_s, 4),
             fallback=result.fallback_reason,
+            phases={name: round(seconds, 5) for name, seconds in result.phases.items()},
+            tokens_by_tier=result.tokens_by_tier,
             misses={miss.reason: miss.blocks for miss in result.misses},
         )
 

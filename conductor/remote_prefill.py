@@ -100,12 +100,7 @@ class RemotePrefill:
                 with contextlib.suppress(KvpoolError):
                     await self._links.to(target.descriptor.address).send(abort)
             raise
-        result.is_prefilled_remotely = True
-        result.prefill_reused_tokens = reply.reused_tokens
-        result.prefill_fallback = reply.fallback_reason
-        result.add_bytes(reply.bytes_read, reply.bytes_written)
-        for name, seconds in reply.phases.items():
-            result.phases[f"prefill:{name}"] = seconds
+        result.take_prefill(reply)
         result.phases["remote_prefill_time"] = time.monotonic() - started
         covered = dict.fromkeys(existing, target.member_id)
         if reply.committed_blocks:
@@ -131,9 +126,7 @@ class RemotePrefill:
             within_s,
         )
         reply: m.PrefillReply = await self._links.call_worker(prefiller, message, within_s)
-        result.prefill_reused_tokens = reply.reused_tokens
-        for name, seconds in reply.phases.items():
-            result.phases[f"prefill:{name}"] = seconds
+        result.take_prefill(reply)
         result.phases["remote_prefill_time"] = time.monotonic() - started
         until = time.monotonic() + STORED_WITHIN_S
         while True:

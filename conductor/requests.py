@@ -238,6 +238,7 @@ class Outcome:
     misses: tuple[Miss, ...] = ()  # why blocks were not reused
     ttft_error_ratio: float = 0.0  # predicted over measured; 0 when there is nothing to compare
     tpot_error_ratio: float = 0.0
+    tokens_by_tier: dict[str, int] = field(default_factory=dict)  # reused for the prompt
 
 
 @dataclass(slots=True)

@@ -44,7 +44,7 @@ class SequenceState:
 
     `kv_tokens` counts tokens whose KV stands in the engine, `loaded_tokens` those of them that came by
     `load_prefix`, `computed_tokens` those of the prompt that this engine computed. `seconds` adds up
-    wall time by phase: "load", "prefill", "decode".
+    wall time by phase: "load", "prefill", "decode", and "pack", which is a part of "prefill".
     """
 
     prompt: Tokens

@@ -155,7 +155,9 @@ class FakeEngine:
         for layer in range(layers):
             self._sleep(seconds / layers)
             if on_layer is not None and end > first:
+                packing = time.monotonic()
                 blocks = self._bytes(own.patterns[first:end], self._layout.layer_bytes)
+                _add(own, "pack", packing)
                 on_layer(LayerChunk(layer, first, blocks))
         own.kv_tokens += step
         own.computed_tokens += step

@@ -75,6 +75,7 @@ class PoolBlocks:
             progress.phases["kv_cache_promotion_time"] = result.waited_s
         progress.bytes_read = result.bytes_moved
         progress.verified_blocks = result.verified
+        progress.tiers = result.tiers
         progress.pool_tokens = result.found * layout.block_tokens
         if result.found < count:
             progress.fallback_reason = f"pool_read:{result.miss_reason}"

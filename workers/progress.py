@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -21,6 +22,7 @@ class Progress:
     pool_tokens: int = 0
     local_tokens: int = 0
     verified_blocks: int = 0
+    tiers: tuple[str, ...] = ()  # one a block read: where it stood
     fallback_reason: str = ""
 
     @contextlib.contextmanager
@@ -30,9 +32,24 @@ class Progress:
         try:
             yield
         finally:
-            self.phases[name] = self.phases.get(name, 0.0) + time.monotonic() - started
+            self.add(name, time.monotonic() - started)
 
-    def report(self, finish_reason: str, sequence: SequenceState) -> m.GenerateReply:
+    def add(self, name: str, seconds: float) -> None:
+        """Add to phase `name`."""
+        self.phases[name] = self.phases.get(name, 0.0) + seconds
+
+    def tokens_by_tier(self, block_tokens: int) -> dict[str, int]:
+        """The tokens reused, by where they stood: a tier of the pool, or the engine itself."""
+        if self.local_tokens:
+            return {"engine": self.local_tokens}
+        tokens: Counter[str] = Counter()
+        for index, tier in enumerate(self.tiers):
+            tokens[tier] += min(block_tokens, self.pool_tokens - index * block_tokens)
+        return {tier: count for tier, count in tokens.items() if count > 0}
+
+    def report(
+        self, finish_reason: str, sequence: SequenceState, block_tokens: int
+    ) -> m.GenerateReply:
         """What ends a stream, or goes along with its first token."""
         return m.GenerateReply(
             finish_reason,
@@ -44,4 +61,5 @@ class Progress:
             self.bytes_read,
             self.verified_blocks,
             self.bytes_written,
+            self.tokens_by_tier(block_tokens),
         )

@@ -143,6 +143,7 @@ class WorkerService:
             progress.bytes_read,
             moved(sender, link),
             progress.fallback_reason,
+            progress.tokens_by_tier(self._namespace.layout.block_tokens),
         )
 
     async def generate(self, request: m.Generate) -> AsyncIterator[Any]:
@@ -185,7 +186,7 @@ class WorkerService:
                     if is_last:
                         reason = "stop"
                     elif is_first:
-                        yield m.GenerateChunk([token], progress.report("", sequence))
+                        yield m.GenerateChunk([token], self._report("", sequence, progress))
                         is_first = False
                     else:
                         yield m.GenerateChunk([token])
@@ -195,7 +196,12 @@ class WorkerService:
                 if sequence is not None:
                     await self._thread.run(self._engine.close, sequence)
         self._publish(progress)
-        yield Final(progress.report(reason, sequence))
+        yield Final(self._report(reason, sequence, progress))
+
+    def _report(
+        self, finish_reason: str, sequence: SequenceState, progress: Progress
+    ) -> m.GenerateReply:
+        return progress.report(finish_reason, sequence, self._namespace.layout.block_tokens)
 
     # ------------------------------------------------------------ steps
 
@@ -244,10 +250,8 @@ class WorkerService:
     async def _start(
         self, tokens: np.ndarray, max_new_tokens: int, progress: Progress
     ) -> SequenceState:
-        asked = time.monotonic()
-        sequence = await self._thread.run(self._engine.start, tokens, max_new_tokens)
-        progress.phases["request_queue_wait"] = time.monotonic() - asked
-        return sequence
+        with progress.phase("request_queue_wait"):
+            return await self._thread.run(self._engine.start, tokens, max_new_tokens)
 
     async def _compute(
         self,
@@ -257,13 +261,19 @@ class WorkerService:
         progress: Progress,
     ) -> None:
         """Load what was read, compute the rest of the prompt."""
+        asked = time.monotonic()
 
         def work() -> None:
+            progress.add("request_queue_wait", time.monotonic() - asked)
             if blocks is not None and len(blocks):
                 with progress.phase("kv_cache_unpack_time"):
                     self._engine.load_prefix(sequence, blocks)
             with progress.phase("prefill_compute_time"):
                 self._engine.prefill(sequence, sender.on_layer if sender else None)
+            packed_s = sequence.seconds.get("pack", 0.0)
+            if packed_s:
+                progress.add("kv_cache_pack_time", packed_s)
+                progress.add("prefill_compute_time", -packed_s)  # it was a part of that
 
         await self._thread.run(work)
         # What was reused, not merely read: of a prompt that is all there, the last token is computed.
@@ -293,15 +303,22 @@ class WorkerService:
         sampling = request.sampling
         count = 0
         started = time.monotonic()
+        began = [started]
+
+        def draw() -> int:
+            began[0] = time.monotonic()
+            return self._engine.next_token(sequence, sampling)
+
         while count < sampling.max_tokens:
             if time.monotonic() >= deadline:
                 raise DeadlineExceeded(f"{count} of {sampling.max_tokens} tokens came in time")
-            token = await self._thread.run(self._engine.next_token, sequence, sampling)
+            token = await self._thread.run(draw)
             if token in self._engine.eos_token_ids and not sampling.ignore_eos:
                 yield token, True
                 return
             if not count:
-                progress.phases["first_token_emit_time"] = time.monotonic() - started
+                progress.phases["decode_queue_wait"] = began[0] - started
+                progress.phases["first_token_emit_time"] = time.monotonic() - began[0]
                 started = time.monotonic()
             count += 1
             yield token, False

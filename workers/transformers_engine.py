@@ -201,7 +201,7 @@ class TransformersEngine:
         if own.is_prefilled:
             raise InvalidArgument("the prompt is computed already")
         end = len(own.prompt)
-        cache.on_blocks_final = _notifier(cache, own.loaded_blocks, on_layer)
+        cache.on_blocks_final = _notifier(own, cache, on_layer)
         try:
             with _timed(own, "prefill"):
                 while own.kv_tokens < end:
@@ -306,16 +306,16 @@ class TransformersEngine:
 
 
 def _notifier(
-    cache: BlockedCache, loaded_blocks: int, on_layer: OnLayer | None
+    own: _Sequence, cache: BlockedCache, on_layer: OnLayer | None
 ) -> Callable[[int, int, int], None] | None:
     """Pack and hand on what becomes final, but for blocks that were loaded, not computed."""
     if on_layer is None:
         return None
 
     def notify(layer: int, first: int, end: int) -> None:
-        first = max(first, loaded_blocks)
+        first = max(first, own.loaded_blocks)
         if first < end:
-            with _model_errors("packing a layer"):
+            with _model_errors("packing a layer"), _timed(own, "pack"):
                 packed = cache.pack_layer(layer, first, end)
             on_layer(LayerChunk(layer, first, packed))
 

@@ -739,6 +739,7 @@ class PrefillReply(Reply, frozen=True):
     bytes_read: dict[str, int]  # by transport
     bytes_written: dict[str, int]
     fallback_reason: str = ""  # why less was read than planned
+    tokens_by_tier: dict[str, int] = {}  # reused ones: "hbm", "dram", "nvme", "engine"
 
 
 class Generate(Message, frozen=True):
@@ -787,6 +788,7 @@ class GenerateReply(Reply, frozen=True):
     bytes_read: dict[str, int]
     verified_blocks: int  # blocks whose checksum was compared after the read
     bytes_written: dict[str, int] = {}
+    tokens_by_tier: dict[str, int] = {}  # as in `PrefillReply`
 
 
 REPLIES: dict[type[Message], type[Reply]] = {

@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 import pytest
 
+from conductor.phases import PHASES
 from kvpool.errors import DeadlineExceeded
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
@@ -157,6 +158,40 @@ def test_a_remote_prefill_asked_for_a_stored_prompt_is_served_locally(cluster: C
     again = complete(cluster, tokens, prefill="remote")["kvpool"]
     assert (again["mode"], again["pool_tokens"]) == ("local", 6 * BLOCK)
     assert again["token_ids"] == first["token_ids"]
+
+
+def test_every_phase_of_a_disaggregated_request_is_measured_and_exported(cluster: Cluster) -> None:
+    shared = prompt(15, 4 * BLOCK)
+    complete(cluster, shared + prompt(16, 5))  # so that the prefill has something to read
+    tokens = shared + prompt(17, 6 * BLOCK + 9)
+    started = time.monotonic()
+    done = complete(cluster, tokens, prefill="remote")["kvpool"]
+    total_s = time.monotonic() - started
+    assert done["mode"] == "disaggregated"
+    phases = done["phases"]
+    assert set(PHASES) <= set(phases)
+    assert all(phases[name] > 0 for name in PHASES), phases
+    before_first = sum(phases[name] for name in PHASES if name != "per_token_decode_time")
+    assert before_first <= done["ttft_s"] + 0.001 < total_s
+    assert before_first > 0.3 * done["ttft_s"]  # the rest is messages and waiting in between
+    assert phases["per_token_decode_time"] * 11 < total_s
+    # Of this prompt the pool had four blocks; what the decode worker read was computed for it.
+    assert done["tokens_by_tier"] == {"dram": 4 * BLOCK}
+    url = f"http://{cluster.conductor['http']}"
+    record = httpx.get(f"{url}/v1/requests/{done['request_id']}", timeout=10).json()
+    assert record["outcome"]["phases"] == phases
+    assert record["outcome"]["tokens_by_tier"] == {"dram": 4 * BLOCK}
+    metrics = httpx.get(f"{url}/metrics", timeout=10).text
+    for name in PHASES:
+        assert f'kvpool_request_phase_seconds_count{{phase="{name}"}}' in metrics
+    for name in ("kvpool_ttft_seconds_count", "kvpool_tpot_seconds_count", "kvpool_goodput"):
+        assert name in metrics
+    for source in ("dram", "computed"):
+        assert f'kvpool_prompt_tokens_total{{source="{source}"}}' in metrics
+    assert "kvpool_decode_active_sequences{worker=" in metrics
+    log = cluster.fleet.members[0].log_path.read_text()
+    line = next(line for line in log.splitlines() if done["request_id"] in line and "done" in line)
+    assert all(name in line for name in PHASES)
 
 
 def test_streaming_sends_events_and_the_report_last(cluster: Cluster) -> None:
