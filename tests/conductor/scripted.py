@@ -134,8 +134,9 @@ class Conductor:
     def __init__(self, workers: Sequence[ScriptedWorker], **settings: Any) -> None:
         self.workers = list(workers)
         self.has_tokenizer = settings.pop("has_tokenizer", True)
+        membership = settings.pop("membership", MEMBERSHIP)
         self.config = ConductorConfig(**settings)
-        self.cluster = Cluster("c", 1, MemoryIndex(), MEMBERSHIP, Policy())
+        self.cluster = Cluster("c", 1, MemoryIndex(), membership, Policy())
         self.gateway = Gateway(
             self.cluster,
             RequestLog(),

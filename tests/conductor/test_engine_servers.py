@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
 import pytest
 
 from conductor.engine_client import EngineClient
+from conductor.membership import MembershipConfig
 from conductor.scheduler import IDLE
 from kvpool.config import load_settings, parse_override
 from kvpool.engine_entry import EngineServer
@@ -19,9 +20,18 @@ from kvpool.errors import ConfigError
 from kvpool.hashing import hash_chain, pack_hashes
 from kvpool.wire import messages as m
 from tests.conductor.engine_server import ScriptedServer, engine_servers
-from tests.conductor.scripted import NAMESPACE, Conductor, ScriptedWorker, conductor, until
+from tests.conductor.scripted import NAMESPACE, Conductor, ScriptedWorker, conductor
+from tests.conductor.scripted import until as until_within
 
 PROMPT = [65] * 42  # ten blocks and two tokens
+# A server's sign of life takes two requests: a busy machine must not make it look silent.
+PATIENT = MembershipConfig(
+    heartbeat_s=0.05, suspect_after_s=3.0, dead_after_s=5.0, sweep_s=0.05, stall_s=5.0
+)
+
+
+async def until(claim: Callable[[], Any], what: str) -> None:
+    await until_within(claim, what, 20.0)
 
 
 @contextlib.asynccontextmanager
@@ -35,7 +45,12 @@ async def serving(
     async with engine_servers(*(server for server, _ in servers)):
         engines = [server.entry(role=role, **(entry or {})) for server, role in servers]
         async with conductor(
-            *workers, engines=engines, engine_check_s=0.05, min_remote_prefill_tokens=0, **settings
+            *workers,
+            engines=engines,
+            engine_check_s=0.05,
+            min_remote_prefill_tokens=0,
+            membership=PATIENT,
+            **settings,
         ) as running:
             well = sum(server.health == 200 for server, _ in servers)
             await until(
