@@ -262,6 +262,7 @@ class Replicator:
         lease = await link.pin(
             run.namespace, run.names[first:last], ttl_s=left + 1.0, timeout_s=left
         )
+        keeper = link.keep(lease, deadline)
         try:
             _check_epoch(link)
             if lease.found < last - first:
@@ -283,9 +284,11 @@ class Replicator:
             run.is_late_write_possible = link.transport.may_write_late
             sums = await self._fetch(link, pieces, max(0.001, deadline - self._clock()))
             run.is_late_write_possible = False
+            await keeper.end()
             if self._clock() > lease.deadline - LEASE_MARGIN_S:
                 raise LeaseExpired(f"a copy from {link.node.node_id} took longer than its lease")
         finally:
+            await keeper.end()
             link.release(lease)
         self._verify(run, link, lease, rows, sums)
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvpool.client.deadlines import time_left
+from kvpool.client.renewing import LeaseKeeper
 from kvpool.credentials import NO_CREDENTIALS, Credentials
 from kvpool.errors import (
     ChecksumMismatch,
@@ -51,9 +52,9 @@ class WrongBytes(ChecksumMismatch):
         self.index = index
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True, eq=False)
 class Lease:
-    """A promise of a node that some blocks stay where they are until `deadline`.
+    """A promise of a node that some blocks stay where they are until `deadline`, which renewing moves on.
 
     The holder discards whatever it finished reading after `deadline`.
     """
@@ -259,6 +260,21 @@ class NodeLink:
             task.add_done_callback(give_back)
             raise
 
+    async def renew(self, lease: Lease, ttl_s: float, timeout_s: float) -> None:
+        """Prolong a lease; its deadline is the node's, counted from before it was asked.
+
+        Raises:
+            LeaseExpired: it was over.
+        """
+        asked = time.monotonic()
+        request = m.Renew(lease.lease_id, min(ttl_s, MAX_TTL_S))
+        reply: m.RenewReply = await self.wire.call(request, timeout_s)
+        lease.deadline = max(lease.deadline, asked + reply.ttl_s)
+
+    def keep(self, lease: Lease, deadline: float) -> LeaseKeeper:
+        """Renew a lease until `deadline` (monotonic seconds) or the keeper's end; see `LeaseKeeper`."""
+        return LeaseKeeper(lease, deadline, LEASE_MARGIN_S, self.renew)
+
     def release(self, lease: Lease) -> None:
         """Give a lease back; costs no round trip. Lost with the connection, it ends by itself."""
         if lease.lease_id:
@@ -277,7 +293,7 @@ class NodeLink:
         is_disposable: bool = False,
         plan: Plan | None = None,
     ) -> None:
-        """Read the blocks of `lease` to `addresses`.
+        """Read the blocks of `lease` to `addresses`, and renew it as long as that takes.
 
         Args:
             plan: which bytes of the parts of `lease` go where; default: its one part, whole.
@@ -285,30 +301,35 @@ class NodeLink:
                 transport that may write late reads into memory of our own first.
 
         Raises:
-            LeaseExpired: the read ended after the lease; the bytes must not be used.
+            LeaseExpired: the read ended after the lease, which could not be renewed; the bytes must not
+                be used.
             ChecksumMismatch: bytes are not those committed; reported to the node, must not be used.
             UnverifiableRead: see `check_verifiable`.
             TransferFailed, DeadlineExceeded: see `Transport.read`.
         """
         self._check_lease(lease)  # else the reason would be a deadline that the caller has not set
         plan = plan or plan_part(namespace.layout, 0)
-        deadline = min(time.monotonic() + timeout_s, lease.deadline)
-        await self.know(lease.places, time_left(deadline))
-        transport = await self._loaded_transport(lease.places, time_left(deadline))
-        bad = await self._off_loop(
-            transport,
-            plan.effort_bytes(len(addresses)),
-            self._read_blocking,
-            transport,
-            namespace.layout.part_bytes,
-            plan,
-            lease,
-            addresses,
-            owner,
-            verify,
-            deadline,
-            is_disposable,
-        )
+        deadline = time.monotonic() + timeout_s
+        keeper = self.keep(lease, deadline)
+        try:
+            await self.know(lease.places, time_left(deadline))
+            transport = await self._loaded_transport(lease.places, time_left(deadline))
+            bad = await self._off_loop(
+                transport,
+                plan.effort_bytes(len(addresses)),
+                self._read_blocking,
+                transport,
+                namespace.layout.part_bytes,
+                plan,
+                lease,
+                addresses,
+                owner,
+                verify,
+                deadline,
+                is_disposable,
+            )
+        finally:
+            await keeper.end()
         self._check_lease(lease)
         if bad >= 0:
             report = m.ReportCorrupt(namespace.namespace_id, hashes[bad])

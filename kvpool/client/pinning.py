@@ -15,6 +15,7 @@ from kvpool.client.node_link import Lease, NodeLink, WrongBytes
 from kvpool.client.reading import MIN_WAIT_S
 from kvpool.errors import InvalidArgument, KvpoolError, LeaseExpired
 from kvpool.layout import Namespace
+from kvpool.transports.copying import Int64Array
 from kvpool.wire import messages as m
 
 if TYPE_CHECKING:
@@ -23,12 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class PinnedBlocks:
-    """Blocks [0, found) of a chain, held in place until released or `deadline` (monotonic seconds)."""
+    """Blocks [0, found) of a chain, held in place until released or `deadline`."""
 
     namespace: Namespace
     hashes: tuple[bytes, ...]
     held: list[tuple[NodeLink, Lease, int]]  # with the index of its first block
-    deadline: float
     miss_reason: str
     is_released: bool = field(default=False)
     wait_s: float = (
@@ -41,10 +41,14 @@ class PinnedBlocks:
         """How many leading blocks are held."""
         return sum(lease.found for _, lease, _ in self.held)
 
+    @property
+    def deadline(self) -> float:
+        """When the first of the leases ends (monotonic seconds); reading renews them."""
+        return min((lease.deadline for _, lease, _ in self.held), default=float("inf"))
+
     def add(self, link: NodeLink, lease: Lease, start: int) -> None:
         """Hold what `lease` covers, too: blocks from `start` on."""
         self.held.append((link, lease, start))
-        self.deadline = min(self.deadline, lease.deadline)
         is_known = min(self.wait_s, lease.wait_s) >= 0
         self.wait_s = self.wait_s + lease.wait_s if is_known else -1.0
         self.waited_s += lease.waited_s
@@ -70,7 +74,7 @@ async def pin(
     """See `AsyncPool.pin`; `deadline` in monotonic seconds."""
     found = await pool.lookup(namespace, hashes, timeout_s=time_left(deadline))
     parts = () if part is None else (part,)
-    pinned = PinnedBlocks(namespace, tuple(hashes), [], float("inf"), "")
+    pinned = PinnedBlocks(namespace, tuple(hashes), [], "")
     try:
         for segment in found.segments:
             run = hashes[segment.start : segment.start + segment.count]
@@ -116,6 +120,19 @@ async def read(pool: AsyncPool, pinned: PinnedBlocks, out: Any, deadline: float)
         raise LeaseExpired("these blocks were released already")
     size = pinned.namespace.layout.part_bytes
     addresses, owner = block_spans(out, pinned.found, size, writable=True)
+    # Those of the nodes that are read later, too: each read renews its own alone.
+    keepers = [link.keep(lease, deadline) for link, lease, _ in pinned.held[1:]]
+    try:
+        await _read_each(pool, pinned, addresses, owner, deadline)
+    finally:
+        for keeper in keepers:
+            await keeper.end()
+    return pinned.found
+
+
+async def _read_each(
+    pool: AsyncPool, pinned: PinnedBlocks, addresses: Int64Array, owner: Any, deadline: float
+) -> None:
     for link, lease, start in pinned.held:
         if not lease.found:
             continue
@@ -140,4 +157,3 @@ async def read(pool: AsyncPool, pinned: PinnedBlocks, out: Any, deadline: float)
             waited_s = time.monotonic() - asked
             pool.note_failure(link.node.node_id, pinned.namespace, hashes, error, waited_s)
             raise
-    return pinned.found

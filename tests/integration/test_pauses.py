@@ -93,7 +93,11 @@ async def test_a_read_that_outlives_its_lease_is_caught_by_the_look_after_it_and
             wait_until(lambda: time.monotonic() > pinned.deadline, "the lease's end")
             return sums
 
+        async def refuse(*_given: Any) -> None:
+            raise LeaseExpired("not renewed")
+
         monkeypatch.setattr(ShmTransport, "read_and_sum", read_slowly)
+        monkeypatch.setattr(NodeLink, "renew", refuse)
         pinned = await pool.pin(NAMESPACE, hashes, part=0, ttl_s=0.5)
         with pytest.raises(LeaseExpired):
             await pool.read_pinned(pinned, np.zeros_like(data))
@@ -101,6 +105,35 @@ async def test_a_read_that_outlives_its_lease_is_caught_by_the_look_after_it_and
         monkeypatch.setattr(NodeLink, "_check_lease", lambda self, lease: None)
         pinned = await pool.pin(NAMESPACE, hashes, part=0, ttl_s=0.5)
         assert await pool.read_pinned(pinned, np.zeros_like(data)) == 4
+
+
+async def test_a_read_slower_than_its_lease_renews_it_and_is_no_miss(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.start_node("n0", "node.transports=shm", "node.lease_s=0.6", "node.grace_s=0.1")
+    # More than is read on the event loop itself.
+    hashes, data = prompt(8, 32), contents(prompt(8, 32))
+    async with AsyncPool(node=cluster.nodes["n0"]["wire"], host_label="here") as pool:
+        await pool.put(NAMESPACE, hashes, data)
+        read = ShmTransport.read_and_sum
+
+        def read_slowly(self: ShmTransport, *given: Any) -> Any:
+            until = time.monotonic() + 1.5  # twice what lease and grace give
+            wait_until(lambda: time.monotonic() > until, "a slow read")
+            leases.append(cluster.node_stats("n0")["leases"])
+            return read(self, *given)
+
+        leases: list[int] = []
+        monkeypatch.setattr(ShmTransport, "read_and_sum", read_slowly)
+        got = await pool.get(NAMESPACE, hashes, np.zeros_like(data), timeout_s=10)
+        assert (got.found, got.miss_reason) == (32, "")
+        pinned = await pool.pin(NAMESPACE, hashes, part=0, ttl_s=0.6)
+        until = pinned.deadline
+        assert await pool.read_pinned(pinned, np.zeros_like(data), timeout_s=10) == 32
+        assert pinned.deadline > until
+        assert leases == [1, 1]
+        pinned.release()
+    wait_until(lambda: cluster.is_settled("n0"), "leases that nobody renews end")
 
 
 async def test_a_transport_that_is_slow_to_load_costs_no_call_more_than_its_deadline(

@@ -105,6 +105,12 @@ async def indexed(
             await asyncio.sleep(0.02)
 
 
+async def known_at(cluster: Cluster, hashes: list[bytes], *nodes: str) -> None:
+    """`indexed`, for tests without a loop."""
+    async with AsyncPool(conductor=cluster.conductor["wire"]) as pool:
+        await indexed(pool, hashes, *nodes)
+
+
 def counter(cluster: Cluster, name: str, what: str) -> float:
     return float(cluster.node_stats(name)["counters"].get(what, 0))
 
@@ -194,7 +200,7 @@ def test_another_source_goes_on_where_the_first_has_wrong_bytes(cluster: Cluster
     with client(cluster) as pool:
         for name in ("a", "beside"):
             pool.put(NAMESPACE, hashes, data, node_id=name)
-        wait_indexed(pool, hashes)
+        asyncio.run(known_at(cluster, hashes, "a", "beside"))
         first = pool.lookup(NAMESPACE, hashes).segments[0].node_id
         corrupt(cluster, first, hashes[2])
         result = pool.replicate(NAMESPACE, hashes, to="b")
