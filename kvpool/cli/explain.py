@@ -149,7 +149,7 @@ def _print_record(record: dict[str, Any]) -> None:
     line("request", f"{decision['request_id']}, {_clock(record['at_unix_s'])}")
     line("prompt", f"{decision['prompt_tokens']} tokens of {record['namespace']}")
     line("strategy", decision["strategy"])
-    if record["routing"].strip(":"):
+    if record["routing"] and not record["routing"].startswith(":"):  # a rule of the policy said so
         line("routing", record["routing"])
     line("class", record["priority"])
     line("choice", _choice(decision))

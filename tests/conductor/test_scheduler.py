@@ -372,6 +372,9 @@ def test_the_log_keeps_the_last_decisions_with_their_outcomes() -> None:
     assert [r.decision.request_id for r in log.recent(5)] == ["2", "1"]
     assert [r.decision.request_id for r in log.recent(1)] == ["2"]
     assert log.recent(0) == []
+    log.decided(refuse(request(request_id="theirs"), "test", 1.0), 9.0, "them")
+    assert [r.decision.request_id for r in log.recent(5, "them")] == ["theirs"]
+    assert [r.decision.request_id for r in log.recent(5, "")] == ["2"]
     record = log.get("2")
     assert record is not None
     assert record.outcome is not None
