@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from conductor.jobs import Job, Result
+from conductor.requests import Decision
 from kvpool.errors import Unavailable
 from kvpool.wire import messages as m
 from tests.conductor.scripted import (
@@ -212,3 +213,27 @@ async def test_a_tenants_class_bounds_what_its_requests_ask_for() -> None:
         assert running.gateway.entrance.queue.by_priority()["low"] == 1
         let_go(worker)
         await asyncio.gather(first, second)
+
+
+async def test_who_leaves_in_the_moment_it_is_let_in_holds_no_slot() -> None:
+    worker = busy_worker()
+    async with conductor(worker, max_active_requests=1) as running:
+        entrance = running.gateway.entrance
+        first = await fill(running, worker)
+        job = Job("r", NAMESPACE, [65] * 10, m.Sampling(1), running.cluster.clock() + 60)
+        waits = asyncio.create_task(entrance.admit(job))
+        await until(lambda: waiting(running) == 1, "it waits")
+        decide = entrance._decide
+
+        async def decide_and_leave(one: Job) -> Decision:
+            decision = await decide(one)
+            asyncio.get_running_loop().call_soon(waits.cancel)  # before it learns of the decision
+            return decision
+
+        entrance._decide = decide_and_leave
+        let_go(worker)
+        with pytest.raises(asyncio.CancelledError):
+            await waits
+        await first
+        assert entrance.active == 0
+        assert len(running.cluster.in_flight) == 0
