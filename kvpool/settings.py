@@ -97,7 +97,15 @@ def _paths(value: object) -> object:
     return tuple(map(_path, value)) if isinstance(value, (list, tuple)) else value
 
 
-EVICTION_POLICIES = ("prefix-lru", "lru", "lfu", "fifo", "s3fifo", "gdsf")  # of tiers.policies
+EVICTION_POLICIES = (
+    "prefix-lru",
+    "lru",
+    "lfu",
+    "fifo",
+    "s3fifo",
+    "gdsf",
+    "arc",
+)  # of tiers.policies
 
 
 def _eviction_policy(value: object) -> object:

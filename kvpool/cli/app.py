@@ -56,6 +56,8 @@ COMMANDS: dict[str, Registered] = {
     "plan": Registered("kvpool.cli.plan:app", "Size KV, links and deployments."),
     "resize": Registered("kvpool.cli.resize:resize", "Give a node more or less DRAM."),
     "token": Registered("kvpool.cli.token:app", "Make API tokens."),
+    "replay": Registered("kvpool.cli.replay:replay", "Try eviction policies on a trace."),
+    "trace": Registered("kvpool.cli.trace:app", "Describe a trace, or make one."),
     "config": Registered("kvpool.cli.config_commands:app", "Show or check the configuration."),
     "doctor": Registered("kvpool.cli.doctor:doctor", "Check what this machine offers."),
 }

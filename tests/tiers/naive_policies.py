@@ -147,6 +147,55 @@ class NaiveS3Fifo(NaiveLru):
         return None
 
 
+class NaiveArc(NaiveLru):
+    def __init__(self) -> None:
+        super().__init__()
+        self.t1: list[Item] = []
+        self.t2: list[Item] = []
+        self.b1: list[int] = []
+        self.b2: list[int] = []
+        self.target = 0.0
+
+    def arrive(self, item: Item) -> None:
+        if item.ident in self.b1:
+            self.target += max(1, len(self.b2) / len(self.b1))
+            self.target = min(self.target, len(self.standing) + 1)
+            self.b1.remove(item.ident)
+            self.t2.append(item)
+        elif item.ident in self.b2:
+            self.target -= max(1, len(self.b1) / len(self.b2))
+            self.target = max(self.target, 0)
+            self.b2.remove(item.ident)
+            self.t2.append(item)
+        else:
+            self.t1.append(item)
+        super().arrive(item)
+
+    def use(self, item: Item) -> None:
+        if item in self.t1:
+            self.t1.remove(item)
+            self.t2.append(item)
+
+    def leave(self, item: Item, *, is_evicted: bool) -> None:
+        size = len(self.standing)
+        super().leave(item, is_evicted=is_evicted)
+        if is_evicted:
+            (self.b1 if item in self.t1 else self.b2).append(item.ident)
+        (self.t1 if item in self.t1 else self.t2).remove(item)
+        while is_evicted and self.b1 and len(self.t1) + len(self.b1) > size:
+            self.b1.pop(0)
+        while is_evicted and len(self.b1) + len(self.b2) > size:
+            (self.b2 or self.b1).pop(0)
+
+    def victim(self, may_go: MayGo) -> Item | None:
+        def oldest(items: list[Item]) -> Item | None:
+            return min(filter(may_go, items), key=self.key, default=None)
+
+        if self.t1 and len(self.t1) > self.target:
+            return oldest(self.t1) or oldest(self.t2)
+        return oldest(self.t2) or oldest(self.t1)
+
+
 NAIVE: dict[str, type[NaiveLru]] = {
     "lru": NaiveLru,
     "prefix-lru": NaiveLru,
@@ -154,4 +203,5 @@ NAIVE: dict[str, type[NaiveLru]] = {
     "lfu": NaiveLfu,
     "gdsf": NaiveGdsf,
     "s3fifo": NaiveS3Fifo,
+    "arc": NaiveArc,
 }

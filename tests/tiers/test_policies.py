@@ -187,6 +187,20 @@ def test_s3fifo_hits_more_than_fifo_and_lru_where_scans_disturb() -> None:
     assert hits["s3fifo"] > hits["lru"]
 
 
+def test_arc_hits_more_than_lru_where_scans_disturb_and_follows_a_shift_to_recency() -> None:
+    assert _hits("arc") > 1.05 * _hits("lru")
+    hits = {}
+    for name in ("lru", "lfu", "arc"):
+        cache: BlockCache[int] = BlockCache(name, 100)
+        for ident in _zipf_and_scans(5_000):
+            cache.access(ident)
+        before = cache.hits
+        for at in range(5_000):  # pairs of uses, 80 others apart
+            cache.access(2_000_000 + (at if at % 160 < 80 else at - 80))
+        hits[name] = cache.hits - before
+    assert hits["arc"] > 0.9 * hits["lru"] > 2 * hits["lfu"]
+
+
 def test_gdsf_saves_more_prefill_time_than_fifo_and_lru() -> None:
     saved = {}
     for name in ("fifo", "lru", "gdsf"):

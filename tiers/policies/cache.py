@@ -41,6 +41,7 @@ class BlockCache(Generic[Id]):
         is_leaves_only: a parent stays while a child does (invariant 6); None: as the policy wants it alone.
             True is what a node does.
         make: another way to make the policy, for one with arguments.
+        on_evicted: told of each block that left to make room, and of its parent, size and cost.
 
     Raises:
         ConfigError: no policy has that name. InvalidArgument: the capacity is not positive.
@@ -54,6 +55,7 @@ class BlockCache(Generic[Id]):
         is_leaves_only: bool | None = None,
         make: Callable[[Callable[[CachedBlock[Id]], bool]], EvictionPolicy[CachedBlock[Id]]]
         | None = None,
+        on_evicted: Callable[[Id, Id | None, int, float], object] | None = None,
     ) -> None:
         if capacity_bytes < 1:
             raise InvalidArgument(f"a cache of {capacity_bytes} bytes")
@@ -71,6 +73,7 @@ class BlockCache(Generic[Id]):
         self._shielded: set[Id] = set()  # needed by the access under way
         self._parked: list[CachedBlock[Id]] = []
         self._tick = 0
+        self._on_evicted = on_evicted
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -108,6 +111,31 @@ class BlockCache(Generic[Id]):
         self._end_access()
         return prefix
 
+    def touch_chain(self, chain: Sequence[Id], size_bytes: int = 1, block_tokens: int = 64) -> int:
+        """The same for a cache that knows nothing of prompts: block after block, the tail the most recent.
+
+        Any block may go for any other, so a prompt larger than the cache leaves only its tail there.
+        """
+        prefix = 0
+        for ident in chain:
+            if ident not in self._blocks:
+                break
+            prefix += 1
+        parent: Id | None = None
+        for depth, ident in enumerate(chain):
+            self._tick += 1
+            self._use(ident, parent, size_bytes, prefill_cost(depth, block_tokens), self._tick)
+            parent = ident
+        return prefix
+
+    def insert(self, ident: Id, parent: Id | None, size_bytes: int, cost: float) -> None:
+        """Take in a block that is not here without counting a use, as what another tier let go."""
+        self._tick += 1
+        self._shielded = set() if parent is None else {parent}
+        self._use(ident, parent, size_bytes, cost, self._tick)
+        self.misses -= 1
+        self._end_access()
+
     def remove(self, ident: Id) -> bool:
         """Take a block out for a reason other than room; False when it is not here."""
         block = self._blocks.get(ident)
@@ -134,6 +162,8 @@ class BlockCache(Generic[Id]):
             self.evictions += 1
             self.policy.evicted(victim)
             self._leave(victim)
+            if self._on_evicted is not None:
+                self._on_evicted(victim.ident, victim.parent, victim.size_bytes, victim.cost)
         block = self._blocks[ident] = CachedBlock(ident, parent, size_bytes, cost, tick)
         self.used_bytes += size_bytes
         if parent is not None:

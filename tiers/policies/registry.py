@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from kvpool.errors import ConfigError
+from tiers.policies.arc import Arc
 from tiers.policies.base import EvictionPolicy, K, always
 from tiers.policies.fifo import Fifo
 from tiers.policies.gdsf import Gdsf
@@ -23,6 +24,7 @@ POLICIES: dict[str, type[EvictionPolicy[Any]]] = {
     "fifo": Fifo,
     "s3fifo": S3Fifo,
     "gdsf": Gdsf,
+    "arc": Arc,
 }
 
 

@@ -1,0 +1,24 @@
+"""Traces of requests: read, made up, described, and replayed against the node's eviction policies.
+
+No node, no wire, no clock: the real policies on recorded requests.
+"""
+
+from tiers.replay.belady import belady_hits
+from tiers.replay.compact import CompactTrace, EmptyTrace, compact, load_trace
+from tiers.replay.replay import Replay, TierSize, over_time, replay
+from tiers.replay.trace import TraceReport, TraceRequest, read_trace
+
+__all__ = [
+    "CompactTrace",
+    "EmptyTrace",
+    "Replay",
+    "TierSize",
+    "TraceReport",
+    "TraceRequest",
+    "belady_hits",
+    "compact",
+    "load_trace",
+    "over_time",
+    "read_trace",
+    "replay",
+]

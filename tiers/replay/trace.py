@@ -1,0 +1,198 @@
+"""Requests from a file, one JSON object a line: Mooncake's trace format, or a log of requests.
+
+Mooncake: `timestamp` (ms), `input_length`, `output_length` (tokens), `hash_ids` (one id per block, equal ids
+mean an equal prefix up to there). A line without `hash_ids` is read as a logged request (`request_log`).
+
+Streaming: one line at a time, whatever the file's size. Lines that are wrong are skipped and counted by kind,
+or end the reading where it is strict.
+"""
+
+from __future__ import annotations
+
+import gzip
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from kvpool.errors import ConfigError, InvalidArgument, brief
+from tiers.replay.request_log import RequestLog, Tokenize
+
+MOONCAKE_BLOCK_TOKENS = 512
+OTHER_BLOCK_TOKENS = (16, 32, 64, 128, 256, 1024)  # of other published traces
+_ROWS_TO_TELL_BY = 32
+_MOST_TOKENS = 1 << 40
+_SHOWN = 5
+
+
+@dataclass(slots=True, frozen=True)
+class TraceRequest:
+    """One request: the blocks of its prompt in order, by 64-bit ids that name all tokens up to there."""
+
+    time_s: float
+    input_tokens: int
+    output_tokens: int
+    block_ids: list[int]
+
+
+@dataclass(slots=True)
+class TraceReport:
+    """What became known of a trace while it was read."""
+
+    block_tokens: int = MOONCAKE_BLOCK_TOKENS
+    skipped: int = 0  # lines
+    unsorted: int = 0  # lines earlier than the one before; they are replayed in the order of time
+    first: list[str] = field(default_factory=list)  # "line 7: …", the first few of them
+
+    def note(self, line: int, what: str) -> None:
+        """Remember what was wrong with a line, if it is one of the first."""
+        if len(self.first) < _SHOWN:
+            self.first.append(f"line {line}: {what}")
+
+
+class _Row(msgspec.Struct):
+    """Mooncake's; ids are 64-bit so that a compact trace holds them as they are."""
+
+    timestamp: float
+    input_length: int
+    hash_ids: list[Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]]
+    output_length: int = 0
+
+
+def read_trace(
+    lines: Iterable[bytes],
+    report: TraceReport,
+    *,
+    name: str = "trace",
+    block_tokens: int | None = None,
+    time_unit_s: float | None = None,
+    is_strict: bool = False,
+    tokenize: Tokenize | None = None,
+) -> Iterator[TraceRequest]:
+    """The requests of a trace, in the order of its lines.
+
+    Args:
+        lines: see `open_trace`.
+        report: filled on the way.
+        name: of the file, for messages.
+        block_tokens: tokens of a block; None: 512 as in Mooncake's traces, or another usual size where all
+            of the first lines imply it.
+        time_unit_s: seconds that a `timestamp` of 1 stands for; None: Mooncake's milliseconds, and in a
+            request log what `RequestLog` makes of it.
+        is_strict: the first wrong line ends it.
+        tokenize: of the texts of a request log.
+
+    Raises:
+        ConfigError: a line is wrong and `is_strict`.
+    """
+    rows = _rows(lines, report, name, is_strict)
+    if block_tokens is None:
+        head = list(islice(rows, _ROWS_TO_TELL_BY))
+        block_tokens = _block_tokens_of([row for _, row in head if isinstance(row, _Row)])
+        rows = chain(head, rows)
+    report.block_tokens = block_tokens
+    log = RequestLog(block_tokens, time_unit_s, tokenize)
+    latest_s = float("-inf")
+    for number, row in rows:
+        try:
+            if isinstance(row, _Row):
+                _check(row, block_tokens)
+                time_s = row.timestamp * (time_unit_s or 1e-3)
+                request = TraceRequest(time_s, row.input_length, row.output_length, row.hash_ids)
+            else:
+                request = TraceRequest(*log.read(row))
+        except InvalidArgument as error:
+            _refuse(report, name, number, str(error), is_strict)
+            continue
+        if request.time_s < latest_s:
+            what = f"its time, {request.time_s:.10g} s, lies before that of a line above it"
+            if is_strict:
+                raise ConfigError(f"{name}, line {number}: {what}")
+            report.unsorted += 1
+            report.note(number, what)
+        latest_s = max(latest_s, request.time_s)
+        yield request
+
+
+def open_trace(path: str) -> Iterator[bytes]:
+    """The lines of a file, of a gzipped one (`.gz`), or of standard input (`-`).
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    if path == "-":
+        yield from sys.stdin.buffer
+        return
+    try:
+        with gzip.open(path, "rb") if path.endswith(".gz") else Path(path).open("rb") as file:
+            yield from file
+    except (OSError, EOFError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"cannot read the trace {path}: {reason}") from error
+
+
+def _rows(
+    lines: Iterable[bytes], report: TraceReport, name: str, is_strict: bool
+) -> Iterator[tuple[int, _Row | dict[str, Any]]]:
+    """Lines that hold an object, with their numbers from 1."""
+    mooncake = msgspec.json.Decoder(_Row)
+    anything = msgspec.json.Decoder()
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            yield number, mooncake.decode(line)
+            continue
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            what = f"not a request: {error}"
+        try:
+            row = anything.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            row, what = None, f"not JSON: {error}"
+        if isinstance(row, dict) and "hash_ids" not in row:
+            yield number, row
+        else:
+            _refuse(report, name, number, what, is_strict)
+
+
+def _refuse(report: TraceReport, name: str, line: int, what: str, is_strict: bool) -> None:
+    what = brief(what)
+    if is_strict:
+        hint = "without --strict such lines are skipped and counted"
+        raise ConfigError(f"{name}, line {line}: {what}", hint=hint)
+    report.skipped += 1
+    report.note(line, what)
+
+
+def _check(row: _Row, block_tokens: int) -> None:
+    if not abs(row.timestamp) < 1e18:
+        raise InvalidArgument(f"timestamp {row.timestamp}")
+    for what, count in (("input_length", row.input_length), ("output_length", row.output_length)):
+        if not 0 <= count < _MOST_TOKENS:
+            raise InvalidArgument(f"{what} {count}")
+    if not _implies(row, block_tokens):
+        implied = -(-row.input_length // block_tokens)
+        raise InvalidArgument(
+            f"{len(row.hash_ids)} hash_ids, but input_length {row.input_length} implies {implied}"
+            f" of {block_tokens} tokens"
+        )
+
+
+def _implies(row: _Row, block_tokens: int) -> bool:
+    """As many ids as blocks, the last one, partly filled, named or not."""
+    full, rest = divmod(row.input_length, block_tokens)
+    return full <= len(row.hash_ids) <= full + (rest > 0)
+
+
+def _block_tokens_of(rows: list[_Row]) -> int:
+    # One line alone may as well be wrong: it takes several of one mind to leave the usual size.
+    telling = [row for row in rows if len(row.hash_ids) > 1]
+    if len(telling) >= 8 and not any(_implies(row, MOONCAKE_BLOCK_TOKENS) for row in telling):
+        for size in OTHER_BLOCK_TOKENS:
+            if all(_implies(row, size) for row in telling):
+                return size
+    return MOONCAKE_BLOCK_TOKENS
