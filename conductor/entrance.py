@@ -60,9 +60,17 @@ class Entrance:
 
     Args:
         decide: asks the scheduler; called again for as long as a request waits.
+        on_wait: told of each request that begins to wait, with the decision that made it.
     """
 
-    def __init__(self, cluster: Cluster, limits: Limits, decide: Decide) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        limits: Limits,
+        decide: Decide,
+        on_wait: Callable[[Job, Decision], None] = lambda _job, _decision: None,
+    ) -> None:
+        self._on_wait = on_wait
         self._cluster = cluster
         self._limits = limits
         self._decide = decide
@@ -146,6 +154,7 @@ class Entrance:
         waiter = _Waiter(job, asyncio.get_running_loop().create_future(), decision)
         self._waiters[job.request_id] = waiter
         self._changed.set()
+        self._on_wait(job, decision)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._serve(), name="admission queue")
         try:

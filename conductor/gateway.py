@@ -20,6 +20,7 @@ from conductor.links import Links
 from conductor.misses import READ
 from conductor.policy_holder import PolicyHolder
 from conductor.policy_service import pool_facts
+from conductor.prefetcher import Prefetcher
 from conductor.recorder import Recorder
 from conductor.remote_prefill import RemotePrefill
 from conductor.replicator import Replicator
@@ -27,6 +28,7 @@ from conductor.requests import Decision, RequestLog
 from conductor.routing import Facts
 from conductor.scheduler import ClusterView, ScheduleRequest, schedule
 from conductor.segments import cut
+from conductor.sessions import Sessions
 from kvpool.credentials import NO_CREDENTIALS, Credentials
 from kvpool.errors import (
     DeadlineExceeded,
@@ -59,6 +61,8 @@ class Gateway:
         policy: the routing policy; None: an empty one.
         on_outcome: told of every request served or refused whether prefill and decode met its objectives.
         credentials: shown to workers and nodes.
+        prefetches: whether blocks are moved ahead of their reads.
+        sessions: what is remembered of conversations; None: as much as usual.
     """
 
     def __init__(
@@ -75,13 +79,14 @@ class Gateway:
         policy: PolicyHolder | None = None,
         on_outcome: Callable[[bool, bool], None] = lambda _ttft, _tpot: None,
         credentials: Credentials = NO_CREDENTIALS,
+        prefetches: bool = True,
+        sessions: Sessions | None = None,
     ) -> None:
         self.cluster = cluster
         self.policy = policy or PolicyHolder()
         self._on_outcome = on_outcome
         self.request_log = request_log
         self._recorder = Recorder(cluster, request_log, default_ttft_s, default_tpot_s)
-        self.entrance = Entrance(cluster, limits, self._decide)
         self._waiting: dict[str, tuple[Result, float]] = {}  # requests in work
         self._ttft_s = default_ttft_s
         self._tpot_s = default_tpot_s
@@ -89,6 +94,9 @@ class Gateway:
         self.links = Links(cluster, credentials)
         self._remote_prefill = RemotePrefill(cluster, self.links, prefill_timeout_s)
         self._replicator = Replicator(cluster, self.links, replications_at_once)
+        self.prefetcher = Prefetcher(cluster, self.links, is_active=prefetches)
+        self.sessions = sessions or Sessions()
+        self.entrance = Entrance(cluster, limits, self._decide, self.prefetcher.while_waiting)
 
     @property
     def active(self) -> int:
@@ -98,6 +106,7 @@ class Gateway:
     async def close(self) -> None:
         """Turn away who waits, give up background copies, close connections to workers and nodes."""
         await self.entrance.close()
+        await self.prefetcher.close()
         await self._replicator.close()
         await self.links.close()
 
@@ -132,6 +141,9 @@ class Gateway:
             self.release(job)
             raise
         self._replicator.offer(job, decision)
+        self.prefetcher.offer(job, decision)
+        if job.pool == "on":
+            self.sessions.note(job.namespace.namespace_id, job.key, job.hashes, now)
         return decision
 
     def release(self, job: Job) -> None:

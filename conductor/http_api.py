@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -20,19 +20,29 @@ from conductor.gateway import Gateway
 from conductor.jobs import Job, Result, check_prompt
 from conductor.membership import State
 from conductor.metrics import RequestMetrics
-from conductor.openai_api import ChatRequest, CompletionRequest, read_prompt, read_request
+from conductor.openai_api import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    PrefetchRequest,
+    read_prompt,
+    read_request,
+)
+from conductor.prefetcher import report as prefetch_report
 from conductor.requests import RequestLog
 from conductor.role_changes import RoleChanges
 from conductor.tokenizer import Tokenizer
 from kvpool.config import ConductorConfig
 from kvpool.errors import InvalidArgument, KvpoolError, NotFound, Unavailable, brief
 from kvpool.gate import CALLER, Gate
+from kvpool.hashing import hash_chain
 from kvpool.http import base_app, error_response
 from kvpool.wire import messages as m
 from kvpool.wire.plain import named
 
 DEFAULT_MAX_TOKENS = 128
 MAX_KEY_CHARS = 512
+KEY_HEADER = "x-kvpool-key"
 MAX_LISTED = 1000  # records of requests in one answer
 CLIENT_LEFT = 499  # nginx's status for it; nobody reads it
 
@@ -76,27 +86,26 @@ class HttpApi:
             gate=self._gate,
         )
 
-        schemas = _add_schemas(app, ChatRequest, CompletionRequest)
+        schemas = _add_schemas(app, ChatRequest, CompletionRequest, PrefetchRequest)
 
         @app.post("/v1/chat/completions", response_model=None, openapi_extra=schemas[ChatRequest])
         async def chat(request: Request) -> Response:
             body = read_request(await request.body(), ChatRequest)
-            if self._tokenizer is None:
-                raise no_tokenizer()
-            messages = [message.plain() for message in body.messages]
-            prompt = await asyncio.to_thread(self._tokenizer.encode_chat, messages)
+            prompt = await self._chat_tokens(body.messages)
             limit = body.max_completion_tokens or body.max_tokens
             return await self._serve(body, prompt, limit, request)
 
         @app.post("/v1/completions", response_model=None, openapi_extra=schemas[CompletionRequest])
         async def completions(request: Request) -> Response:
             body = read_request(await request.body(), CompletionRequest)
-            prompt = read_prompt(body.prompt, self._config.max_prompt_tokens)
-            if isinstance(prompt, str):
-                if self._tokenizer is None:
-                    raise no_tokenizer()
-                prompt = await asyncio.to_thread(self._tokenizer.encode, prompt)
+            prompt = await self._prompt_tokens(body.prompt)
             return await self._serve(body, prompt, body.max_tokens, request)
+
+        @app.post("/v1/prefetch", response_model=None, openapi_extra=schemas[PrefetchRequest])
+        async def prefetch(request: Request) -> Response:
+            """Begin to move blocks toward the worker that would serve what is about to come."""
+            body = read_request(await request.body(), PrefetchRequest)
+            return _json(await self._prefetch(body, request))
 
         @app.get("/v1/models")
         async def models() -> dict[str, Any]:
@@ -144,6 +153,41 @@ class HttpApi:
 
         return app
 
+    async def _chat_tokens(self, messages: Sequence[ChatMessage]) -> list[int]:
+        if self._tokenizer is None:
+            raise no_tokenizer()
+        plain = [message.plain() for message in messages]
+        return await asyncio.to_thread(self._tokenizer.encode_chat, plain)
+
+    async def _prompt_tokens(self, raw: msgspec.Raw) -> list[int]:
+        prompt = read_prompt(raw, self._config.max_prompt_tokens)
+        if not isinstance(prompt, str):
+            return prompt
+        if self._tokenizer is None:
+            raise no_tokenizer()
+        return await asyncio.to_thread(self._tokenizer.encode, prompt)
+
+    async def _prefetch(self, body: PrefetchRequest, request: Request) -> dict[str, Any]:
+        given = body.given()
+        key = body.key or (request.headers.get(KEY_HEADER, "")[:MAX_KEY_CHARS] if not given else "")
+        if len(given) > 1 or not (given or key):
+            raise InvalidArgument("name one of key, messages and prompt")
+        namespace = self._worker_for(body.model).namespace
+        if key:
+            now = self._cluster.clock()
+            hashes = self._gateway.sessions.get(namespace.namespace_id, key, now)
+            if not hashes:
+                raise NotFound(f"nothing is remembered of session {brief(key)!r}")
+        else:
+            tokens = await (
+                self._chat_tokens(body.messages)
+                if body.messages
+                else self._prompt_tokens(body.prompt)
+            )
+            check_prompt(tokens, self._config.max_prompt_tokens, 0, len(tokens))
+            hashes = hash_chain(namespace, tokens)
+        return prefetch_report(await self._gateway.prefetcher.hint(namespace, hashes))
+
     async def _serve(
         self,
         body: ChatRequest | CompletionRequest,
@@ -181,7 +225,7 @@ class HttpApi:
             options.local_prefix_tokens,
             model=worker.model,
             endpoint=request.url.path,
-            key=request.headers.get("x-kvpool-key", "")[:MAX_KEY_CHARS] or body.user,
+            key=request.headers.get(KEY_HEADER, "")[:MAX_KEY_CHARS] or body.user,
             priority=priority_of(
                 options.priority,
                 worker.namespace.tenant,

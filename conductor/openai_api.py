@@ -104,8 +104,22 @@ class CompletionRequest(_Completion, frozen=True, kw_only=True):
     prompt: msgspec.Raw
 
 
+class PrefetchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A hint that a request is about to come: one of a session's key, a conversation, or a prompt."""
+
+    model: Annotated[str, Meta(max_length=512)] = ""
+    key: Annotated[str, Meta(max_length=512)] = ""
+    messages: Annotated[list[ChatMessage], Meta(max_length=4096)] = []
+    prompt: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+
+    def given(self) -> list[str]:
+        """Which of the three are there."""
+        ways = {"key": self.key, "messages": self.messages, "prompt": bytes(self.prompt)}
+        return [name for name, value in ways.items() if value]
+
+
 TokenIds = list[Annotated[int, Meta(ge=0, lt=1 << 32)]]
-R = TypeVar("R", ChatRequest, CompletionRequest)
+R = TypeVar("R", ChatRequest, CompletionRequest, PrefetchRequest)
 T = TypeVar("T")
 
 

@@ -28,6 +28,7 @@ from conductor.requests import RequestLog
 from conductor.role_changes import RoleChanges
 from conductor.roles import RoleController, RoleLimits
 from conductor.scheduler import Policy
+from conductor.sessions import Sessions
 from conductor.tokenizer import Tokenizer
 from conductor.view import DynamoOptions, SglangOptions
 from kvpool.config import ConductorConfig
@@ -100,6 +101,8 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
         prefill_timeout_s=config.prefill_timeout_s,
         first_token_timeout_s=config.first_token_timeout_s,
         replications_at_once=config.replications_at_once,
+        prefetches=config.prefetch,
+        sessions=Sessions(config.session_ttl_s, config.max_sessions),
         policy=policy,
         credentials=security.credentials,
         on_outcome=lambda ttft, tpot: roles.ended(

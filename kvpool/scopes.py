@@ -77,6 +77,7 @@ ROUTES: dict[tuple[str, str], Scope | None] = {
     ("GET", "/"): None,  # the page; what it shows it asks for with a token
     ("POST", "/v1/chat/completions"): WRITE,
     ("POST", "/v1/completions"): WRITE,
+    ("POST", "/v1/prefetch"): WRITE,
     ("GET", "/v1/models"): READ,
     ("GET", "/v1/scaling"): Scope.METRICS,  # for autoscalers
     ("GET", "/v1/nodes"): READ,

@@ -312,6 +312,13 @@ class ConductorConfig(ServerConfig):
     replications_at_once: int = Field(
         2, ge=0, le=1024, description="background copies of hot prefixes under way; 0: none"
     )
+    prefetch: bool = Field(
+        True, description="move blocks off disks and toward a worker before it reads them"
+    )
+    session_ttl_s: Seconds = Field(
+        3600.0, description="how long the blocks of a conversation's last request are remembered"
+    )
+    max_sessions: int = Field(10_000, ge=1, le=10_000_000, description="conversations remembered")
     dynamo_temperature: float = Field(
         0.0, ge=0, le=1000, description="dynamo: 0 takes the cheapest worker, more spreads requests"
     )

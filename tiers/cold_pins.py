@@ -67,6 +67,7 @@ class _Call:
     patience: Patience
     began: float
     wait_s: float
+    tiers: list[str]  # where the leading blocks stood when it was asked
 
 
 class ColdPins:
@@ -101,8 +102,9 @@ class ColdPins:
         """
         now = self._clock()
         patience = Patience.of(request, now)
-        wait_s = self.wait_s(request.namespace_id, hashes)
-        call = _Call(request, hashes, client_id, patience, now, wait_s)
+        tiers = self._store.lookup(request.namespace_id, hashes)
+        wait_s = self._wait_of(request.namespace_id, hashes, tiers)
+        call = _Call(request, hashes, client_id, patience, now, wait_s, tiers)
         # Begun now: the client may be gone before the coroutine has its first turn, or any.
         return self._advance(call) or partial(self._wait, call)
 
@@ -120,13 +122,15 @@ class ColdPins:
         Raises:
             UnknownNamespace, InvalidArgument: too many hashes.
         """
-        tiers = self._store.lookup(namespace_id, hashes)
+        return self._wait_of(namespace_id, hashes, self._store.lookup(namespace_id, hashes))
+
+    # ------------------------------------------------------------ within
+
+    def _wait_of(self, namespace_id: bytes, hashes: Sequence[bytes], tiers: Sequence[str]) -> float:
         if "nvme" not in tiers:
             return 0.0
         waits = self._mover.waits(namespace_id, hashes, tiers)
         return waits[-1] if waits else UNKNOWN_S
-
-    # ------------------------------------------------------------ within
 
     async def _wait(self, call: _Call) -> ColdAnswer:
         # Any number of rounds: others promote the same run, or evict of it, beside this call.
@@ -205,4 +209,10 @@ class ColdPins:
         return replace(result, miss_reason=reason)
 
     def _answer(self, call: _Call, result: PinResult) -> ColdAnswer:
+        before = call.tiers
+        if "nvme" in before:  # it was found there, wherever it stands by now
+            found = [
+                "nvme" if b == "nvme" else t for b, t in zip(before, result.tiers, strict=False)
+            ]
+            result = replace(result, tiers=found + result.tiers[len(found) :])
         return ColdAnswer(result, call.wait_s, self._clock() - call.began)

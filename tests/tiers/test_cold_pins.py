@@ -70,7 +70,11 @@ async def test_a_caller_without_a_limit_waits_and_is_told_what_it_took(tmp_path:
         assert (reply.found, reply.miss_reason) == (8, "")
         assert reply.wait_s == pytest.approx(2.0, rel=0.1)
         assert 0 < reply.waited_s < reply.wait_s
+        assert set(reply.tiers) == {
+            m.TIERS.index("nvme")
+        }  # where it was found, not where it is now
         warm = pin(n, n.chain, max_wait_s=1e-9)
+        assert set(warm.tiers) == {m.TIERS.index("dram")}
         assert (warm.found, warm.wait_s, warm.waited_s) == (8, 0.0, 0.0)
 
 
