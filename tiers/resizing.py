@@ -106,7 +106,7 @@ class Resizer:
         self._may_demote = may_demote
         self._clock = clock
         self._next_id = max(arenas, default=-1) + 1
-        self._lock = asyncio.Lock()
+        self._resizing: asyncio.Task[m.ResizeDramReply] | None = None
         self._wake = asyncio.Event()
         self._mover = ThreadPoolExecutor(1, thread_name_prefix="kvpool-relocate")
 
@@ -117,17 +117,22 @@ class Resizer:
             InvalidArgument: less than one slab. NoRoom: another resize is under way, or there are too many arenas.
             NoSharedMemory: the machine has not got that much, and nothing was changed.
         """
-        if self._lock.locked():
+        if self._resizing is not None and not self._resizing.done():
             raise NoRoom("another resize is under way", hint="try again when it is over")
-        async with self._lock:
-            before = sum(self._open().values())
-            plan = plan_resize(self._open(), request.target_bytes, self._unit_bytes)
-            if plan.add_bytes:
-                await self._grow(plan.add_bytes)
-            for arena_id in plan.retire:
-                self._store.retire_arena(arena_id, self._clock())
-            self._wake.set()
-            reply = m.ResizeDramReply(before, sum(self._open().values()), self._retiring_bytes())
+        # A task of its own: whoever asked may leave, but an arena that nobody takes in is never given back.
+        self._resizing = asyncio.create_task(self._resize(request), name="resize")
+        self._resizing.add_done_callback(_tell_failure)
+        return await asyncio.shield(self._resizing)
+
+    async def _resize(self, request: m.ResizeDram) -> m.ResizeDramReply:
+        before = sum(self._open().values())
+        plan = plan_resize(self._open(), request.target_bytes, self._unit_bytes)
+        if plan.add_bytes:
+            await self._grow(plan.add_bytes)
+        for arena_id in plan.retire:
+            self._store.retire_arena(arena_id, self._clock())
+        self._wake.set()
+        reply = m.ResizeDramReply(before, sum(self._open().values()), self._retiring_bytes())
         log.info(
             "dram resized",
             mib_before=before // MiB,
@@ -224,6 +229,12 @@ class Resizer:
             # Clients may map it for long, and none of them has business there any more.
             await asyncio.to_thread(arena.close, give_back=True)
             log.info("arena given back", arena_id=arena.arena_id, mib=arena.size_bytes // MiB)
+
+
+def _tell_failure(task: asyncio.Task[m.ResizeDramReply]) -> None:
+    """Whoever asked may not be there any more to hear of it."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.warning("dram was not resized", error=str(error))
 
 
 def _copy(move: Move, source: Arena, target: Arena) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.errors import InvalidArgument, NoSharedMemory, Unavailable
+from kvpool.errors import InvalidArgument, NoRoom, NoSharedMemory, Unavailable
 from kvpool.wire import messages as m
 from tiers.arena import Arena
 from tiers.arenas import ArenaSet
@@ -53,7 +54,7 @@ def test_every_target_is_reached_exactly(units: list[int], target: int) -> None:
 class Node:
     """A store over one arena, and a resizer whose announcements may be refused."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[[int, int], Arena] = Arena) -> None:
         self.arenas = ArenaSet([Arena(0, 4 * SLAB)])
         self.store = Store(SlotAllocator(4 * SLAB, SLAB, 0))
         self.refuses = False
@@ -62,7 +63,7 @@ class Node:
         self.resizer = Resizer(
             self.store,
             self.arenas,
-            Arena,
+            make,
             self.announce,
             lambda moves: [],
             lambda: False,
@@ -98,9 +99,10 @@ async def test_an_empty_arena_is_announced_as_gone_and_closed() -> None:
     try:
         reply = await node.resizer.resize(m.ResizeDram(2 * SLAB))
         assert (reply.capacity_bytes, reply.retiring_bytes) == (2 * SLAB, 4 * SLAB)
-        node.heard.clear()
         async with asyncio.timeout(5):
-            await node.heard.wait()
+            while len(node.announced) < 2:
+                node.heard.clear()
+                await node.heard.wait()
         assert list(node.arenas) == [1]
         assert node.announced == [[0, 1], [1]]
         with pytest.raises(NoSharedMemory):
@@ -110,3 +112,29 @@ async def test_an_empty_arena_is_announced_as_gone_and_closed() -> None:
         work.cancel()
         node.resizer.close()
         node.arenas.close()
+
+
+async def test_what_was_begun_ends_although_whoever_asked_has_left() -> None:
+    may_go_on = threading.Event()
+
+    def make(arena_id: int, size_bytes: int) -> Arena:
+        may_go_on.wait(10)
+        return Arena(arena_id, size_bytes)
+
+    node = Node(make)
+    caller = asyncio.create_task(node.resizer.resize(m.ResizeDram(8 * SLAB)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    with pytest.raises(NoRoom, match="under way"):
+        await node.resizer.resize(m.ResizeDram(6 * SLAB))
+    may_go_on.set()
+    async with asyncio.timeout(10):
+        await node.heard.wait()
+    assert list(node.arenas) == list(node.store.arena_bytes()) == [0, 1]
+    reply = await node.resizer.resize(m.ResizeDram(4 * SLAB))  # nothing stands in its way
+    assert reply.capacity_bytes == 4 * SLAB
+    node.resizer.close()
+    node.arenas.close()
