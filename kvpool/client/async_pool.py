@@ -559,14 +559,15 @@ class AsyncPool:
         return reply
 
     async def _ask_node(self, node_id: str, request: m.Message, timeout_s: float) -> Any:
-        for info in await self.nodes():
+        deadline = time.monotonic() + timeout_s
+        for info in await self.nodes(timeout_s=timeout_s):
             if info.descriptor.node_id == node_id:
                 # A connection of its own: what fails meanwhile on the other must not end this call.
                 wire = WireClient(
                     info.descriptor.address, self.client_id, credentials=self._credentials
                 )
                 try:
-                    return await wire.call(request, timeout_s)
+                    return await wire.call(request, time_left(deadline))
                 finally:
                     await wire.close()
         raise NotFound(f"the pool has no node {node_id!r}", hint="see `kvpool stats`")
