@@ -369,6 +369,11 @@ class Cluster:
         """Whether blocks of this tenant may stand there, and its clients know how to reach that node."""
         return node.tenant == (tenant if tenant in self.isolated_tenants else "")
 
+    def tenant_of_worker(self, worker_id: str) -> str | None:
+        """Whose a worker is; None when it is not known."""
+        worker = self.workers.get(worker_id)
+        return worker.descriptor.namespace.tenant if worker is not None else None
+
     def workers_of(self, principal: Principal) -> list[Member[m.WorkerDescriptor, m.WorkerLoad]]:
         """The workers that the principal may know of: those of its tenant."""
         return [

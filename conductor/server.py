@@ -120,6 +120,7 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
     security.gate.find_namespace = cluster.namespaces.get
     if security.gate.tokens is not None:
         cluster.isolated_tenants = security.gate.tokens.isolated_tenants
+    security.gate.find_worker = cluster.tenant_of_worker
     engine_servers = EngineServers(
         cluster,
         gateway.links,

@@ -43,6 +43,8 @@ class Gate:
         self._lent_to = lent_to
         # By id, the namespaces that this server knows; a server without any refuses nothing by them.
         self.find_namespace: Callable[[bytes], Namespace | None] = lambda _id: None
+        # By id, the tenant of each worker that this server knows.
+        self.find_worker: Callable[[str], str | None] = lambda _id: None
         # What a client calls a namespace whose tenant it left out, and what it is called here.
         self._aliases: OrderedDict[tuple[str, bytes], bytes] = OrderedDict()
 
@@ -84,7 +86,7 @@ class Gate:
         """The request as the handler shall get it: its namespace is one of the principal's tenant.
 
         Raises:
-            Forbidden: the principal lacks the scope.
+            Forbidden: the principal lacks the scope, or it speaks as a worker of another tenant.
             UnknownNamespace: it names one of another tenant, or one that is not known.
         """
         if principal is ANYBODY:
@@ -98,8 +100,8 @@ class Gate:
         if isinstance(request, m.RegisterNamespace):
             own: Any = m.RegisterNamespace(self._registered(request.namespace, principal))
             return own  # type: ignore[no-any-return]
-        if isinstance(request, m.WorkerJoin):
-            _check_worker(request, principal)
+        if isinstance(request, (m.WorkerJoin, m.WorkerHeartbeat, m.WorkerLeave)):
+            self._check_worker(request, principal)
         elif isinstance(request, m.Reserve) and request.writer_id:
             require(Scope.INTERNAL, principal, "Reserve.writer_id")
         elif MESSAGES.get(kind) is Scope.INTERNAL and kind not in OF_TENANTS_WORKERS:
@@ -135,6 +137,21 @@ class Gate:
             raise unknown_namespace(namespace_id)
         return own
 
+    def _check_worker(
+        self, request: m.WorkerJoin | m.WorkerHeartbeat | m.WorkerLeave, principal: Principal
+    ) -> None:
+        if isinstance(request, m.WorkerJoin):
+            worker_id = request.descriptor.worker_id
+            if request.descriptor.namespace.tenant != principal.tenant:
+                raise Forbidden(
+                    "this worker serves another tenant than its token is for",
+                    hint="set worker.tenant to the token's tenant",
+                )
+        else:
+            worker_id = request.worker_id
+        if self.find_worker(worker_id) not in (None, principal.tenant):
+            raise Forbidden(f"worker {brief(worker_id)} is not this tenant's")
+
     def _registered(self, namespace: Namespace, principal: Principal) -> Namespace:
         if namespace.tenant == principal.tenant:
             return namespace
@@ -159,11 +176,3 @@ def unknown_namespace(namespace_id: bytes) -> UnknownNamespace:
         f"namespace {bytes(namespace_id).hex()} is not known here",
         hint="register it first; this server may have restarted",
     )
-
-
-def _check_worker(request: m.WorkerJoin, principal: Principal) -> None:
-    if request.descriptor.namespace.tenant != principal.tenant:
-        raise Forbidden(
-            "this worker serves another tenant than its token is for",
-            hint="set worker.tenant to the token's tenant",
-        )

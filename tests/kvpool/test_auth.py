@@ -232,6 +232,27 @@ def test_only_internal_processes_reserve_for_others_and_only_for_their_tenant_jo
                 gate.admit(m.WorkerJoin(descriptor), worker)
 
 
+def test_a_tenants_process_cannot_speak_as_a_worker_of_another() -> None:
+    """A join with a newer epoch would void the other's worker, a leave would end it."""
+    gate = gate_of(A, w=("a", [INTERNAL]), pool=("*", [INTERNAL]))
+    gate.find_worker = {"a0": "a", "b0": "b"}.get
+    load = m.WorkerLoad(0, 0, 0, 0, 0.0, 0.0)
+    worker = gate.authenticate("token-w")
+    for worker_id, is_own in (("a0", True), ("b0", False), ("new", True)):
+        descriptor = m.WorkerDescriptor(worker_id, 9, "both", "h", "h:1", A, "model", 100)
+        for message in (
+            m.WorkerJoin(descriptor),
+            m.WorkerHeartbeat(worker_id, 9, load),
+            m.WorkerLeave(worker_id, 9),
+        ):
+            assert gate.admit(message, gate.authenticate("token-pool")) is message
+            if is_own:
+                assert gate.admit(message, worker) is message
+            else:
+                with pytest.raises(Forbidden, match="tenant's"):
+                    gate.admit(message, worker)
+
+
 # ---------------------------------------------------------------- isolated tenants
 
 
