@@ -26,7 +26,7 @@ from conductor.watches import Watches
 from kvpool.auth import ANYBODY, Principal
 from kvpool.errors import StaleEpoch
 from kvpool.gate import unknown_namespace
-from kvpool.hashing import unpack_hashes
+from kvpool.hashing import HASH_BYTES, unpack_hashes
 from kvpool.layout import Namespace
 from kvpool.wire import Session, WireServer
 from kvpool.wire import messages as m
@@ -35,6 +35,8 @@ log = structlog.get_logger(__name__)
 
 RECLAIM_BLOCKS = 8_000  # about 0.6 µs a block: 5 ms a slice at most
 FORGET_REQUESTS_AFTER_S = 3600.0
+MAX_STANDING = 8_192  # hashes of one question; 3 µs each
+MAX_MISSES = 8_192  # of one report
 UNKNOWN_ROOM = 1 << 62  # a node that has not reported yet may have room
 
 
@@ -266,17 +268,24 @@ class Cluster:
         }
 
     def report_miss(self, request: m.ReportMiss) -> m.Ok:
-        """A client's pin or read failed; believed for a while only, for a claim is no proof."""
-        hashes = unpack_hashes(request.hashes)
+        """A client's pin or read failed; believed for a while only, for a claim is no proof.
+
+        Of a long run the head alone: no plan gets to what follows it.
+        """
+        hashes = unpack_hashes(request.hashes[: MAX_MISSES * HASH_BYTES])
         self.counters["reported_misses"] += len(hashes)
         self.suspect_blocks(request.node_id, request.namespace_id, hashes)
         return m.Ok()
 
     def standing(self, request: m.Standing) -> m.StandingReply:
-        """On how many live nodes each block stands, draining and excluded ones left out."""
+        """On how many live nodes each block stands, draining and excluded ones left out.
+
+        Raises:
+            InvalidArgument: more than `MAX_STANDING` hashes.
+        """
         live = {node.member_id for node in self.nodes.choosable()} - set(request.exclude)
         copies = bytearray()
-        for block_hash in unpack_hashes(request.hashes):
+        for block_hash in unpack_hashes(request.hashes, MAX_STANDING):
             found = self.index.holders(request.namespace_id, [block_hash])
             holders = {holder.node_id for holder in found[0]} & live if found else ()
             copies.append(min(255, len(holders)))

@@ -17,7 +17,7 @@ from typing import Any
 
 import structlog
 
-from conductor.cluster import Cluster
+from conductor.cluster import MAX_STANDING, Cluster
 from conductor.hot_answers import HotAnswers
 from conductor.index import TIER_RANK, Found, Holders, Index, cover_run
 from conductor.membership import MembershipConfig
@@ -225,7 +225,7 @@ class SharedCluster(Cluster):
 
     async def answer_standing(self, request: m.Standing) -> m.StandingReply:
         """As `standing`; while Redis is away, of what is known here."""
-        hashes = unpack_hashes(request.hashes)
+        hashes = unpack_hashes(request.hashes, MAX_STANDING)
         try:
             found = await self.shared.standing(request.namespace_id, hashes)
         except Unavailable:

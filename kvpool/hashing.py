@@ -31,6 +31,7 @@ from kvpool.layout import HashAlgorithm, Namespace
 
 HASH_BYTES = 16
 MAX_TOKENS = 16_777_216
+MAX_HASHES = 65_536  # in one message; servers take them in one go, between two turns of their loops
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
@@ -136,11 +137,11 @@ def pack_hashes(hashes: Sequence[bytes]) -> bytes:
     return packed
 
 
-def unpack_hashes(packed: bytes) -> list[bytes]:
+def unpack_hashes(packed: bytes, limit: int = MAX_HASHES) -> list[bytes]:
     """The inverse of `pack_hashes`.
 
     Raises:
-        InvalidArgument: the length is not a multiple of 16.
+        InvalidArgument: the length is not a multiple of 16, or there are more than `limit`.
     """
     if len(packed) % HASH_BYTES:
         raise InvalidArgument(
@@ -148,6 +149,8 @@ def unpack_hashes(packed: bytes) -> list[bytes]:
             hint=f"a multiple of {HASH_BYTES} is needed",
         )
     count = len(packed) // HASH_BYTES
+    if count > limit:
+        raise InvalidArgument(f"{count} hashes in one call", hint=f"at most {limit}")
     return list(struct.unpack(f"{HASH_BYTES}s" * count, packed))  # a quarter of what slicing costs
 
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from kvpool.errors import InvalidArgument
 from kvpool.hashing import (
+    MAX_HASHES,
     MAX_TOKENS,
     chain_root,
     checksum,
@@ -228,3 +229,8 @@ def test_hashes_of_wrong_length_are_refused_even_when_they_add_up() -> None:
         pack_hashes([b"x" * 15, b"x" * 17])
     with pytest.raises(InvalidArgument):
         unpack_hashes(b"x" * 17)
+    assert len(unpack_hashes(bytes(16 * MAX_HASHES))) == MAX_HASHES
+    with pytest.raises(
+        InvalidArgument, match="at most"
+    ):  # what a frame could hold would take seconds
+        unpack_hashes(bytes(16 * (MAX_HASHES + 1)))
