@@ -26,6 +26,7 @@ from kvpool.errors import (
 from kvpool.hashing import pack_hashes
 from kvpool.proto import kvpool_pb2 as pb
 from kvpool.proto import kvpool_pb2_grpc as pb_grpc
+from kvpool.scopes import ROUTES
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
 from tests.integration.cluster import LAYOUT, NAMESPACE, Cluster, wait_until
@@ -131,6 +132,15 @@ def test_scopes_hold_on_every_face(cluster: Cluster) -> None:
         stub.Put(put, metadata=_metadata("acme-reader"), timeout=5)
     assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
     assert stub.Put(put, metadata=_metadata("acme"), timeout=5).status == "exists"
+
+
+def test_every_route_has_a_scope_and_every_entry_a_route(cluster: Cluster) -> None:
+    served = {("GET", path) for path in ("/docs", "/docs/oauth2-redirect", "/openapi.json")}
+    for facts in (cluster.conductor, cluster.nodes["a"], cluster.workers["w"]):
+        document = httpx.get(f"http://{facts['http']}/openapi.json").json()
+        for path, methods in document["paths"].items():
+            served |= {(method.upper(), path) for method in methods}
+    assert served == ROUTES.keys()
 
 
 def test_metrics_are_for_their_own_scope_and_name_no_tenant(cluster: Cluster) -> None:
