@@ -133,7 +133,7 @@ class Conductor:
 
     def __init__(self, workers: Sequence[ScriptedWorker], **settings: Any) -> None:
         self.workers = list(workers)
-        self.has_tokenizer = settings.pop("has_tokenizer", True)
+        self.tokenizer: Any = settings.pop("tokenizer", LetterTokenizer())
         membership = settings.pop("membership", MEMBERSHIP)
         self.config = ConductorConfig(**settings)
         self.cluster = Cluster("c", 1, MemoryIndex(), membership, Policy())
@@ -185,7 +185,7 @@ async def conductor(*workers: ScriptedWorker, **settings: Any) -> AsyncIterator[
         running.cluster,
         running.gateway,
         running.gateway.request_log,
-        LetterTokenizer() if running.has_tokenizer else None,  # type: ignore[arg-type]
+        running.tokenizer,
         RequestMetrics(registry),
         roles,
     )
@@ -198,7 +198,7 @@ async def conductor(*workers: ScriptedWorker, **settings: Any) -> AsyncIterator[
         running.cluster,
         running.gateway.links,
         running.config.engines,
-        LetterTokenizer().encode_more if running.has_tokenizer else None,
+        running.tokenizer.encode_more if running.tokenizer else None,
         running.config.engine_check_s,
     )
 

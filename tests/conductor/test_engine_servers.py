@@ -183,7 +183,7 @@ async def test_text_without_ids_passes_and_is_counted_by_the_tokenizer() -> None
 
 async def test_without_a_tokenizer_the_servers_text_is_used() -> None:
     server = ScriptedServer()
-    async with serving((server, "both"), has_tokenizer=False) as running:
+    async with serving((server, "both"), tokenizer=None) as running:
         document = (await running.ask(kvpool={"return_token_ids": True})).json()
         assert document["choices"][0]["text"] == "abcdefgh"
         assert len(document["kvpool"]["token_ids"]) == 8
