@@ -131,8 +131,7 @@ class Answer:
 
     def _usage(self) -> dict[str, Any]:
         result = self._result
-        cached = max(result.pool_tokens, result.prefill_reused_tokens, result.local_tokens)
-        return usage(len(self._job.prompt), len(result.token_ids), cached)
+        return usage(len(self._job.prompt), len(result.token_ids), result.reused_tokens)
 
     def _report(self) -> dict[str, Any]:
         """What the pool did for this request."""

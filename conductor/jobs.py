@@ -90,6 +90,15 @@ class Result:
         has_tpot = len(self.token_ids) > 1 and self.tpot_s > 0
         return ttft_error, decision.tpot_s / self.tpot_s if has_tpot else 0.0
 
+    @property
+    def reused_tokens(self) -> int:
+        """Prompt tokens that nobody computed for this request. What a prefill worker computed for it, and
+        the decode worker then read from the pool, was no hit.
+        """
+        if self.is_prefilled_remotely:
+            return self.prefill_reused_tokens
+        return max(self.pool_tokens, self.local_tokens)
+
     def stop(self) -> None:
         """The answer is complete before the worker's stream is: a stop string was found."""
         self.is_stopped = True

@@ -55,7 +55,7 @@ class Recorder:
         if status == "ok" and result.ttft_s <= self._ttft_s and result.tpot_s <= self._tpot_s:
             counters["goodput_requests"] += 1  # DistServe: those that meet both objectives
         counters["prompt_tokens"] += len(job.prompt)
-        counters["pool_tokens"] += max(result.pool_tokens, result.prefill_reused_tokens)
+        counters["pool_tokens"] += result.reused_tokens
         counters["output_tokens"] += len(result.token_ids)
         if job.pool == "on" and result.token_ids:
             result.misses = [*self._not_reused(job, result), *result.misses]
@@ -121,12 +121,9 @@ class Recorder:
         if record is None:
             return []
         block_tokens = job.namespace.layout.block_tokens
-        if result.is_prefilled_remotely:
-            reused, fallback = result.prefill_reused_tokens, result.prefill_fallback
-        else:
-            reused = max(result.pool_tokens, result.local_tokens)
-            fallback = result.fallback_reason
+        is_remote = result.is_prefilled_remotely
+        fallback = result.prefill_fallback if is_remote else result.fallback_reason
         # Of a prompt of whole blocks the last token is computed in any case: no reason is needed for that.
         found = min(record.found_blocks, (len(job.prompt) - 1) // block_tokens)
         planned = record.decision.reuse_blocks
-        return misses.not_reused(found, planned, reused // block_tokens, fallback)
+        return misses.not_reused(found, planned, result.reused_tokens // block_tokens, fallback)

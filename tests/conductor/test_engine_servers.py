@@ -127,7 +127,8 @@ async def test_a_server_alone_serves_with_the_models_own_token_ids() -> None:
 
 async def test_prefill_and_decode_servers_get_the_same_tokens_one_after_the_other() -> None:
     prefill, decode = ScriptedServer(), ScriptedServer()
-    decode.cached = 40
+    # What the decode server finds was computed for this request; only what the other one found was there.
+    prefill.cached, decode.cached = 16, 40
     async with disaggregated(prefill, decode) as running:
         ask = {"prompt": PROMPT, "kvpool": {"prefill": "remote"}}
         document = (await running.ask(**ask)).json()
@@ -137,7 +138,7 @@ async def test_prefill_and_decode_servers_get_the_same_tokens_one_after_the_othe
     assert document["choices"][0]["text"] == "abcdefgh"
     assert [(one["prompt"], one["max_tokens"]) for one in prefill.seen] == [(PROMPT, 1)]
     assert decode.seen[0]["prompt"] == PROMPT
-    assert document["usage"]["prompt_tokens_details"]["cached_tokens"] == 40
+    assert document["usage"]["prompt_tokens_details"]["cached_tokens"] == 16
     assert document["kvpool"]["phases"]["prefill_compute_time"] > 0
     # What the index knows to be in the pool is not prefilled a second time.
     assert again["kvpool"]["mode"] == "local"

@@ -90,11 +90,14 @@ def complete(cluster: Cluster, tokens: list[int], **options: Any) -> dict[str, A
 def test_prefill_and_decode_on_two_hosts_give_the_engines_own_tokens(cluster: Cluster) -> None:
     tokens = prompt(1, 10 * BLOCK + 7)
     target = cluster.workers["decode-b"]["id"]
-    done = complete(cluster, tokens, decode_worker=target, prefill="remote")["kvpool"]
+    answer = complete(cluster, tokens, decode_worker=target, prefill="remote")
+    done = answer["kvpool"]
     assert done["mode"] == "disaggregated"
     assert done["prefill_worker"] == cluster.workers["prefill"]["id"]
     assert done["decode_worker"] == target
     assert (done["pool_tokens"], done["computed_tokens"]) == (10 * BLOCK, 7)
+    # Computed for this very request: read from the pool, and yet no hit.
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     # Reserved near the decode worker: the prefill worker writes to the other host, over NIXL.
     assert done["bytes_written"] == {"nixl": 10 * LAYOUT.block_bytes}
     assert done["bytes_read"] == {"shm": 10 * LAYOUT.block_bytes}
