@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import mul
 
 from kvpool.errors import InvalidArgument
 
@@ -81,7 +82,16 @@ class OnlineFit:
         forget: share of its importance that an observation keeps when the next one comes.
     """
 
-    __slots__ = ("_covariance", "_forget", "_run", "_seed", "_usual", "observations", "weights")
+    __slots__ = (
+        "_covariance",
+        "_forget",
+        "_run",
+        "_seed",
+        "_usual",
+        "coefficients",
+        "observations",
+        "weights",
+    )
 
     _START = (
         25.0  # variance of a weight over that of the noise: seeds may be far off, noise is ~20 %
@@ -97,16 +107,14 @@ class OnlineFit:
         self._usual = 0.1  # usual relative error
         self._run = 0  # cut errors in a row, with their sign
         self.weights = [1.0] * size
+        self.coefficients = self._seed
         self.observations = 0
         self._covariance = self._fresh_covariance(size)
 
-    @property
-    def coefficients(self) -> tuple[float, ...]:
-        return tuple(w * s for w, s in zip(self.weights, self._seed, strict=True))
-
     def predict(self, features: Sequence[float]) -> float:
         """Seconds; at least a microsecond."""
-        total = sum(w * s * x for w, s, x in zip(self.weights, self._seed, features, strict=True))
+        # Asked some hundred times for each decision: no Python runs per term.
+        total: float = sum(map(mul, self.coefficients, features))
         return max(total, MIN_PREDICTION_S)
 
     def observe(self, features: Sequence[float], seconds: float) -> None:
@@ -135,6 +143,7 @@ class OnlineFit:
         self.weights = [
             max(self._LEAST, w + g * cut) for w, g in zip(self.weights, gain, strict=True)
         ]
+        self.coefficients = tuple(map(mul, self.weights, self._seed))
         # Forget only while some variance is left to grow: a constant load must not blow it up.
         grow = 1.0
         if max(row[i] for i, row in enumerate(self._covariance)) < self._START:
@@ -163,6 +172,9 @@ class CostModel:
         self._prefill: dict[str, OnlineFit] = {}
         self._tpot: dict[str, OnlineFit] = {}
         self._links: dict[tuple[bool, str], OnlineFit] = {}
+        # What predictions start from where nothing was measured; never taught.
+        self._fresh_prefill, self._fresh_tpot = self._prefill_seed(), self._tpot_seed()
+        self._fresh_links = {near: self._link_seed(near) for near in (False, True)}
 
     # ------------------------------------------------------------ predictions, in seconds
 
@@ -170,7 +182,7 @@ class CostModel:
         """Computing `new_tokens` that follow on `reused_tokens` whose KV is there. 0 for none."""
         if new_tokens <= 0:
             return 0.0
-        fit = self._prefill.get(worker_id) or self._prefill_seed()
+        fit = self._prefill.get(worker_id) or self._fresh_prefill
         return fit.predict(_prefill_features(new_tokens, reused_tokens))
 
     def queue_s(self, worker_id: str, queued_tokens: int, tokens_per_s: float = 0.0) -> float:
@@ -188,7 +200,7 @@ class CostModel:
 
     def tpot_s(self, worker_id: str, context_tokens: float, batch: float) -> float:
         """One decode step over `batch` sequences that hold `context_tokens` of KV together."""
-        fit = self._tpot.get(worker_id) or self._tpot_seed()
+        fit = self._tpot.get(worker_id) or self._fresh_tpot
         return fit.predict((1.0, max(0.0, context_tokens), max(0.0, batch)))
 
     def transfer_s(
@@ -197,7 +209,7 @@ class CostModel:
         """Moving `size_bytes` in one go; a slow tier is read first, at its own rate. 0 for no bytes."""
         if size_bytes <= 0:
             return 0.0
-        fit = self._links.get((same_host, transport)) or self._link_seed(same_host)
+        fit = self._links.get((same_host, transport)) or self._fresh_links[same_host]
         return fit.predict((1.0, size_bytes)) + self.tier_s(size_bytes, tier)
 
     def tier_s(self, size_bytes: float, tier: str, bytes_per_s: float = 0.0) -> float:

@@ -26,6 +26,11 @@ class Estimate:
         self._queues: dict[str, float] = {}
         self._prefills: dict[tuple[str, int], tuple[int, float, float]] = {}
         self._targets: dict[tuple[str, int], NodeView | None] = {}
+        # Parts that many candidates share: each is predicted once.
+        self._transfers: dict[tuple[float, bool], float] = {}
+        self._tails: dict[str, float] = {}
+        self._fetches: dict[tuple[str, int, int], float] = {}
+        self._loads: dict[str, tuple[int, float]] = {}
 
     # ------------------------------------------------------------ candidates
 
@@ -66,17 +71,12 @@ class Estimate:
         target = self.target_node(decoder.host, new_blocks)
         target_host = target.host if target else decoder.host
         new_bytes = new_blocks * request.block_bytes
-        cost = self.state.cost
-        send_s = cost.transfer_s(
-            new_bytes / request.layers, same_host=prefiller.host == target_host
-        )
+        send_s = self._transfer_s(new_bytes / request.layers, prefiller.host == target_host)
         arrives_s = queue_s + fetch_s + prefill_s + send_s
         load_s = max(0.0, self.queue_s(decoder) - arrives_s)
-        load_s += self.fetch_s(decoder, request.engine_blocks.get(decoder.worker_id, 0), reuse)
-        load_s += cost.transfer_s(new_bytes, same_host=decoder.host == target_host)
-        # The last token's logits are needed even when the prompt ends with a block.
-        tail_tokens = max(1, request.prompt_tokens - full_tokens)
-        tail_s = cost.prefill_s(decoder.worker_id, tail_tokens, request.prompt_tokens - tail_tokens)
+        load_s += self._load_fetch_s(decoder, reuse)
+        load_s += self._transfer_s(new_bytes, decoder.host == target_host)
+        tail_s = self._tail_s(decoder, full_tokens)
         ttft_s = arrives_s + load_s + tail_s
         candidate = Candidate(
             mode="disaggregated",
@@ -206,6 +206,32 @@ class Estimate:
                 total_s += cost.tier_s(slow * size + queued, segment.tier, rate)
         return total_s
 
+    def _load_fetch_s(self, decoder: WorkerView, reuse: int) -> float:
+        own = self.request.engine_blocks.get(decoder.worker_id, 0)
+        key = (decoder.worker_id, own, reuse)
+        known = self._fetches.get(key)
+        if known is None:
+            known = self._fetches[key] = self.fetch_s(decoder, own, reuse)
+        return known
+
+    def _transfer_s(self, size_bytes: float, same_host: bool) -> float:
+        key = (size_bytes, same_host)
+        known = self._transfers.get(key)
+        if known is None:
+            known = self.state.cost.transfer_s(size_bytes, same_host=same_host)
+            self._transfers[key] = known
+        return known
+
+    def _tail_s(self, decoder: WorkerView, full_tokens: int) -> float:
+        """The last token's logits are needed even when the prompt ends with a block."""
+        known = self._tails.get(decoder.worker_id)
+        if known is None:
+            tokens = self.request.prompt_tokens
+            tail = max(1, tokens - full_tokens)
+            known = self.state.cost.prefill_s(decoder.worker_id, tail, tokens - tail)
+            self._tails[decoder.worker_id] = known
+        return known
+
     def tpot_s(self, worker: WorkerView, after_s: float) -> tuple[int, float]:
         """Sequences and TPOT at `worker` once this request decodes there too, `after_s` from now."""
         sequences, context = self.decode_load(worker, after_s)
@@ -215,12 +241,21 @@ class Estimate:
 
     def decode_load(self, worker: WorkerView, after_s: float) -> tuple[int, float]:
         """Sequences and tokens of KV: others' that the worker reported, and ours as predicted for then."""
-        in_flight, load = self.state.in_flight, worker.load
-        ours, our_context = in_flight.decoding(worker.worker_id, self.now, self.now)
-        then, then_context = in_flight.decoding(worker.worker_id, self.now + after_s, self.now)
-        others = max(0, load.decode_sequences - ours)
-        others_context = max(0.0, load.decode_context_tokens - our_context) if others else 0.0
-        return others + then, others_context + then_context
+        others, others_context = self._of_others(worker)
+        in_flight = self.state.in_flight
+        then, context = in_flight.decoding(worker.worker_id, self.now + after_s, self.now)
+        return others + then, others_context + context
+
+    def _of_others(self, worker: WorkerView) -> tuple[int, float]:
+        """Sequences and tokens of KV that the worker reported and that are not ours."""
+        known = self._loads.get(worker.worker_id)
+        if known is None:
+            load = worker.load
+            ours, context = self.state.in_flight.decoding(worker.worker_id, self.now, self.now)
+            others = max(0, load.decode_sequences - ours)
+            known = (others, max(0.0, load.decode_context_tokens - context) if others else 0.0)
+            self._loads[worker.worker_id] = known
+        return known
 
     def _has_kv_room(self, worker: WorkerView, after_s: float) -> bool:
         if worker.kv_capacity_tokens == 0:

@@ -9,9 +9,11 @@ It decides nothing (`conductor.scheduler`). Pure: `now` is monotonic seconds.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Literal
 
 from conductor.misses import Miss
@@ -107,13 +109,41 @@ class _Assignment:
     is_prefilled: bool = False
 
 
+class _Decoding:
+    """How many sequences decode at one worker over time: looked up, not counted, for each candidate."""
+
+    __slots__ = ("_begins", "_context_begun", "_context_ended", "_ends")
+
+    def __init__(self, requests: Iterable[_Assignment]) -> None:
+        found = list(requests)
+        begins = sorted((r.prefill_end, r.context_tokens) for r in found)
+        ends = sorted((r.decode_end, r.context_tokens) for r in found)
+        self._begins = [when for when, _ in begins]
+        self._ends = [when for when, _ in ends]
+        self._context_begun = list(accumulate((tokens for _, tokens in begins), initial=0.0))
+        self._context_ended = list(accumulate((tokens for _, tokens in ends), initial=0.0))
+
+    def at(self, when: float, now: float) -> tuple[int, float]:
+        """Sequences and context at `when`: begun by then, and not ended between `now` and then.
+
+        Whoever ends has begun before, so that the two may be subtracted.
+        """
+        begun = bisect_right(self._begins, when)
+        past, ended = bisect_right(self._ends, now), bisect_right(self._ends, when)
+        context = self._context_begun[begun]
+        context -= self._context_ended[ended] - self._context_ended[past]
+        return begun - (ended - past), context
+
+
 class InFlight:
     """Requests this conductor has sent and not seen finished."""
 
     def __init__(self) -> None:
         self._requests: dict[str, _Assignment] = {}
         # Dicts for sets: their order is that of assignment, so that sums do not depend on string hashing.
-        self._of_worker: dict[str, dict[str, None]] = {}
+        self._decodes: dict[str, dict[str, None]] = {}
+        self._prefills: dict[str, dict[str, None]] = {}  # by who prefills, until it has
+        self._decoding: dict[str, _Decoding] = {}  # made when asked for, until something changes
         self._last_order: dict[str, int] = {}
         self._orders = 0
 
@@ -138,8 +168,10 @@ class InFlight:
             prompt_tokens=decision.prompt_tokens,
             context_tokens=decision.prompt_tokens + decision.output_tokens / 2,
         )
+        self._decodes.setdefault(decode, {})[decision.request_id] = None
+        self._prefills.setdefault(prefills_on, {})[decision.request_id] = None
+        self._decoding.pop(decode, None)
         for worker_id in {decode, prefills_on}:
-            self._of_worker.setdefault(worker_id, {})[decision.request_id] = None
             self._last_order[worker_id] = self._orders
 
     def prefilled(self, request_id: str, now: float) -> None:
@@ -149,18 +181,17 @@ class InFlight:
             request.decode_end += now - request.prefill_end
             request.prefill_end = now
             request.is_prefilled = True
+            self._decoding.pop(request.decode, None)
+            _take_out(self._prefills, request.prefills_on, request_id)
 
     def finished(self, request_id: str) -> None:
         """It ended, however it did. Unknown ids are ignored."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return
-        for worker_id in {request.decode, request.prefills_on}:
-            requests = self._of_worker.get(worker_id)
-            if requests is not None:
-                requests.pop(request_id, None)
-                if not requests:
-                    del self._of_worker[worker_id]
+        self._decoding.pop(request.decode, None)
+        _take_out(self._decodes, request.decode, request_id)
+        _take_out(self._prefills, request.prefills_on, request_id)
 
     def expire(self, older_than: float) -> list[str]:
         """Drop requests assigned before `older_than`: nobody ever said that they ended."""
@@ -179,9 +210,7 @@ class InFlight:
         A prefill whose predicted end has passed counts nothing: the worker's own report knows better.
         """
         total = 0.0
-        for request in self._on(worker_id):
-            if request.prefills_on != worker_id or request.is_prefilled:
-                continue
+        for request in self._on(self._prefills, worker_id):
             if request.assigned_at > since:
                 total += min(request.work_s, max(0.0, request.prefill_end - now))
         return total
@@ -191,26 +220,21 @@ class InFlight:
 
         One whose predicted end lies before `now` has not finished after all, and still counts.
         """
-        sequences, context = 0, 0.0
-        for request in self._on(worker_id):
-            if request.decode != worker_id or request.prefill_end > when:
-                continue
-            if request.decode_end > when or request.decode_end <= now:
-                sequences += 1
-                context += request.context_tokens
-        return sequences, context
+        if worker_id not in self._decodes:
+            return 0, 0.0
+        known = self._decoding.get(worker_id)
+        if known is None:
+            known = self._decoding[worker_id] = _Decoding(self._on(self._decodes, worker_id))
+        return known.at(when, now)
 
     def outstanding(self, worker_id: str) -> int:
         """Requests that this worker has still to prefill or to decode."""
-        return sum(1 for r in self._on(worker_id) if r.decode == worker_id or not r.is_prefilled)
+        elsewhere = sum(1 for r in self._on(self._prefills, worker_id) if r.decode != worker_id)
+        return len(self._decodes.get(worker_id, ())) + elsewhere
 
     def prefill_tokens(self, worker_id: str) -> int:
         """Prompt tokens of the requests whose prefill there has not ended, reused ones included."""
-        return sum(
-            r.prompt_tokens
-            for r in self._on(worker_id)
-            if r.prefills_on == worker_id and not r.is_prefilled
-        )
+        return sum(r.prompt_tokens for r in self._on(self._prefills, worker_id))
 
     def last_assigned(self, worker_id: str) -> int:
         """A number that grows with each assignment; 0 when there was none. For rotating among equals."""
@@ -219,8 +243,16 @@ class InFlight:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def _on(self, worker_id: str) -> list[_Assignment]:
-        return [self._requests[request] for request in self._of_worker.get(worker_id, ())]
+    def _on(self, table: Mapping[str, Iterable[str]], worker_id: str) -> list[_Assignment]:
+        return [self._requests[request] for request in table.get(worker_id, ())]
+
+
+def _take_out(table: dict[str, dict[str, None]], worker_id: str, request_id: str) -> None:
+    requests = table.get(worker_id)
+    if requests is not None:
+        requests.pop(request_id, None)
+        if not requests:
+            del table[worker_id]
 
 
 @dataclass(slots=True, frozen=True)

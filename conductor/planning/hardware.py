@@ -29,7 +29,8 @@ VALUE_BYTES = {
 }
 STEP_OVERHEAD_S = 2e-3  # launching one step: scheduling and kernels
 SEQUENCE_OVERHEAD_S = 2e-5  # sampling and bookkeeping of one sequence in a step
-SAME_HOST = LinkProfile(1e-4, 50e9)  # host memory to GPU over PCIe 5
+GPU_COPY_BYTES_PER_S = 25e9  # host memory to each GPU: half of PCIe 5's line rate, all GPUs at once
+SAME_HOST = LinkProfile(1e-4, 8 * GPU_COPY_BYTES_PER_S)
 OTHER_HOST = LinkProfile(2e-4, 100e9)  # 800 Gb/s of RDMA a host, as in Mooncake's testbed
 TYPICAL_BATCH = 32  # at which the experts that a step reads are counted
 

@@ -54,6 +54,9 @@ COMMANDS: dict[str, Registered] = {
     "drain": Registered("kvpool.cli.drain:drain", "Empty a node and let it end."),
     "policy": Registered("kvpool.cli.policy:app", "Check, change or explain the routing policy."),
     "plan": Registered("kvpool.cli.plan:app", "Size KV, links and deployments."),
+    "simulate": Registered(
+        "kvpool.cli.simulate:simulate", "Simulate a cluster over a trace, by the real scheduler."
+    ),
     "resize": Registered("kvpool.cli.resize:resize", "Give a node more or less DRAM."),
     "token": Registered("kvpool.cli.token:app", "Make API tokens."),
     "replay": Registered("kvpool.cli.replay:replay", "Try eviction policies on a trace."),

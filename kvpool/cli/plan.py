@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -9,6 +11,8 @@ import typer
 from kvpool.cli.output import console, format_bytes, format_seconds, print_json, print_table
 
 app = typer.Typer(help="Size KV, links and deployments.", no_args_is_help=True)
+
+LENGTHS = (256, 1024, 4096, 16384, 65536)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 GpuName = Annotated[str, typer.Option("--gpu", help="a100, a800, h100, h200, h20, b200, l40s, ...")]
@@ -54,6 +58,79 @@ def size(
         print_json(report)
         return
     _print_size(report)
+
+
+@app.command()
+def crossover(
+    model: Annotated[str, typer.Argument(help="A preset, or a config.json.")],
+    link: Annotated[str, typer.Option(help="Links, with commas.")] = "25GbE,100GbE,400Gb",
+    batch: Annotated[int, typer.Option(min=0, help="Sequences that decode beside it.")] = 32,
+    context: Annotated[int, typer.Option(min=0, help="Tokens of KV of each of them.")] = 4096,
+    chunk: Annotated[int, typer.Option(min=64, help="Tokens of a mixed step.")] = 2048,
+    dtype: Annotated[str, typer.Option(help="dtype of the KV.")] = "fp16",
+    gpu: GpuName = "h100",
+    tp: Tp = None,
+    weights: Weights = "fp16",
+    plot: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say from which prompt length and bandwidth on prefilling elsewhere gives the better TTFT."""
+    from conductor.planning import crossover as curves
+    from conductor.planning import hardware
+    from conductor.planning.presets import model_named
+
+    machine = hardware.fitting(
+        model_named(model),
+        hardware.gpu_named(gpu),
+        tp,
+        weight_bytes=hardware.value_bytes(weights),
+        kv_value_bytes=hardware.value_bytes(dtype),
+    )
+    beside = {"batch": batch, "context": context, "chunk_tokens": chunk}
+    points = curves.curve(machine, hardware.links_named(link), LENGTHS, **beside)
+    least = {tokens: curves.least_bandwidth(machine, tokens, **beside) for tokens in LENGTHS}
+    document = {
+        "model": machine.model.name,
+        "gpu": machine.gpu.name,
+        "tp": machine.tp,
+        "batch": batch,
+        "context": context,
+        "rows": [{**asdict(point), "is_worth_it": point.is_worth_it} for point in points],
+        "least_gbytes_per_s": {
+            str(tokens): None if rate is None else rate / 1e9 for tokens, rate in least.items()
+        },
+    }
+    if plot is not None:
+        from kvpool.cli.pictures import draw_crossover
+
+        draw_crossover(document, plot)
+    if as_json:
+        print_json(document)
+        return
+    console().print(
+        f"{machine.model.name} on {machine.tp} x {machine.gpu.name}, beside {batch} sequences of "
+        f"{context} tokens",
+        markup=False,
+    )
+    print_table(
+        ("prompt", "link", "transfer adds", "interference", "worth it", "least GB/s"),
+        (
+            (
+                point.prompt_tokens,
+                point.link,
+                format_seconds(point.transfer_s),
+                format_seconds(point.interference_s),
+                "yes" if point.is_worth_it else "no",
+                _rate(least[point.prompt_tokens]),
+            )
+            for point in points
+        ),
+        right=("prompt", "transfer adds", "interference", "least GB/s"),
+    )
+
+
+def _rate(bytes_per_s: float | None) -> str:
+    return "none" if bytes_per_s is None else f"{bytes_per_s / 1e9:.3g}"
 
 
 def _print_size(report: dict[str, Any]) -> None:
