@@ -72,6 +72,8 @@ def store(
             report["peers"][name] = PEERS[name](order)
         except PeerMissing as error:
             report["not_installed"][name] = str(error)
+        except KvpoolError as error:  # a peer that breaks must not cost us our own figures
+            report["not_installed"][name] = f"it failed: {error}"
     if as_json:
         print_json(report)
     else:
