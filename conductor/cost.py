@@ -314,3 +314,14 @@ class CostModel:
 
 def _prefill_features(new_tokens: int, reused_tokens: int) -> tuple[float, float, float]:
     return (1.0, float(new_tokens), new_tokens * (reused_tokens + new_tokens / 2))
+
+
+def exposed_s(prefill_s: float, transfer_s: float, layers: int) -> float:
+    """What a layer-wise send adds to the prefill: at least the last layer's transfer.
+
+    Layers are equal; each is sent when it is final and when the one before it has left. A link slower than the
+    prefill makes its whole backlog wait.
+    """
+    slowest_is_link = prefill_s / layers + transfer_s
+    slowest_is_compute = prefill_s + transfer_s / layers
+    return max(slowest_is_link, slowest_is_compute) - prefill_s

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from conductor.cost import MEASURED
+from conductor.cost import MEASURED, exposed_s
 from conductor.membership import State
 from conductor.requests import Candidate
 from conductor.view import ClusterView, NodeView, ScheduleRequest, WorkerView
@@ -71,7 +71,12 @@ class Estimate:
         target = self.target_node(decoder.host, new_blocks)
         target_host = target.host if target else decoder.host
         new_bytes = new_blocks * request.block_bytes
-        send_s = self._transfer_s(new_bytes / request.layers, prefiller.host == target_host)
+        is_near = prefiller.host == target_host
+        # Overlapped, but over a link slower than the prefill more shows than the last layer.
+        send_s = max(
+            self._transfer_s(new_bytes / request.layers, is_near),
+            exposed_s(prefill_s, self._transfer_s(new_bytes, is_near), request.layers),
+        )
         arrives_s = queue_s + fetch_s + prefill_s + send_s
         load_s = max(0.0, self.queue_s(decoder) - arrives_s)
         load_s += self._load_fetch_s(decoder, reuse)

@@ -39,7 +39,9 @@ class Candidate:
     queue_s: float = 0.0  # before the prefill starts
     fetch_s: float = 0.0  # reading the reused blocks to where the prefill runs
     prefill_s: float = 0.0  # computing the rest
-    send_s: float = 0.0  # the last layer's transfer, the only exposed one
+    send_s: float = (
+        0.0  # what the prefill does not hide: the last layer, or what a slow link lags behind
+    )
     load_s: float = 0.0  # the decode worker reads the blocks, waiting for its own queue included
     tail_s: float = 0.0  # the decode worker computes what fills no block
     rejected: str = ""

@@ -11,9 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from conductor.cost import Profile
+from conductor.cost import Profile, exposed_s
 from conductor.planning.hardware import GPU_COPY_BYTES_PER_S, Link, Machine
-from conductor.planning.size import exposed_s
 
 LEAST, MOST = 1e6, 1e13  # bytes a second between which a crossover is looked for
 

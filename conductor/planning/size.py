@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from conductor.cost import exposed_s
 from conductor.planning.hardware import Link, Machine
 from conductor.planning.models import ModelShape
 from kvpool.errors import ConfigError
@@ -29,16 +30,6 @@ class Transfer:
     @property
     def verdict(self) -> Literal["masked", "network bound"]:
         return "masked" if self.transfer_s <= self.prefill_s else "network bound"
-
-
-def exposed_s(prefill_s: float, transfer_s: float, layers: int) -> float:
-    """What a layer-wise send adds to the prefill: at least the last layer's transfer.
-
-    Layers are equal; each is sent when it is final and when the one before it has left.
-    """
-    slowest_is_link = prefill_s / layers + transfer_s
-    slowest_is_compute = prefill_s + transfer_s / layers
-    return max(slowest_is_link, slowest_is_compute) - prefill_s
 
 
 def transfers(

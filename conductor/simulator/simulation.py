@@ -382,7 +382,9 @@ class Simulation:
                 size = slow * setup.block_bytes
                 begins = self.network.read_disk(now, segment.node_id, size, rate)
             source = self.pool.hosts[segment.node_id]
-            arrives = self.network.transfer(begins, source, host, count * setup.block_bytes)
+            size = count * setup.block_bytes
+            arrives = self.network.transfer(begins, source, host, size)
+            self.state.cost.observe_transfer(size, arrives - begins, same_host=source == host)
             ready = max(ready, arrives)
             self.pool.read(segment.node_id, arrival.hashes[:stop])
         return ready

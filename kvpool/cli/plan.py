@@ -8,10 +8,19 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpool.cli.output import console, format_bytes, format_seconds, print_json, print_table
+from kvpool.cli.deploy_plan import deploy
+from kvpool.cli.output import (
+    console,
+    error_console,
+    format_bytes,
+    format_seconds,
+    print_json,
+    print_table,
+)
+from kvpool.errors import ConfigError
 
 app = typer.Typer(help="Size KV, links and deployments.", no_args_is_help=True)
-
+app.command()(deploy)
 LENGTHS = (256, 1024, 4096, 16384, 65536)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
@@ -164,3 +173,53 @@ def _print_size(report: dict[str, Any]) -> None:
         ),
         right=("GB/s", "transfer", "prefill", "shows, layer by layer"),
     )
+
+
+@app.command()
+def profile(
+    log: Annotated[Path, typer.Argument(help="Request log or trace, one JSON object a line.")],
+    rag_min_input: Annotated[int, typer.Option(help="RAG by rule: prompt tokens at least.")] = 2000,
+    rag_min_ratio: Annotated[float, typer.Option(help="And prompt over output at least.")] = 10.0,
+    rag_match: Annotated[str | None, typer.Option(help="Or this pattern in its text.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail on a bad line.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Take the baseline before disaggregating: lengths, RAG share, turns, streaming, TTFT and TPOT."""
+    from conductor.planning.log_profile import RagRule, profile_log, report
+
+    rule = RagRule(rag_min_input, rag_min_ratio)
+    if rag_match is not None:
+        rule = RagRule(rag_min_input, rag_min_ratio, rag_match)
+    try:
+        with log.open("rb") as lines:
+            found = profile_log(lines, str(log), rule, is_strict=strict)
+    except OSError as error:
+        raise ConfigError(f"cannot read {log}: {error.strerror or error}") from None
+    for text in found.problems:
+        error_console().print(f"skipped {text}", markup=False)
+    document = report(found)
+    if as_json:
+        print_json(document)
+        return
+    console().print(f"{log}: {document['requests']:,} requests", markup=False)
+    shares = ("rag_share", "multi_turn_share", "streaming_share", "prefix_reuse")
+    spreads = {name: value for name, value in document.items() if isinstance(value, dict)}
+    columns = ("mean", "min", "p50", "p90", "p95", "p99", "max")
+    print_table(
+        ("", *columns),
+        (
+            (name, *(f"{value[c]:,.4g}" for c in columns))
+            for name, value in spreads.items()
+            if "p50" in value
+        ),
+        right=columns,
+    )
+    rates = document["rate_per_s"]
+    if rates:
+        console().print(
+            f"requests a second: {rates['mean']}, busiest minute {rates['busiest_minute']}"
+        )
+    for name in shares:
+        value = document[name]
+        text = "unknown: the log does not say" if value is None else f"{value:.1%}"
+        console().print(f"{name.replace('_', ' ')}: {text}", markup=False)

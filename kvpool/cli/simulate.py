@@ -97,8 +97,8 @@ def simulate(
         tp=tp,
         hosts=hosts,
         link_bytes_per_s=links[0].bytes_per_s,
-        dram_bytes=_size("--dram", dram),
-        nvme_bytes=_size("--nvme", nvme),
+        dram_bytes=size_option("--dram", dram),
+        nvme_bytes=size_option("--nvme", nvme),
         block_tokens=block_tokens,
         weight_bytes=value_bytes(weights),
         kv_value_bytes=value_bytes(kv_dtype),
@@ -190,7 +190,8 @@ def _one_of(flag: str, given: list[str], known: Any) -> list[str]:
     return given
 
 
-def _size(flag: str, text: str) -> int:
+def size_option(flag: str, text: str) -> int:
+    """A size in bytes from a flag, `512GiB`. Raises ConfigError."""
     try:
         size = parse_bytes(text)
     except (ValueError, TypeError) as error:

@@ -63,6 +63,21 @@ def test_prefill_goes_elsewhere_when_it_would_stall_running_decodes() -> None:
     assert local.rejected == "tpot_slo"
 
 
+def test_a_link_slower_than_the_prefill_is_charged_with_all_that_lags_behind() -> None:
+    """Layers are sent while others compute; the link's backlog shows as soon as it is the slower one."""
+    one, size = request(), 16 * BLOCK_BYTES
+    for rate, shown_s in (
+        (1e9, 1e-3 + size / 30 / 1e9),
+        (1e7, 1e-3 + size / 1e7 - 1.024 * 29 / 30),
+    ):
+        state = view(PD[1:])
+        state = replace(state, cost=CostModel(replace(PROFILE, other_host=LinkProfile(1e-3, rate))))
+        decision = schedule(replace(one, mode="disaggregated"), state, 0.0)
+        assert decision.candidates[0].send_s == pytest.approx(shown_s, rel=0.01)
+        mixed = schedule(one, state, 0.0)
+        assert mixed.mode == "local"
+
+
 def test_a_queue_is_worked_off_as_its_report_ages() -> None:
     load = busy(queued_prefill_tokens=5000, prefill_tokens_per_s=1000.0)
     state = view([worker("w", load=load, reported_at=100.0)])

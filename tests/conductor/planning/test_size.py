@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from conductor.cost import exposed_s
 from conductor.planning.hardware import GPUS, fitting, link_named, value_bytes
 from conductor.planning.models import shape_of
 from conductor.planning.presets import PRESETS, model_named
-from conductor.planning.size import exposed_s, size_report, transfers
+from conductor.planning.size import size_report, transfers
 from kvpool.errors import ConfigError
 
 # Parameters in billions as published with each model: total, and active where the model says so.
