@@ -11,13 +11,14 @@ import grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvpool.auth import Scope
-from kvpool.errors import InvalidArgument, KvpoolError, PortInUse
+from kvpool.errors import InvalidArgument, KvpoolError, PortInUse, brief
 from kvpool.gate import CALLER, Gate, require
 from kvpool.layout import Layout, Namespace
 from kvpool.proto import kvpool_pb2 as pb
 from kvpool.scopes import METHODS
 from kvpool.tls import ServerTls
 
+MAX_MESSAGE = 1000  # characters: a status travels in headers, and those have a limit
 _STATUS = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
@@ -48,7 +49,7 @@ def typed_errors(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitab
 async def _abort(error: KvpoolError, context: grpc.aio.ServicerContext) -> None:
     context.set_trailing_metadata((("kvpool-code", error.code),))
     status = _STATUS.get(error.http_status, grpc.StatusCode.INTERNAL)
-    await context.abort(status, str(error))
+    await context.abort(status, brief(error, MAX_MESSAGE))
 
 
 class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]
