@@ -37,12 +37,14 @@ from kvpool.errors import InvalidArgument, KvpoolError, NotFound, Unavailable, b
 from kvpool.gate import CALLER, Gate
 from kvpool.hashing import hash_chain
 from kvpool.http import base_app, error_response
+from kvpool.openapi import EVENTS, OBJECT, add_bodies, answers
 from kvpool.wire import messages as m
 from kvpool.wire.plain import named
 
 DEFAULT_MAX_TOKENS = 128
 MAX_KEY_CHARS = 512
 KEY_HEADER = "x-kvpool-key"
+STREAMED = answers(application_json=OBJECT, text_event_stream=EVENTS)
 MAX_LISTED = 1000  # records of requests in one answer
 CLIENT_LEFT = 499  # nginx's status for it; nobody reads it
 
@@ -86,22 +88,26 @@ class HttpApi:
             gate=self._gate,
         )
 
-        schemas = _add_schemas(app, ChatRequest, CompletionRequest, PrefetchRequest)
+        schemas = add_bodies(app, ChatRequest, CompletionRequest, PrefetchRequest)
 
-        @app.post("/v1/chat/completions", response_model=None, openapi_extra=schemas[ChatRequest])
+        @app.post("/v1/chat/completions", responses=STREAMED, openapi_extra=schemas[ChatRequest])
         async def chat(request: Request) -> Response:
             body = read_request(await request.body(), ChatRequest)
             prompt = await self._chat_tokens(body.messages)
             limit = body.max_completion_tokens or body.max_tokens
             return await self._serve(body, prompt, limit, request)
 
-        @app.post("/v1/completions", response_model=None, openapi_extra=schemas[CompletionRequest])
+        @app.post("/v1/completions", responses=STREAMED, openapi_extra=schemas[CompletionRequest])
         async def completions(request: Request) -> Response:
             body = read_request(await request.body(), CompletionRequest)
             prompt = await self._prompt_tokens(body.prompt)
             return await self._serve(body, prompt, body.max_tokens, request)
 
-        @app.post("/v1/prefetch", response_model=None, openapi_extra=schemas[PrefetchRequest])
+        @app.post(
+            "/v1/prefetch",
+            responses=answers(application_json=OBJECT),
+            openapi_extra=schemas[PrefetchRequest],
+        )
         async def prefetch(request: Request) -> Response:
             """Begin to move blocks toward the worker that would serve what is about to come."""
             body = read_request(await request.body(), PrefetchRequest)
@@ -116,20 +122,20 @@ class HttpApi:
             ]
             return {"object": "list", "data": data}
 
-        @app.get("/v1/stats")
+        @app.get("/v1/stats", responses=answers(application_json=OBJECT))
         async def stats() -> Response:
             return _json(named(self._cluster.stats_for(CALLER.get())))
 
-        @app.get("/v1/scaling")
+        @app.get("/v1/scaling", responses=answers(application_json=OBJECT))
         async def scaling() -> Response:
             """Instances by role, how many there should be and why; for a HPA or KEDA."""
             return _json(self._roles.advice())
 
-        @app.get("/v1/nodes")
+        @app.get("/v1/nodes", responses=answers(application_json=OBJECT))
         async def nodes() -> Response:
             return _json(named(self._cluster.node_list(CALLER.get())))
 
-        @app.get("/v1/requests")
+        @app.get("/v1/requests", responses=answers(application_json=OBJECT))
         async def last_requests(limit: int = 20) -> Response:
             if not 1 <= limit <= MAX_LISTED:
                 raise InvalidArgument(f"limit is {limit}", hint=f"1 to {MAX_LISTED}")
@@ -137,7 +143,7 @@ class HttpApi:
             tenant = None if caller.sees_all else caller.tenant
             return _json({"requests": self._request_log.recent(limit, tenant)})
 
-        @app.get("/v1/requests/{request_id}")
+        @app.get("/v1/requests/{request_id}", responses=answers(application_json=OBJECT))
         async def explain(request_id: str) -> Response:
             record = self._request_log.get(request_id)
             caller = CALLER.get()
@@ -284,25 +290,6 @@ def no_tokenizer() -> Unavailable:
         "this conductor has no tokenizer",
         hint="set conductor.model_path, or send token ids to /v1/completions",
     )
-
-
-def _add_schemas(app: FastAPI, *shapes: type) -> dict[type, dict[str, Any]]:
-    """Tell the OpenAPI page of bodies that FastAPI does not decode; by shape, what its route adds."""
-    references, components = msgspec.json.schema_components(
-        shapes, ref_template="#/components/schemas/{name}"
-    )
-    generate = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        document = generate()
-        document.setdefault("components", {}).setdefault("schemas", {}).update(components)
-        return document
-
-    app.openapi = openapi  # type: ignore[method-assign]
-    return {
-        shape: {"requestBody": {"content": {"application/json": {"schema": reference}}}}
-        for shape, reference in zip(shapes, references, strict=True)
-    }
 
 
 def _json(value: Any) -> Response:

@@ -14,7 +14,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match
@@ -25,6 +25,7 @@ from kvpool.auth import Scope as TokenScope
 from kvpool.errors import KvpoolError, Overloaded, PortInUse, Unauthenticated, brief
 from kvpool.gate import CALLER, Gate, require
 from kvpool.http_body import BODY_TIMEOUT_S, BodyLimit
+from kvpool.openapi import OBJECT, add_errors, answers
 from kvpool.scopes import ROUTES
 from kvpool.tls import ServerTls
 
@@ -52,18 +53,22 @@ def base_app(
         gate: looks at the token of every request; default: everybody may do everything.
     """
     app = FastAPI(title=title, docs_url="/docs", redoc_url=None)
+    add_errors(app)
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.get("/readyz")
+    # Not ready is an answer, too, and has the shape of one.
+    ready = answers(application_json=OBJECT)
+
+    @app.get("/readyz", responses=ready | {503: {**ready[200], "description": "Not ready"}})
     async def readyz() -> Response:
         reason = not_ready()
         content = {"status": reason or "ready"} | ({"notice": told} if (told := notice()) else {})
         return JSONResponse(content, status_code=503 if reason else 200)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 

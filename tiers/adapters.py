@@ -15,6 +15,7 @@ from kvpool.grpc_adapter import GrpcServer, hashes_from, namespace_from_proto, t
 from kvpool.hashing import pack_hashes
 from kvpool.http import base_app
 from kvpool.layout import Namespace
+from kvpool.openapi import BINARY, OBJECT, add_bodies, answers, body
 from kvpool.proto import kvpool_pb2 as pb
 from kvpool.proto import kvpool_pb2_grpc as pb_grpc
 from kvpool.tls import ServerTls
@@ -111,11 +112,17 @@ def http_app(
     """The node's HTTP face: health, metrics, stats, and single blocks for anyone with curl."""
     app = base_app("kvpool node", registry, not_ready, max_body_bytes=max_body_bytes, gate=gate)
 
-    @app.get("/v1/stats")
+    bodies = add_bodies(app, _DramSize, Namespace)
+
+    @app.get("/v1/stats", responses=answers(application_json=OBJECT))
     async def stats() -> Response:
         return Response(stats_json(service), media_type="application/json")
 
-    @app.put("/v1/dram")
+    @app.put(
+        "/v1/dram",
+        responses=answers(application_json=OBJECT),
+        openapi_extra=bodies[_DramSize],
+    )
     async def resize(request: Request) -> Response:
         try:
             message = msgspec.json.decode(await request.body(), type=_DramSize)
@@ -124,7 +131,7 @@ def http_app(
         reply = await service.resize(m.ResizeDram(message.target_bytes))
         return Response(msgspec.json.encode(named(reply)), media_type="application/json")
 
-    @app.post("/v1/namespaces")
+    @app.post("/v1/namespaces", openapi_extra=bodies[Namespace])
     async def register(request: Request) -> dict[str, str]:
         try:
             namespace = msgspec.json.decode(await request.body(), type=Namespace)
@@ -134,7 +141,10 @@ def http_app(
         reply = service.register_namespace(admitted)
         return {"namespace_id": reply.namespace_id.hex(), "name": namespace.name}
 
-    @app.put("/v1/blocks/{namespace_id}/{block_hash}")
+    @app.put(
+        "/v1/blocks/{namespace_id}/{block_hash}",
+        openapi_extra=body("application/octet-stream", BINARY),
+    )
     async def put(
         request: Request,
         namespace_id: HexHash,
@@ -152,7 +162,11 @@ def http_app(
         reply = await service.put_inline(gate.admit(message, CALLER.get()), HTTP_CLIENT)
         return {"status": _STATUS[reply.status]}
 
-    @app.get("/v1/blocks/{namespace_id}/{block_hash}")
+    @app.get(
+        "/v1/blocks/{namespace_id}/{block_hash}",
+        response_class=Response,
+        responses=answers(application_octet_stream=BINARY),
+    )
     async def get(
         namespace_id: HexHash,
         block_hash: HexHash,
