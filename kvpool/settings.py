@@ -524,6 +524,9 @@ class NodeConfig(ServerConfig):
     )
     fsync: Literal["always", "interval", "never"] = "interval"
     fsync_interval_s: Seconds = 1.0
+    uses_interval_s: Seconds = Field(
+        30.0, description="how often NVMe notes in which order its blocks were used, for a restart"
+    )
     max_frame_bytes: Bytes = Field(64 * MIB, ge=64 * KIB, le=2 * GIB)
 
     @property

@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 import structlog
 
-from kvpool.errors import ChecksumMismatch, ConfigError
+from kvpool.errors import ChecksumMismatch, ConfigError, KvpoolError
 from kvpool.hashing import checksum
 from kvpool.layout import Namespace
 from tiers.blocks import Move
@@ -154,6 +154,7 @@ class Devices:
     def __init__(self, devices: Sequence[Device], missing: dict[Path, str] | None = None) -> None:
         self._by_number = {device.number: device for device in devices}
         self.missing = missing or {}
+        self.unrecovered: dict[str, str] = {}  # namespaces that `recover_into` left out, and why
 
     def __iter__(self) -> Iterator[Device]:
         return iter(self._by_number.values())
@@ -191,16 +192,27 @@ class Devices:
     def recover_into(self, store: Store, now: float) -> int:
         """Offer what stands on them to a new store; each part is verified when it is read.
 
-        Returns how many parts it took in. Blocks of which some part is missing are forgotten.
+        Returns how many parts it took in. Blocks of which some part is missing are forgotten. Namespaces that
+        do not fit this node any more, or each other, are left out (see `unrecovered`): their blocks stay on
+        disk until something else is written there.
 
         Raises:
-            NvmeFailed: a disk refused. LayoutMismatch, BlockTooLarge: a namespace does not fit this node any more.
+            NvmeFailed: a disk refused.
         """
+        known: set[bytes] = set()
         for namespace in {n.namespace_id: n for d in self for n in d.files.namespaces()}.values():
-            store.register_namespace(namespace, now)
+            try:
+                known.add(store.register_namespace(namespace, now))
+            except KvpoolError as error:
+                self.unrecovered[namespace.name] = str(error)
+                log.error(
+                    "a namespace on NVMe is left out", namespace=namespace.name, error=str(error)
+                )
         count = 0
         for device in self:
             for entry in device.files.recover():
+                if entry.namespace_id not in known:
+                    continue
                 count += store.recover(
                     entry.namespace_id,
                     entry.block_hash,

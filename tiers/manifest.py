@@ -295,7 +295,7 @@ class Manifest:
                 f"a manifest record of {len(data)} bytes", hint=f"at most {MAX_RECORD_BYTES}"
             )
         try:
-            _write_all(self._fd, data, self._size)
+            write_all(self._fd, data, self._size)
         except OSError as error:
             # What was written of it must not stand in front of the next record. Should this fail too,
             # the next one overwrites it.
@@ -324,7 +324,7 @@ class Manifest:
         beside = self._path.with_suffix(".new")
         fd = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            _write_all(fd, data, 0)
+            write_all(fd, data, 0)
             os.fsync(fd)
             os.rename(beside, self._path)
         except OSError:
@@ -385,7 +385,8 @@ def _record_at(data: bytes, start: int) -> tuple[_AnyRecord, int] | None:
     return record, start + length
 
 
-def _write_all(fd: int, data: bytes, offset: int) -> None:
+def write_all(fd: int, data: bytes, offset: int) -> None:
+    """Write all of `data`, however many calls that takes."""
     view = memoryview(data)
     while view:
         written = os.pwrite(fd, view, offset)

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -42,6 +42,7 @@ BATCH_BLOCKS = 16  # demoted together, for each device; their slots are held mea
 LOST_AT_ONCE = 4096  # slots of a lost device given up in one go: a few milliseconds
 TICK_S = 0.25
 POLL_S = 0.01  # for blocks that somebody else brings where they are wanted
+DOWN_FROM_HBM = -1  # stands for a device's number where blocks go from hbm to dram
 HBM_THREADS = 2  # copies to and from hbm at once; each has pinned memory of its own
 
 
@@ -74,6 +75,7 @@ class Mover:
         self._queue = ByteQueue()  # promotions, by move id
         self._promotions: dict[tuple[bytes, bytes], dict[int, asyncio.Future[int]]] = {}
         self._wake = asyncio.Event()
+        self._demotions: defaultdict[int, set[int]] = defaultdict(set)  # move ids, by device
         self._defect: BaseException | None = None
 
     @property
@@ -132,22 +134,36 @@ class Mover:
                 async with asyncio.timeout(TICK_S):
                     await self._wake.wait()
             self._wake.clear()
+            await asyncio.sleep(0)  # requests come in between, however much there is to do
             if self._defect is not None:
                 raise self._defect
             self._store.expire(self._clock())
             if self._store.drop_lost(LOST_AT_ONCE, self._clock()):
                 self._wake.set()
-                await asyncio.sleep(0)  # requests come in between
-            sources = [] if self._hbm is None else ["hbm"]
-            if self._devices is not None and self._devices.can_write:
-                sources.append("dram")
-            if not sources:
-                continue
-            batch = BATCH_BLOCKS * max(1, self.devices.writable)
-            moves = self._store.plan_demotions(batch, self._clock(), sources)
-            if moves:
-                await asyncio.wait([self._begin(move) for move in moves])
-                self._wake.set()
+            self._demote()
+
+    def _demote(self) -> None:
+        """Begin a batch for each device that has done with the one before: one that hangs holds up no other."""
+        free = [d.number for d in self.devices if d.state == "ok" and not self._demotions[d.number]]
+        sources = [] if self._hbm is None or self._demotions[DOWN_FROM_HBM] else ["hbm"]
+        if free:
+            sources.append("dram")
+        if not sources:
+            return
+        self._store.rest_devices(d.number for d in self.devices if d.number not in free)
+        batch = BATCH_BLOCKS * max(1, len(free))
+        for move in self._store.plan_demotions(batch, self._clock(), sources):
+            is_to_disk = move.target_tier == "nvme"
+            under_way = self._demotions[move.target.arena_id if is_to_disk else DOWN_FROM_HBM]
+            under_way.add(move.move_id)
+            self._begin(move).add_done_callback(partial(self._demoted, under_way, move.move_id))
+        if self._store.has_more_demotions:
+            self._wake.set()
+
+    def _demoted(self, under_way: set[int], move_id: int, _work: asyncio.Future[int]) -> None:
+        under_way.discard(move_id)
+        if not under_way:
+            self._wake.set()
 
     # ------------------------------------------------------------ promotion
 

@@ -12,9 +12,11 @@ from collections.abc import Collection, Sequence
 
 from kvpool.errors import InvalidArgument
 from tiers import eviction
-from tiers.blocks import BEST_FIRST, HBM, NVME, TIER_NAMES, Copy, Move, Space
+from tiers.blocks import BEST_FIRST, NVME, TIER_NAMES, Copy, Move, Space
 from tiers.boundary import Boundary
 from tiers.residency import Residency
+
+PATIENCE = 16  # times the wait of a block that found no room, when it is refused again unused
 
 
 class MoveBook:
@@ -30,6 +32,7 @@ class MoveBook:
         self._retry_s = retry_s
         self._next_id = 1
         self._moves: dict[int, tuple[Move, Copy, Copy]] = {}
+        self.has_more = False  # the last plan ended before the first block that finds room
 
     def __len__(self) -> int:
         return len(self._moves)
@@ -79,9 +82,11 @@ class MoveBook:
     def plan_demotions(self, max_blocks: int, now: float, sources: Collection[int]) -> list[Move]:
         """Moves for the coldest blocks of each source that stand in no tier below it, `max_blocks` of each.
 
-        A block takes the place of a colder one only: else a full disk would be rewritten for ever.
+        A block takes the place of a colder one only: else a full disk would be rewritten for ever. One that
+        finds none counts as one of `max_blocks`, holds up nobody, and is tried again later.
         """
         moves: list[Move] = []
+        self.has_more = False
         for index, boundary in reversed(self._residency.boundaries.items()):  # from below
             if index in sources:
                 boundary.offer_again(now)
@@ -105,14 +110,17 @@ class MoveBook:
             planned_moves = self._begin(copy, boundary.target, copy.last_use)
             if planned_moves is not None:
                 moves += planned_moves
-            elif copy.tier == HBM:
-                # All below is hotter: it may go from here when room is needed (`eviction.is_spared`).
-                copy.refused_use = copy.last_use
-                boundary.retry_later(copy, now + self._retry_s)
-                self._residency.counters["demotion_refused"] += 1
-                self._residency.settle_state(copy)
-            else:
-                break
+                continue
+            # All that could go below is hotter. What follows is hotter still, or of another slot size or account,
+            # and may find room; this one waits, for longer if it waited before and was not used since.
+            wait_s = self._retry_s * (PATIENCE if copy.refused_use == copy.last_use else 1)
+            boundary.retry_later(copy, now + wait_s)
+            copy.refused_use = (
+                copy.last_use
+            )  # from hbm it may go when room is needed (`eviction.is_spared`)
+            self._residency.counters["demotion_refused"] += 1
+            self._residency.settle_state(copy)
+        self.has_more = self.has_more or (planned == max_blocks and not moves)
         return moves
 
     def _is_room_coming(self, boundary: Boundary, copy: Copy) -> bool:

@@ -32,6 +32,7 @@ class ProtectionBook:
         # (until, number, block); void when the block is protected for another time by now.
         self._due: list[tuple[float, int, Block]] = []
         self._pushes = 0
+        self.changes = 0  # grows with every protection that begins, is prolonged or ends
         residency.on_gone = self._forget
 
     def __len__(self) -> int:
@@ -80,6 +81,7 @@ class ProtectionBook:
         for block in blocks:
             if block.keep_until < end:
                 block.keep_until = end
+                self.changes += 1
                 self._wait_for(block)
                 self._offer(block)
         self._residency.counters["protected"] += len(fresh)
@@ -132,6 +134,7 @@ class ProtectionBook:
 
     def _forget(self, block: Block) -> None:
         self._charge(block, -1)
+        self.changes += 1
         block.keep_until = NEVER
 
     def _charge(self, block: Block, sign: int) -> None:

@@ -1,11 +1,34 @@
-"""Taking in what a restarted node finds in its NVMe files. Pure: the files are read elsewhere."""
+"""Taking in what a restarted node finds in its NVMe files, and what it has to keep for that. Pure: the files are read
+elsewhere.
+"""
 
 from __future__ import annotations
 
-from tiers.blocks import NVME, Space
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from kvpool.errors import InvalidArgument, NoRoom
+from tiers.blocks import FOREVER, NVME, Block, Space
+from tiers.protection import ProtectionBook
 from tiers.quantise import Encoding
 from tiers.residency import Residency
 from tiers.slots import Place
+
+
+class Use(NamedTuple):
+    """The tick of a block's last use, as of some life of the node."""
+
+    namespace_id: bytes
+    block_hash: bytes
+    tick: int
+
+
+class Protection(NamedTuple):
+    """Until when a block is protected; see `Store.protect`."""
+
+    namespace_id: bytes
+    block_hash: bytes
+    until: float  # monotonic seconds; infinite: for ever
 
 
 def recover_part(
@@ -48,3 +71,63 @@ def discard_partial(residency: Residency) -> list[tuple[bytes, bytes]]:
                 partial.append((space.namespace_id, block.name))
                 residency.discard_partial(copy)
     return partial
+
+
+def uses(residency: Residency, count: int) -> Iterator[list[tuple[int, Use]]]:
+    """(device, last use) of what stands in nvme, `count` blocks at a time; the store may change in between."""
+    for space in list(residency.spaces.values()):
+        standing = space.visible[NVME]
+        names = list(standing)
+        for start in range(0, len(names), count):
+            rows: list[tuple[int, Use]] = []
+            for name in names[start : start + count]:
+                copy = standing.get(name)
+                if copy is not None:
+                    use = Use(space.namespace_id, name, copy.last_use)
+                    rows += [(number, use) for number in {p.arena_id for p in copy.whole_places}]
+            yield rows
+
+
+def restore_uses(residency: Residency, known: Sequence[Use]) -> None:
+    """Order the blocks that were recovered by their last use, and those without one, which came last, after them."""
+    ticks = {(use.namespace_id, use.block_hash): use.tick for use in known}
+    used: list[tuple[int, Block]] = []
+    fresh: list[Block] = []
+    for space in residency.spaces.values():
+        for block in space.blocks.values():
+            tick = ticks.get((space.namespace_id, block.name))
+            if tick is None:
+                fresh.append(block)
+            else:
+                used.append((tick, block))
+    used.sort(key=lambda row: row[0])
+    ordered = [block for _, block in used] + fresh
+    # Later than all that any device knows: one that comes back later tells of earlier times.
+    latest = max(ticks.values(), default=0)
+    residency.advance_to(latest)
+    tick = residency.advance(len(ordered)) - len(ordered)
+    for number, block in enumerate(ordered, 1):
+        block.last_use = tick + number
+
+
+def restore_protections(
+    book: ProtectionBook, residency: Residency, kept: Sequence[Protection], now: float
+) -> int:
+    """Protect again what stands here; returns how many blocks could not be, as there is no room for the promise."""
+    groups: dict[tuple[float, bytes], list[bytes]] = {}
+    for protection in kept:
+        group = groups.setdefault((-protection.until, protection.namespace_id), [])
+        group.append(protection.block_hash)
+    refused = 0
+    for until, namespace_id in sorted(
+        groups
+    ):  # parents, which are protected as long at least, first
+        space, hashes = residency.spaces.get(namespace_id), groups[until, namespace_id]
+        if space is None:
+            continue
+        try:
+            book.protect(space, hashes, None if -until == FOREVER else -until, now)
+        except (NoRoom, InvalidArgument):
+            refused += len(hashes)
+    residency.counters["protections_not_restored"] += refused
+    return refused

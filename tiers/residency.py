@@ -22,6 +22,7 @@ from tiers.room import Tier
 from tiers.slot_pool import SlotPool
 from tiers.slots import Place, StoreCorrupt
 
+VICTIMS_IN_VAIN = 16  # for one slot, where their own are of no use as their arena rests
 LEAVES_AT_A_TIME = 64  # between two looks for a slab that came free
 
 
@@ -73,6 +74,15 @@ class Residency:
         """Take `count` ticks of recency for a run; its head gets the last of them, which is returned."""
         self._tick += count
         return self._tick
+
+    @property
+    def tick(self) -> int:
+        """The last tick of recency that was given out."""
+        return self._tick
+
+    def advance_to(self, tick: int) -> None:
+        """Give out later ticks than this one from now on."""
+        self._tick = max(self._tick, tick)
 
     def touch(self, blocks: Sequence[Block], *, is_use: bool = True) -> None:
         """Note a use, or the arrival, of a run of one chain: its head counts as the most recent."""
@@ -470,7 +480,11 @@ class Residency:
         place = tier.slots.allocate(slot_bytes)
         if place is None:
             tier.look_further()
+        in_vain = 0
         while place is None:
+            if tier.slots.resting and in_vain > VICTIMS_IN_VAIN:
+                return None
+            in_vain += 1
             victims = room.victims(tier, space, colder_than)
             if victims:
                 is_slab = victims[0].slot_bytes != slot_bytes

@@ -26,6 +26,7 @@ from kvpool.transports import Transports
 from kvpool.transports.nixl_agent import NixlUnavailable
 from kvpool.wire import WireServer
 from kvpool.wire import messages as m
+from tiers import uses
 from tiers.adapters import grpc_server, http_app
 from tiers.arena import Arena, ArenaServer
 from tiers.arenas import ArenaSet, arena_unit, make_arena, make_arenas
@@ -137,9 +138,12 @@ class _Node:
         service = NodeService(identity, store, arenas, mover, lambda: self._descriptor, hbm=hbm)
         if devices is not None:
             count = devices.recover_into(store, time.monotonic())
+            mover.counters["namespaces_not_recovered"] += len(devices.unrecovered)
+            uses.restore(devices, store, time.monotonic(), time.time())
             log.info("recovered blocks from NVMe", parts=count, devices=devices.states())
             self._drop_isolated(store)
             service.on_namespace.append(mover.keep_namespace)
+            self._keep_uses(store, devices, mover)
         shm_path = ""
         if "shm" in config.transports:
             shm_path = str(runtime / f"arena-{identity.epoch}.sock")
@@ -213,6 +217,20 @@ class _Node:
         lent = LentNodes(config, self._identity.node_id, self._isolated)
         self.tasks += await lent.start()
         self._stack.push_async_callback(lent.stop)
+
+    def _keep_uses(self, store: Store, devices: Devices, mover: Mover) -> None:
+        def count_failure() -> None:
+            mover.counters["notes_not_written"] += 1
+
+        keeper = uses.UseKeeper(
+            store,
+            devices,
+            self._config.uses_interval_s,
+            is_synced=self._config.fsync != "never",
+            on_failure=count_failure,
+        )
+        self._stack.push_async_callback(keeper.close)
+        self.tasks.append(asyncio.create_task(keeper.run(), name="uses"))
 
     def _beside(self, service: NodeService, arenas: ArenaSet, wire: WireServer) -> None:
         """The parts that work beside the service: copies from other nodes, prefetch, resizing, draining."""

@@ -10,7 +10,7 @@ Knows offsets, not bytes. No I/O, no clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Literal
 
@@ -61,6 +61,7 @@ class SlotPool:
         self._arenas: dict[int, SlotAllocator] = {}
         self._open: list[SlotAllocator] = []
         self.closed: set[int] = set()  # ids of closed arenas; to be read only
+        self.resting: frozenset[int] = frozenset()  # ids of arenas that `rest` named
         self._next = 0  # of the open ones, where "spread" goes on
         self._gone_allocations = self._gone_frees = 0  # of arenas that were removed
         for allocator in allocators:
@@ -97,6 +98,10 @@ class SlotPool:
             self.closed.add(arena_id)
             self._next = 0
             self._wire()
+
+    def rest(self, arena_ids: Iterable[int]) -> None:
+        """Take no slots in these arenas until the next call, which names others or none; a lone one cannot rest."""
+        self.resting = frozenset(arena_ids)
 
     def remove(self, arena_id: int) -> None:
         """Forget a closed arena that holds nothing.
@@ -258,7 +263,7 @@ class SlotPool:
             arenas = arenas[start:] + arenas[:start]
             self._next = (start + 1) % len(arenas)
         for arena in arenas:
-            place = arena.allocate(slot_bytes)
+            place = arena.allocate(slot_bytes) if arena.arena_id not in self.resting else None
             if place is not None:
                 return place
         self._like.slot_size(slot_bytes)  # refused as well where no arena is open

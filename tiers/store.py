@@ -9,7 +9,7 @@ answers. Not thread-safe: one thread owns it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Literal
 
@@ -38,6 +38,7 @@ from tiers.moves import MoveBook, whole_copy
 from tiers.protection import ProtectionBook
 from tiers.quantise import Encoding, encoding_of, stored_bytes
 from tiers.quotas import AccountUsage
+from tiers.recovery import Protection, Use
 from tiers.reservations import ReservationBook
 from tiers.residency import Residency
 from tiers.retirement import RetirementBook
@@ -469,6 +470,11 @@ class Store:
         indexes = [TIER_NAMES.index(name) for name in sources]
         return self._moves.plan_demotions(max_blocks, now, indexes)
 
+    @property
+    def has_more_demotions(self) -> bool:
+        """The last plan was cut after blocks that all found no room: go on with another."""
+        return self._moves.has_more
+
     def finish_move(self, move_id: int, ok: bool, now: float, checksum: int | None = None) -> None:
         """The bytes of a move are in place (`ok`), or will never be.
 
@@ -575,6 +581,38 @@ class Store:
         """Free the blocks recovered in part only; returns (namespace id, hash) of each."""
         return recovery.discard_partial(self._residency)
 
+    def restore_uses(self, uses: Sequence[Use], now: float) -> None:
+        """Order what was recovered by its last use in an earlier life; what is not named was written after that.
+
+        Policies that go by anything but recency begin anew.
+        """
+        recovery.restore_uses(self._residency, uses)
+
+    def restore_protections(self, protections: Sequence[Protection], now: float) -> int:
+        """Protect again those that stand here; returns how many could not be (`protected_share` is smaller)."""
+        return recovery.restore_protections(self._protections, self._residency, protections, now)
+
+    def uses(self, count: int) -> Iterator[list[tuple[int, Use]]]:
+        """(nvme device, last use) of every block there, `count` blocks at a time; changes in between do no harm."""
+        return recovery.uses(self._residency, count)
+
+    @property
+    def tick(self) -> int:
+        """Grows with every use of a block and with every new one."""
+        return self._residency.tick
+
+    def protections(self) -> list[Protection]:
+        """All protected blocks."""
+        return [
+            Protection(block.space.namespace_id, block.name, block.keep_until)
+            for block in self._protections.values()
+        ]
+
+    @property
+    def protection_changes(self) -> int:
+        """Grows with every protection that begins, is prolonged or ends."""
+        return self._protections.changes
+
     # ------------------------------------------------------------ failing devices
 
     def close_device(self, number: int, now: float) -> None:
@@ -584,6 +622,11 @@ class Store:
             NotFound: there is no such device.
         """
         self._losses.close(NVME, number)
+
+    def rest_devices(self, numbers: Iterable[int]) -> None:
+        """Plan no writes to these nvme devices until the next call, which names others or none."""
+        if NVME in self._residency.tiers:
+            self._residency.tiers[NVME].slots.rest(numbers)
 
     def lose_device(self, number: int, now: float) -> None:
         """An nvme device cannot be read any more: plan nothing there, and give up its blocks.

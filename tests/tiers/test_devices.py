@@ -230,6 +230,44 @@ async def test_disks_that_cannot_follow_hold_a_bounded_number_of_slots_and_no_wr
         task.cancel()
 
 
+async def test_a_device_that_hangs_in_a_write_holds_up_no_other(
+    disks: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(disks[:2], disk_pages=128, dram_pages=1024) as n:  # 8 blocks on each
+        task = asyncio.create_task(n.mover.run())
+        released = threading.Event()
+        hanging = n.devices[0]
+        write = hanging.files.write
+
+        def hang(place: Place, data: Any) -> None:
+            is_hanging.set()
+            assert released.wait(30)
+            write(place, data)
+
+        is_hanging = threading.Event()
+        monkeypatch.setattr(hanging.files, "write", hang)
+        first = [name for i in range(2) for name in names(1, b"f%d" % i)]  # one for each device
+        for name in first:
+            await n.put(WIDE, [name])
+        await until(is_hanging.is_set, "a write hangs")
+        # More than the other one holds, so that room must be made on it.
+        for i in range(20):
+            await n.put(WIDE, names(1, b"b%d" % i))
+            await n.cleaned(WIDE, names(1, b"b%d" % i))
+        assert not n.on(0)
+        assert n.store.move_count == 1
+        n.store.check_integrity()
+        released.set()
+        await until(lambda: n.store.move_count == 0, "the hanging write ends")
+        late = [name for i in range(8) for name in names(1, b"l%d" % i)]
+        for name in late:
+            await n.put(WIDE, [name])
+            await n.cleaned(WIDE, [name])
+        assert n.on(0) & set(late)  # it takes part again
+        n.store.check_integrity()
+        task.cancel()
+
+
 # ---------------------------------------------------------------- restarts
 
 
@@ -285,6 +323,31 @@ async def test_a_new_device_beside_known_ones_is_used(disks: list[Path]) -> None
         await n.put(WIDE, names(9, b"more"))
         await n.cleaned(WIDE, names(9, b"more"))
         assert len(n.on(2)) == 3
+        task.cancel()
+
+
+async def test_a_namespace_that_fits_no_more_is_left_out_and_stops_no_start(
+    disks: list[Path],
+) -> None:
+    hashes = names(4)
+    await stored(disks[:2], hashes)
+    # Another layout under one name, and one whose parts are larger than a slab by now.
+    clashing = Namespace("wide", "r", Layout("bfloat16", 4, 1, 64, 64))
+    too_large = Namespace("large", "r", Layout("bfloat16", 64, 8, 64, 64))
+    devices = open_devices(disks[:2], 512 * PAGE, fsync="never")
+    for device in devices:
+        for namespace in (clashing, too_large):
+            device.files.record_namespace(namespace)
+        device.files.record_put(
+            too_large.namespace_id, hashes[0], b"", 0, Place(device.number, 200 * PAGE), PAGE, 1
+        )
+    devices.close()
+    with running(disks[:2]) as n:
+        assert n.recovered == 3 * len(hashes)
+        assert sorted(n.devices.unrecovered) == sorted([clashing.name, too_large.name])
+        task = asyncio.create_task(n.mover.run())
+        assert is_exact(WIDE, await n.read(WIDE, hashes))
+        n.store.check_integrity()
         task.cancel()
 
 

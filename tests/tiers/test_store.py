@@ -630,9 +630,67 @@ def test_every_part_must_arrive_before_a_copy_counts() -> None:
 def test_a_full_disk_is_not_rewritten_for_ever() -> None:
     s = store(dram=2, nvme=1, config=WRITE_THROUGH)
     put(s, names(8))
-    total = sum(len(demote(s)) for _ in range(20))
+    total = sum(len(demote(s, now=100.0 * i)) for i in range(20))
     assert total <= 8
-    assert s.plan_demotions(9, 100.0) == []
+    assert s.plan_demotions(9, 1e4) == []
+
+
+def test_a_block_that_finds_no_colder_one_below_holds_up_no_hotter_one() -> None:
+    s = store(dram=4, nvme=1, config=WRITE_THROUGH)  # 16 slots over 4
+    for name in names(12):  # in dram for good, and on nvme until hotter ones came
+        put(s, [name])
+        demote(s)
+    assert [s.standing(A, name) for name in names(12)[-5:]] == [["dram"]] + [["dram", "nvme"]] * 4
+    [newest] = names(1, b"x")
+    put(s, [newest])
+    # Eight colder ones are asked again first. Each finds nothing colder, and none comes again at once.
+    retry_s = CONFIG.move_retry_s
+    assert [m.block_hash for m in demote(s, 9, retry_s)] == [newest]
+    assert s.counters["demotion_refused"] == 8 + 8
+    s.check_integrity()
+
+
+def test_a_block_of_another_slot_size_goes_down_while_one_finds_no_room() -> None:
+    s = store(dram=6, nvme=2, config=WRITE_THROUGH)
+    space = OTHER.namespace_id
+    for name in names(2, b"o"):
+        put(s, [name], space=space)
+        demote(s)
+    for name in names(5):  # the last of them takes the room of the first
+        put(s, [name])
+        demote(s)
+    [newest] = names(1, b"x")
+    put(s, [newest], space=space)
+    assert [m.block_hash for m in demote(s, 9, CONFIG.move_retry_s)] == [newest]
+    assert s.standing(A, names(1)[0]) == ["dram"]
+
+
+def test_refused_blocks_come_again_late_unless_they_are_used() -> None:
+    s = store(dram=4, nvme=1, config=WRITE_THROUGH)
+    for name in names(6):
+        put(s, [name])
+        demote(s)
+    retry_s = CONFIG.move_retry_s
+    refused = lambda: s.counters.get("demotion_refused", 0)  # noqa: E731
+    assert (demote(s), refused()) == ([], 2)
+    assert (s.plan_demotions(9, retry_s), refused()) == ([], 4)
+    assert (s.plan_demotions(9, 3 * retry_s), refused()) == ([], 4)
+    s.pin(A, names(1), "c", 1.0, 4 * retry_s)
+    moves = s.plan_demotions(9, 20 * retry_s)
+    assert [m.block_hash for m in moves] == names(1)
+
+
+def test_a_round_of_refusals_alone_says_that_there_is_more_to_plan() -> None:
+    s = store(dram=4, nvme=1, config=WRITE_THROUGH)
+    for name in names(8):
+        put(s, [name])
+        demote(s)
+    put(s, names(1, b"x"))
+    retry_s = CONFIG.move_retry_s
+    assert (s.plan_demotions(2, retry_s), s.has_more_demotions) == ([], True)
+    assert (s.plan_demotions(2, retry_s), s.has_more_demotions) == ([], True)
+    assert [m.block_hash for m in s.plan_demotions(2, retry_s)] == names(1, b"x")
+    assert not s.has_more_demotions
 
 
 def test_a_block_dropped_while_moving_leaves_both_tiers() -> None:
