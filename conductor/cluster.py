@@ -26,6 +26,7 @@ from conductor.watches import Watches
 from kvpool.auth import ANYBODY, Principal
 from kvpool.errors import StaleEpoch
 from kvpool.gate import unknown_namespace
+from kvpool.golden import check_proof
 from kvpool.hashing import HASH_BYTES, unpack_hashes
 from kvpool.layout import Namespace
 from kvpool.wire import Session, WireServer
@@ -180,8 +181,10 @@ class Cluster:
 
         Raises:
             LayoutMismatch: another worker serves this model, revision, tenant and salt with another layout.
+            HashMismatch: it hashes otherwise than this conductor.
         """
         worker = request.descriptor
+        check_proof(worker.namespace, request.proof)
         self.namespaces.add(worker.namespace)
         try:
             self.workers.join(worker.worker_id, worker.epoch, worker, self.clock())
@@ -222,7 +225,8 @@ class Cluster:
     # ------------------------------------------------------------ clients
 
     def register_namespace(self, request: m.RegisterNamespace) -> m.NamespaceReply:
-        """Raises LayoutMismatch."""
+        """Raises LayoutMismatch, HashMismatch."""
+        check_proof(request.namespace, request.proof)
         return m.NamespaceReply(self.namespaces.add(request.namespace))
 
     def lookup(self, request: m.Lookup) -> m.LookupReply:

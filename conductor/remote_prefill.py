@@ -21,6 +21,7 @@ from conductor.membership import Member
 from conductor.requests import Decision
 from conductor.segments import cut, extend
 from kvpool.errors import KvpoolError, Unavailable
+from kvpool.golden import registration
 from kvpool.hashing import pack_hashes, token_bytes
 from kvpool.wire import messages as m
 
@@ -159,7 +160,7 @@ class RemotePrefill:
             writer_id,
         )
         timeout_s = min(RESERVE_TIMEOUT_S, within_s)
-        await self._call(node, m.RegisterNamespace(job.namespace), timeout_s)
+        await self._call(node, registration(job.namespace), timeout_s)
         reply: m.ReserveReply = await self._call(node, request, timeout_s)
         statuses = reply.statuses
         if m.BlockStatus.NO_ROOM in statuses:

@@ -15,6 +15,7 @@ from conductor.jobs import Job
 from conductor.links import Links
 from conductor.requests import Decision, Replication
 from kvpool.errors import KvpoolError
+from kvpool.golden import registration
 from kvpool.hashing import pack_hashes
 from kvpool.wire import messages as m
 
@@ -77,7 +78,7 @@ class Replicator:
         )
         counters["replications:asked"] += 1
         try:
-            await self._links.call_node(target, m.RegisterNamespace(job.namespace), ANSWER_MARGIN_S)
+            await self._links.call_node(target, registration(job.namespace), ANSWER_MARGIN_S)
             reply: m.ReplicateReply = await self._links.call_node(
                 target, request, COPY_TIMEOUT_S + ANSWER_MARGIN_S
             )

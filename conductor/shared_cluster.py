@@ -26,6 +26,7 @@ from conductor.redis_index import TTL_S, RedisIndex
 from conductor.redis_link import RedisLink
 from conductor.scheduler import Policy
 from kvpool.errors import KvpoolError, LayoutMismatch, StaleEpoch, Unavailable
+from kvpool.golden import check_proof
 from kvpool.hashing import unpack_hashes
 from kvpool.layout import Namespace
 from kvpool.wire import Session, WireServer
@@ -175,6 +176,7 @@ class SharedCluster(Cluster):
     async def join_worker(self, request: m.WorkerJoin) -> m.MemberReply:
         """As `worker_join`, known to all conductors afterwards. Raises: `LayoutMismatch`."""
         worker = request.descriptor
+        check_proof(worker.namespace, request.proof)
         await self._share_namespace(worker.namespace, must_agree=True)
         reply = self.worker_join(request)
         if reply.resync:
@@ -204,7 +206,8 @@ class SharedCluster(Cluster):
     # ------------------------------------------------------------ clients
 
     async def answer_registration(self, request: m.RegisterNamespace) -> m.NamespaceReply:
-        """Raises: `LayoutMismatch`."""
+        """Raises: `LayoutMismatch`, `HashMismatch`."""
+        check_proof(request.namespace, request.proof)
         await self._share_namespace(request.namespace, must_agree=True)
         return self.register_namespace(request)
 

@@ -49,6 +49,13 @@ class LayoutMismatch(InvalidArgument):
     http_status = 409
 
 
+class HashMismatch(InvalidArgument):
+    """A peer names the blocks of a namespace otherwise: neither would ever find what the other stored."""
+
+    code = "hash_mismatch"
+    http_status = 409
+
+
 class CannotReshard(InvalidArgument):
     """Blocks stored for one tensor-parallel size cannot be used with another without being rearranged."""
 

@@ -16,6 +16,7 @@ import msgspec
 
 from kvpool.auth import ANYBODY, NOBODY, Principal, Scope, Tokens, unknown_token
 from kvpool.errors import Forbidden, Unauthenticated, UnknownNamespace, brief
+from kvpool.golden import check_proof
 from kvpool.layout import Namespace
 from kvpool.scopes import MESSAGES, OF_TENANTS_WORKERS
 from kvpool.wire import messages as m
@@ -88,6 +89,7 @@ class Gate:
         Raises:
             Forbidden: the principal lacks the scope, or it speaks as a worker of another tenant.
             UnknownNamespace: it names one of another tenant, or one that is not known.
+            HashMismatch: whoever registers a namespace hashes otherwise.
         """
         if principal is ANYBODY:
             return request
@@ -98,8 +100,12 @@ class Gate:
                 self._check_place(request.namespace)
             return request
         if isinstance(request, m.RegisterNamespace):
-            own: Any = m.RegisterNamespace(self._registered(request.namespace, principal))
-            return own  # type: ignore[no-any-return]
+            namespace = self._registered(request.namespace, principal)
+            if namespace is not request.namespace:
+                check_proof(request.namespace, request.proof)  # of what the client calls it
+                own: Any = m.RegisterNamespace(namespace)
+                return own  # type: ignore[no-any-return]
+            return request
         if isinstance(request, (m.WorkerJoin, m.WorkerHeartbeat, m.WorkerLeave)):
             self._check_worker(request, principal)
         elif isinstance(request, m.Reserve) and request.writer_id:

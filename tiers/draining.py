@@ -17,6 +17,7 @@ import structlog
 from kvpool.client.placement import open_to, rank_nodes
 from kvpool.credentials import NO_CREDENTIALS, Credentials
 from kvpool.errors import Draining, InvalidArgument, KvpoolError
+from kvpool.golden import registration
 from kvpool.hashing import pack_hashes
 from kvpool.wire import FailoverClient, WireClient
 from kvpool.wire import messages as m
@@ -255,7 +256,7 @@ class Drainer:
             self._clients[target.node_id] = client
         for namespace in self._store.namespaces():
             if namespace.namespace_id == request.namespace_id:
-                await client.call(m.RegisterNamespace(namespace), timeout_s)
+                await client.call(registration(namespace), timeout_s)
         reply: m.ReplicateReply = await client.call(request, timeout_s + 1.0)
         return reply
 

@@ -21,6 +21,7 @@ import structlog
 
 from kvpool.auth import ANYBODY, Principal
 from kvpool.errors import BlockMiss, InvalidArgument, KvpoolError, NoRoom, WrongByteCount
+from kvpool.golden import check_proof
 from kvpool.hashing import HASH_BYTES, checksum, pack_hashes, unpack_hashes
 from kvpool.layout import Namespace
 from kvpool.wire import Session, WireServer
@@ -150,7 +151,8 @@ class NodeService:
     # ------------------------------------------------------------ handlers
 
     def register_namespace(self, request: m.RegisterNamespace) -> m.NamespaceReply:
-        """Raises LayoutMismatch, BlockTooLarge."""
+        """Raises LayoutMismatch, HashMismatch, BlockTooLarge."""
+        check_proof(request.namespace, request.proof)
         namespace_id = self.store.register_namespace(request.namespace, self._clock())
         for listener in self.on_namespace:
             listener(request.namespace)

@@ -16,6 +16,7 @@ import structlog
 
 from kvpool.credentials import NO_CREDENTIALS, Credentials
 from kvpool.errors import REFUSALS, KvpoolError, Unavailable
+from kvpool.golden import registration
 from kvpool.hashing import HASH_BYTES, pack_hashes
 from kvpool.layout import Namespace
 from kvpool.wire import WireClient, split_addresses
@@ -117,7 +118,7 @@ class Reporter:
         self._must_join.set()
 
     def _namespace_added(self, namespace: Namespace) -> None:
-        self._events_link.send_nowait(m.RegisterNamespace(namespace))
+        self._events_link.send_nowait(registration(namespace))
 
     async def _join(self) -> None:
         self._must_join.clear()

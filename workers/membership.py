@@ -9,7 +9,8 @@ import msgspec
 import structlog
 
 from kvpool.credentials import NO_CREDENTIALS, Credentials
-from kvpool.errors import REFUSALS, InvalidArgument, KvpoolError
+from kvpool.errors import REFUSALS, HashMismatch, InvalidArgument, KvpoolError
+from kvpool.golden import proof_of
 from kvpool.wire import WireClient, split_addresses
 from kvpool.wire import messages as m
 from workers.service import WorkerService
@@ -78,7 +79,7 @@ class Membership:
                 try:
                     if not self.is_joined:
                         reply: m.MemberReply = await self._link.call(
-                            m.WorkerJoin(me), CALL_TIMEOUT_S
+                            m.WorkerJoin(me, proof_of(me.namespace)), CALL_TIMEOUT_S
                         )
                         heartbeat_s = reply.heartbeat_s
                         self.is_joined = True
@@ -91,7 +92,9 @@ class Membership:
                         continue
                     await asyncio.sleep(heartbeat_s / 2)
                 except KvpoolError as error:
-                    if self.is_joined or (isinstance(error, REFUSALS) and not failures):
+                    if isinstance(error, HashMismatch) and not failures:
+                        log.error("the conductor refuses this worker", error=str(error))
+                    elif self.is_joined or (isinstance(error, REFUSALS) and not failures):
                         log.warning("conductor lost", error=str(error))
                     self.is_joined = False
                     failures += 1

@@ -38,6 +38,7 @@ from kvpool.errors import (
     Unavailable,
     UnknownNamespace,
 )
+from kvpool.golden import registration
 from kvpool.hashing import pack_hashes
 from kvpool.layout import Layout, Namespace
 from kvpool.resharding import Plan, TensorParallelRank, plan_part, plan_read, plan_write
@@ -137,11 +138,12 @@ class AsyncPool:
 
         Raises:
             LayoutMismatch: model, revision, tenant and salt are known under another layout.
+            HashMismatch: this process hashes otherwise than the pool; says in what they differ.
         """
         peer = self._conductor or self._only_node
         assert peer is not None
         reply: m.NamespaceReply = await peer.call(
-            m.RegisterNamespace(namespace), timeout_s or self.timeout_s
+            registration(namespace), timeout_s or self.timeout_s
         )
         self._known |= {
             namespace.namespace_id,

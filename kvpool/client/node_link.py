@@ -29,6 +29,7 @@ from kvpool.errors import (
     UnknownNamespace,
     UnverifiableRead,
 )
+from kvpool.golden import registration
 from kvpool.hashing import pack_hashes
 from kvpool.layout import Namespace
 from kvpool.resharding import Plan, plan_part
@@ -191,7 +192,7 @@ class NodeLink:
         try:
             return await self.wire.call(request, timeout_s)
         except UnknownNamespace:
-            await self.wire.call(m.RegisterNamespace(namespace), time_left(deadline))
+            await self.wire.call(registration(namespace), time_left(deadline))
             return await self.wire.call(request, time_left(deadline))
 
     async def pin(

@@ -88,10 +88,19 @@ class Describe(Message, frozen=True):
     pass
 
 
+class HashProof(Reply, frozen=True):
+    """How the sender hashes: see `kvpool.golden`. `versions` are for people, should it be otherwise than here."""
+
+    golden: bytes
+    algorithm: str
+    versions: dict[str, str]
+
+
 class RegisterNamespace(Message, frozen=True):
-    """Makes a namespace known; must come before any call that names it."""
+    """Makes a namespace known; must come before any call that names it. Refused where `proof` is another's."""
 
     namespace: Namespace
+    proof: HashProof | None = None
 
 
 class NamespaceReply(Reply, frozen=True):
@@ -503,7 +512,10 @@ class WorkerLoad(Reply, frozen=True):
 
 
 class WorkerJoin(Message, frozen=True):
+    """`proof`: as in `RegisterNamespace`, of the descriptor's namespace."""
+
     descriptor: WorkerDescriptor
+    proof: HashProof | None = None
 
 
 class WorkerHeartbeat(Message, frozen=True):

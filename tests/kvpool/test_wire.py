@@ -222,9 +222,9 @@ NAMESPACE = Namespace("model", "revision", Layout("bfloat16", 2, 2, 8))
 def impossible_namespace(request_id: int, kind: Kind) -> bytes:
     """A well-formed RegisterNamespace whose layout has minus three layers."""
     body = bytes(encode_frame(0, kind, m.RegisterNamespace(NAMESPACE)))[HEADER.size :]
-    tag, namespace = msgspec.msgpack.decode(body)
+    tag, namespace, *rest = msgspec.msgpack.decode(body)
     namespace["layout"]["layers"] = -3
-    changed = msgspec.msgpack.encode([tag, namespace])
+    changed = msgspec.msgpack.encode([tag, namespace, *rest])
     return HEADER.pack(len(changed), request_id, kind) + changed
 
 
