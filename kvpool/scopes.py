@@ -21,6 +21,8 @@ MESSAGES: dict[type[m.Message], Scope] = {
     m.GetInline: READ,
     m.Prefetch: READ,
     m.NodeStats: READ,
+    m.ListNamespaces: READ,
+    m.ListBlocks: READ,
     m.Reserve: WRITE,
     m.RenewReservation: WRITE,
     m.Commit: WRITE,

@@ -31,6 +31,7 @@ from tiers.arenas import ArenaSet
 from tiers.cold_pins import PROMOTING, ColdAnswer, ColdPins
 from tiers.device_arena import DeviceArena
 from tiers.leases import lease_over
+from tiers.listing import MAX_PAGE
 from tiers.mover import Mover
 from tiers.reservations import reservation_over
 from tiers.slots import Place
@@ -111,6 +112,8 @@ class NodeService:
             m.ReportCorrupt: lambda r, _s: self.report_corrupt(r),
             m.NodeLookup: lambda r, _s: self.lookup(r),
             m.Protect: lambda r, _s: self.protect(r),
+            m.ListNamespaces: lambda r, s: self.list_namespaces(r, s.principal),
+            m.ListBlocks: lambda r, _s: self.list_blocks(r),
             m.PutInline: lambda r, s: self.put_inline(r, s.client_id),
             m.GetInline: lambda r, s: self.get_inline(r, s.client_id),
             m.NodeStats: lambda _r, s: self.stats(s.principal),
@@ -319,6 +322,29 @@ class NodeService:
             )
         until = now + request.ttl_s if request.ttl_s else None
         return m.ProtectReply(self.store.protect(request.namespace_id, hashes, until, now))
+
+    def list_namespaces(
+        self, request: m.ListNamespaces, principal: Principal = ANYBODY
+    ) -> m.ListNamespacesReply:
+        """Those of the caller's tenant. Raises InvalidArgument: a page that cannot be."""
+        if request.offset < 0 or not 1 <= request.limit <= MAX_PAGE:
+            raise InvalidArgument(
+                f"offset {request.offset}, limit {request.limit}", hint=f"at most {MAX_PAGE}"
+            )
+        known = [
+            usage
+            for usage in self.store.usages()
+            if principal.sees_all
+            or self.store.namespace(usage.namespace_id).tenant == principal.tenant
+        ]
+        return m.ListNamespacesReply(known[request.offset :][: request.limit])
+
+    def list_blocks(self, request: m.ListBlocks) -> m.ListBlocksReply:
+        """Raises UnknownNamespace, which another tenant's is, and InvalidArgument."""
+        blocks = self.store.blocks(
+            request.namespace_id, request.offset, request.limit, self._clock()
+        )
+        return m.ListBlocksReply(blocks)
 
     async def put_inline(self, request: m.PutInline, client_id: str) -> m.PutInlineReply:
         """Store one block part whose bytes came in the frame.

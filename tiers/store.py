@@ -16,8 +16,9 @@ from typing import Literal
 from kvpool.errors import InvalidArgument, LayoutMismatch, NoRoom, NotFound, UnknownNamespace
 from kvpool.hashing import HASH_BYTES
 from kvpool.layout import Namespace
-from kvpool.wire.messages import TierUsage
-from tiers import integrity, recovery
+from kvpool.wire.messages import BlockInfo, NamespaceUsage, TierUsage
+from tiers import integrity, listing, recovery
+from tiers.ages import Ages
 from tiers.blocks import (
     BEST_FIRST,
     DRAM,
@@ -89,6 +90,7 @@ class Store:
         self._moves = MoveBook(self._residency, config.move_retry_s)
         self._retirements = RetirementBook(self._residency, self._moves)
         self._losses = LossBook(self._residency)
+        self._ages = Ages()
 
     # ------------------------------------------------------------ namespaces
 
@@ -403,6 +405,7 @@ class Store:
 
         Returns how many.
         """
+        self._ages.note(self._residency.tick, now)
         ended = self._leases.expire(now) + self._reservations.expire(now)
         return ended + self._protections.expire(now)
 
@@ -663,6 +666,24 @@ class Store:
             for tier in self._residency.tiers.values()
         ]
         return ((space_id, tier, name) for space_id, tier, names in slices for name in names)
+
+    def usages(self) -> list[NamespaceUsage]:
+        """What stands of each namespace."""
+        return listing.usages(self._residency)
+
+    def blocks(self, namespace_id: bytes, offset: int, limit: int, now: float) -> list[BlockInfo]:
+        """A page of a namespace's blocks, in the order in which they came here; no look is a use.
+
+        Raises:
+            UnknownNamespace. InvalidArgument: the offset is negative, or the limit not in 1 to `MAX_PAGE`.
+        """
+        space = self._space(namespace_id, 0)
+        if offset < 0 or not 1 <= limit <= listing.MAX_PAGE:
+            raise InvalidArgument(
+                f"offset {offset}, limit {limit}", hint=f"at most {listing.MAX_PAGE} at a time"
+            )
+        self._ages.note(self._residency.tick, now)
+        return listing.page(space, offset, limit, self._ages, now)
 
     def usage(self) -> list[TierUsage]:
         """Bytes by state of each tier; free + reserved + committed + quarantined = capacity.

@@ -16,10 +16,11 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Literal, Self, get_args
 
-from kvpool.client import copies, discovery, pinning, protection
+from kvpool.client import copies, discovery, listing, pinning, protection
 from kvpool.client.buffers import block_spans
 from kvpool.client.copies import PrefetchResult, ReplicateResult
 from kvpool.client.deadlines import time_left
+from kvpool.client.listing import NodeListing
 from kvpool.client.misses import Misses
 from kvpool.client.node_link import NodeLink
 from kvpool.client.pinning import PinnedBlocks
@@ -512,6 +513,26 @@ class AsyncPool:
         """
         deadline = time.monotonic() + (timeout_s or self.timeout_s)
         return await protection.unprotect(self, namespace, hashes, deadline)
+
+    async def list_blocks(
+        self,
+        *,
+        node_id: str = "",
+        model: str = "",
+        limit: int = 100,
+        timeout_s: float | None = None,
+    ) -> list[NodeListing]:
+        """What stands on each node (or on one), as far as this client may know of it: for people, not for programs.
+
+        Args:
+            model: a namespace's model, name or id in hex; default: all.
+            limit: blocks of each namespace of each node; the totals are right anyway.
+
+        Raises:
+            DeadlineExceeded, Unavailable: there is no such node, or one did not answer.
+        """
+        deadline = time.monotonic() + (timeout_s or self.timeout_s)
+        return await listing.list_blocks(self, node_id, model, limit, deadline)
 
     async def prefetch(
         self,

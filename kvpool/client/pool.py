@@ -13,6 +13,7 @@ import uvloop
 
 from kvpool.client.async_pool import AsyncPool, MemoryTier
 from kvpool.client.copies import PrefetchResult, ReplicateResult
+from kvpool.client.listing import NodeListing
 from kvpool.client.pinning import PinnedBlocks
 from kvpool.client.reading import GetResult
 from kvpool.client.writing import PutResult
@@ -227,6 +228,18 @@ class Pool:
         """See `AsyncPool.drain`."""
         job = self._pool.drain(node_id, drop=drop, timeout_s=timeout_s)
         return self._call(job, timeout_s + 5.0)
+
+    def list_blocks(
+        self,
+        *,
+        node_id: str = "",
+        model: str = "",
+        limit: int = 100,
+        timeout_s: float | None = None,
+    ) -> list[NodeListing]:
+        """See `AsyncPool.list_blocks`."""
+        job = self._pool.list_blocks(node_id=node_id, model=model, limit=limit, timeout_s=timeout_s)
+        return self._call(job, timeout_s)
 
     def resize(
         self, node_id: str, dram_bytes: int, *, timeout_s: float = 120.0

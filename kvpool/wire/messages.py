@@ -310,6 +310,58 @@ class TierUsage(Reply, frozen=True):
     note: str = ""  # for people
 
 
+class NamespaceUsage(Reply, frozen=True):
+    """One namespace of a node, without what is secret of it; `standing`: whole blocks by tier."""
+
+    namespace_id: bytes
+    name: str
+    model: str
+    block_tokens: int
+    tp_size: int
+    blocks: int  # those that are being written, too
+    standing: dict[str, int]
+
+
+class ListNamespaces(Message, frozen=True):
+    """The namespaces that a node knows, as far as the caller may know of them; see `Namespaces` for pages."""
+
+    offset: int = 0
+    limit: int = 1000
+
+
+class ListNamespacesReply(Reply, frozen=True):
+    namespaces: list[NamespaceUsage]
+
+
+class BlockInfo(Reply, frozen=True):
+    """One block of a node. `depth`: blocks before it that were known when it came; an estimate."""
+
+    block_hash: bytes
+    parent: bytes
+    depth: int
+    tiers: list[str]  # where it stands whole, best first; empty while it is written
+    parts: int  # committed, of the fullest copy
+    size_bytes: int  # of its slots, in all tiers
+    pins: int  # leases on it
+    protected_s: float  # seconds left; 0: for ever, -1: not protected
+    idle_s: float  # since its last use, about; uses before the node's start count as of then
+
+
+class ListBlocks(Message, frozen=True):
+    """A page of a namespace's blocks, oldest first; one shorter than `limit` is the last. No look is a use.
+
+    What comes or goes between two pages may be missing or come twice.
+    """
+
+    namespace_id: bytes
+    offset: int = 0
+    limit: int = 1000
+
+
+class ListBlocksReply(Reply, frozen=True):
+    blocks: list[BlockInfo]
+
+
 class Replicate(Message, frozen=True):
     """Sent to the node that shall hold the copies: pull a run of one chain from the node `source`.
 
@@ -825,6 +877,8 @@ REPLIES: dict[type[Message], type[Reply]] = {
     Prefetch: PrefetchReply,
     NodeStats: NodeStatsReply,
     Protect: ProtectReply,
+    ListNamespaces: ListNamespacesReply,
+    ListBlocks: ListBlocksReply,
     NodeJoin: MemberReply,
     NodeEvents: MemberReply,
     NodeHeartbeat: MemberReply,

@@ -52,11 +52,12 @@ class Shell:
         self._address = ("--conductor", cluster.conductor["wire"])
         self._capture = capture
 
-    def run(self, *arguments: str) -> tuple[int, str, str]:
+    def run(self, *arguments: str, is_json: bool = True) -> tuple[int, str, str]:
         """Exit status, stdout and stderr."""
         status = 0
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "argv", ["kvpool", *arguments, *self._address, "--json"])
+            form = ["--json"] if is_json else []
+            patch.setattr(sys, "argv", ["kvpool", *arguments, *self._address, *form])
             try:
                 cli.main()
             except SystemExit as exit_:

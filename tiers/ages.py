@@ -1,0 +1,35 @@
+"""When a tick of recency was given out, to within a second or so for the recent ones. Pure; bounded."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+SAMPLE_S = 1.0
+MAX_SAMPLES = 16_384
+
+
+class Ages:
+    """Ticks that were current at known times, denser for the recent past."""
+
+    def __init__(self) -> None:
+        self._ticks: list[int] = []
+        self._times: list[float] = []  # monotonic seconds
+
+    def note(self, tick: int, now: float) -> None:
+        """`tick` is the last one that was given out by `now`."""
+        if self._times and now - self._times[-1] < SAMPLE_S:
+            self._ticks[-1] = tick
+            return
+        if self._times and tick == self._ticks[-1]:
+            return
+        self._ticks.append(tick)
+        self._times.append(now)
+        if len(self._times) > MAX_SAMPLES:
+            old = MAX_SAMPLES // 2
+            self._ticks = self._ticks[:old:2] + self._ticks[old:]
+            self._times = self._times[:old:2] + self._times[old:]
+
+    def age_s(self, tick: int, now: float) -> float:
+        """Seconds since `tick` was given out, or up to the distance of two samples less."""
+        at = bisect_left(self._ticks, tick)
+        return max(0.0, now - self._times[at]) if at < len(self._times) else 0.0
