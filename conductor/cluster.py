@@ -24,7 +24,7 @@ from conductor.requests import InFlight
 from conductor.scheduler import IDLE, ClusterView, NodeView, Policy, WorkerView
 from conductor.watches import Watches
 from kvpool.auth import ANYBODY, Principal
-from kvpool.errors import StaleEpoch
+from kvpool.errors import LayoutMismatch, StaleEpoch
 from kvpool.gate import unknown_namespace
 from kvpool.golden import check_proof
 from kvpool.hashing import HASH_BYTES, unpack_hashes
@@ -111,7 +111,7 @@ class Cluster:
         except StaleEpoch:
             return self._reply(resync=True)
         for namespace in request.namespaces:
-            self.namespaces.add(namespace)
+            self._learn(node.node_id, namespace)
         log.info(
             "node joined",
             node=node.node_id,
@@ -120,6 +120,17 @@ class Cluster:
             restarted=joined.voided_epoch is not None,
         )
         return self._reply()
+
+    def _learn(self, node_id: str, namespace: Namespace) -> None:
+        """Take in a namespace that a node brings; one that contradicts what is known is unknown here.
+
+        Anybody may have registered it at that node: the node and all its other blocks are as good.
+        """
+        try:
+            self.namespaces.add(namespace)
+        except LayoutMismatch as error:
+            self.counters["layout_mismatches"] += 1
+            log.error("a node has blocks of another layout", node=node_id, error=str(error))
 
     def node_events(self, request: m.NodeEvents) -> m.MemberReply:
         """A numbered batch of events, or a slice of the full report."""
