@@ -56,6 +56,7 @@ __all__ = [
     "StoreEvent",
 ]
 
+TENANTS_SHARE = 3  # namespaces of one tenant for each that is left to all
 Cold = Literal["promote", "tell", "lease"]  # see `Store.pin`
 
 
@@ -100,13 +101,16 @@ class Store:
         Raises:
             LayoutMismatch: the same model, revision and tenant are known under another layout.
             BlockTooLarge: a part of it fits no slab.
-            NoRoom: `max_namespaces` are known.
+            NoRoom: `max_namespaces` are known, or a tenant has three times as many as could still be: no
+                tenant takes the room of all others.
         """
         spaces = self._residency.spaces
         namespace_id = namespace.namespace_id
         if namespace_id in spaces:
             return namespace_id
+        of_tenant = 0
         for space in spaces.values():
+            of_tenant += space.namespace.tenant == namespace.tenant
             if _owner(space.namespace) == _owner(namespace):
                 differences = space.namespace.layout.differences(namespace.layout)
                 if differences:
@@ -115,8 +119,14 @@ class Store:
                         hint="blocks of two layouts never mix; use equal settings on every engine, or"
                         " read with as_rank= where tp_size alone differs",
                     )
-        if len(spaces) >= self.config.max_namespaces:
+        left = self.config.max_namespaces - len(spaces)
+        if left <= 0:
             raise NoRoom(f"{len(spaces)} namespaces are known", hint="raise max_namespaces")
+        if namespace.tenant and of_tenant >= TENANTS_SHARE * left:
+            raise NoRoom(
+                f"tenant {namespace.tenant} has {of_tenant} of {len(spaces)} namespaces",
+                hint="use fewer salts and revisions, or raise max_namespaces",
+            )
         layout = namespace.layout
         on_disk = encoding_of(layout, self.config.nvme_dtype)
         sizes = {NVME: stored_bytes(layout, on_disk)}

@@ -101,6 +101,23 @@ def test_the_number_of_namespaces_is_bounded() -> None:
         s.register_namespace(Namespace("one more", "r", SMALL.layout), 0.0)
 
 
+def test_a_tenant_that_registers_without_end_leaves_room_for_others() -> None:
+    s = store(config=replace(CONFIG, max_namespaces=103))  # of which three are there
+
+    def register_all(tenant: str) -> int:
+        for number in range(200):
+            try:
+                s.register_namespace(Namespace("m", f"r{number}", SMALL.layout, tenant), 0.0)
+            except NoRoom:
+                return number
+        raise AssertionError("there is no limit")
+
+    assert register_all("a") == 75
+    assert register_all("b") == 19
+    s.register_namespace(Namespace("m", "r", SMALL.layout, "c"), 0.0)
+    assert register_all("") == 5  # where nobody has a tenant, there is nobody to protect
+
+
 def test_calls_that_name_an_unknown_namespace_are_refused() -> None:
     s = store()
     unknown = bytes(16)
