@@ -8,6 +8,7 @@ how long it has not. Values are msgpack.
 
 from __future__ import annotations
 
+import hashlib
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,6 @@ from conductor.namespaces import MAX_NAMESPACES
 from conductor.redis_index import TTL_S
 from conductor.redis_link import RedisLink
 from kvpool.errors import LayoutMismatch, StaleEpoch
-from kvpool.hashing import checksum
 from kvpool.layout import Layout, Namespace
 from kvpool.wire import messages as m
 
@@ -286,8 +286,8 @@ class Board:
             Unavailable: Redis did not answer.
         """
         owner = (namespace.model, namespace.revision, namespace.tenant, namespace.salt)
-        # Names may be long and a salt secret: neither belongs into a key.
-        digest = b"%016x" % checksum(_encode(owner))
+        # Names may be long and a salt secret: neither belongs into a key. Nor may anybody make a collision.
+        digest = hashlib.sha256(_encode(owner)).hexdigest()[:32].encode()
         hexed = namespace.namespace_id.hex().encode()
         tag = self._tag
         keys = [b"%bns:%b" % (tag, hexed), b"%bowner:%b" % (tag, digest)]

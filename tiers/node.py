@@ -40,6 +40,7 @@ from tiers.store import Store
 log = structlog.get_logger(__name__)
 
 TIER_CODES = {tier: code for code, tier in enumerate(m.TIERS)}
+OURSELVES = "\x01node"  # holds what no tenant does: none has a name with such a character
 MAX_PROTECTION_S = 31_536_000  # a year; longer is for ever
 
 
@@ -289,7 +290,8 @@ class NodeService:
 
     async def _verify(self, namespace_id: bytes, block_hash: bytes, tier: str) -> None:
         """Drop the block if its copy in a memory tier, where it stands now, has wrong bytes."""
-        result = self.store.pin(namespace_id, [block_hash], "", 5.0, self._clock(), None, tier)
+        now = self._clock()
+        result = self.store.pin(namespace_id, [block_hash], OURSELVES, 5.0, now, None, tier)
         length = self.store.part_bytes(namespace_id)
         try:
             sums = await asyncio.to_thread(

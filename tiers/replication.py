@@ -39,7 +39,7 @@ from tiers.store import Reservation, Store
 
 log = structlog.get_logger(__name__)
 
-WRITER = "replication"
+WRITER = "\x01replication"  # no tenant can have a name with such a character (`kvpool.auth`)
 BATCH_BYTES = 16 << 20  # copied per reservation: what a source that dies can cost at most
 MAX_AT_ONCE = 2  # more would only share the same wire, and hold more slots
 MAX_LINKS = 64
