@@ -17,12 +17,13 @@ from conductor.admission import AdmissionQueue, Ticket
 from conductor.cluster import Cluster
 from conductor.jobs import Job
 from conductor.requests import Decision
+from conductor.strategies.choices import NO_PLACE
 from kvpool.errors import Overloaded, Unavailable
 
 log = structlog.get_logger(__name__)
 
 # What may pass while a request waits. A prefill queue that is too long already only gets longer by waiting.
-PASSING = frozenset(("no_room", "no_kv_room", "tpot_slo"))
+PASSING = frozenset((NO_PLACE, "no_room", "no_kv_room", "tpot_slo"))
 LOOK_AHEAD = 8  # waiting requests tried in a row: one that cannot start need not keep up another
 TICK_S = 0.1  # how soon a change is noticed that nobody announced: reports of workers and nodes
 

@@ -7,6 +7,7 @@ the tokens that were already given out: a request is never lost.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -29,6 +30,7 @@ from conductor.routing import Facts
 from conductor.scheduler import ClusterView, ScheduleRequest, schedule
 from conductor.segments import cut
 from conductor.sessions import Sessions
+from conductor.strategies.choices import NO_PLACE
 from kvpool.credentials import NO_CREDENTIALS, Credentials
 from kvpool.errors import (
     DeadlineExceeded,
@@ -43,6 +45,7 @@ from kvpool.wire import messages as m
 log = structlog.get_logger(__name__)
 
 MAX_ATTEMPTS = 3
+PLACE_POLL_S = 0.05
 NOBODY = frozenset(("no_decode_worker", "no_prefill_choice", "prompt_too_long"))
 JUDGE_AFTER_TOKENS = 16  # TPOT is known well enough by then
 MODES = {"auto": "", "remote": "disaggregated", "local": "local"}
@@ -91,6 +94,7 @@ class Gateway:
         self._ttft_s = default_ttft_s
         self._tpot_s = default_tpot_s
         self._first_token_timeout_s = first_token_timeout_s
+        self._place_wait_s = limits.max_wait_s
         self.links = Links(cluster, credentials)
         self._remote_prefill = RemotePrefill(cluster, self.links, prefill_timeout_s)
         self._replicator = Replicator(cluster, self.links, replications_at_once)
@@ -185,12 +189,14 @@ class Gateway:
         tried: set[str] = set()
         decision = result.decision
         assert decision is not None
-        for attempt in range(MAX_ATTEMPTS):
+        failures = 0
+        full_until = float("inf")  # how long a worker without a place is asked again
+        while True:
             self.cluster.in_flight.assigned(decision, self.cluster.clock())
             try:
                 segments = await self._prepare(job, decision, result)
                 self.cluster.in_flight.prefilled(job.request_id, self.cluster.clock())
-                is_last = attempt == MAX_ATTEMPTS - 1
+                is_last = failures == MAX_ATTEMPTS - 1
                 decoded = self._decode(job, decision, segments, result, is_last=is_last)
                 async with contextlib.aclosing(decoded) as pieces:
                     async for piece in pieces:
@@ -210,16 +216,32 @@ class Gateway:
                     worker=decision.decode,
                     error=str(error),
                 )
-                if attempt == MAX_ATTEMPTS - 1 or time.monotonic() >= job.deadline:
+                if isinstance(
+                    error, Overloaded
+                ):  # its places are others': of another conductor, say
+                    full_until = min(full_until, time.monotonic() + self._place_wait_s)
+                else:
+                    failures += 1
+                now = time.monotonic()
+                if failures == MAX_ATTEMPTS or now >= min(job.deadline, full_until):
                     raise
                 # Go on from what the caller has already got, on another worker if there is one.
                 job.pin_decode = None
-                retry = await self._decide(job, frozenset(tried), mode="local")
-                if retry.is_refused:
-                    retry = await self._decide(job, mode="local")
+                retry = await self._elsewhere(job, tried, min(job.deadline, full_until))
                 if retry.is_refused:
                     raise
                 decision = result.decision = retry
+
+    async def _elsewhere(self, job: Job, tried: set[str], until: float) -> Decision:
+        """Where to go on: a worker not tried, else one again, a moment later; a place there is waited for."""
+        retry = await self._decide(job, frozenset(tried), mode="local")
+        if not retry.is_refused:
+            return retry
+        while True:
+            await asyncio.sleep(PLACE_POLL_S)
+            retry = await self._decide(job, mode="local")
+            if retry.reason != NO_PLACE or time.monotonic() >= min(until, job.deadline):
+                return retry
 
     # ------------------------------------------------------------ deciding
 

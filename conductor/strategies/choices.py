@@ -15,6 +15,7 @@ from conductor.view import ClusterView, ScheduleRequest, WorkerView
 
 PREFILLS = ("prefill", "both")
 DECODES = ("decode", "both")
+NO_PLACE = "no_place"  # every decode worker has as many requests as it takes
 
 
 class Choices:
@@ -28,13 +29,16 @@ class Choices:
         self.state = state
         self.estimate = Estimate(request, state, now)
         able = _eligible(request, state, DECODES, request.pin_decode)
-        self.decoders = [w for w in able if _fits(w, request.prompt_tokens + 1)]
+        fit = [w for w in able if _fits(w, request.prompt_tokens + 1)]
+        self.decoders = [w for w in fit if self._has_place(w)]
         self.prefillers = [
             worker
             for worker in _eligible(request, state, PREFILLS, request.pin_prefill)
             if _fits(worker, request.prompt_tokens)
         ]
-        self._none = "" if self.decoders else "prompt_too_long" if able else "no_decode_worker"
+        self._none = ""
+        if not self.decoders:
+            self._none = NO_PLACE if fit else "prompt_too_long" if able else "no_decode_worker"
 
     @property
     def refusal(self) -> Decision | None:
@@ -97,6 +101,11 @@ class Choices:
                 end = min(segment.start + segment.count, self.request.full_blocks)
                 near += max(0, end - max(own, segment.start))
         return near
+
+    def _has_place(self, worker: WorkerView) -> bool:
+        """It would not refuse one more, as far as we know: what others sent it, its report has too late."""
+        places = worker.load.places
+        return not places or self.state.in_flight.outstanding(worker.worker_id) < places
 
     def _is_readable(self, node_id: str) -> bool:
         node = self.state.nodes.get(node_id)

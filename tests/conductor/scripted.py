@@ -23,6 +23,7 @@ from conductor.role_changes import RoleChanges
 from conductor.roles import RoleController
 from conductor.scheduler import Policy
 from kvpool.config import ConductorConfig
+from kvpool.errors import Overloaded
 from kvpool.http import HttpServer
 from kvpool.layout import Layout, Namespace
 from kvpool.metrics import new_registry
@@ -75,6 +76,8 @@ class ScriptedWorker:
         self.hangs = False
         self.beats_anyway = False  # heartbeats go on while it hangs
         self.is_silent = False  # no heartbeats, but it works
+        self.places = 0  # more requests at once are refused; 0: any number is taken
+        self.tells_places = True
         self.running = 0
         self.seen: list[m.Message] = []
         self._resumed = asyncio.Event()
@@ -91,7 +94,8 @@ class ScriptedWorker:
 
     def beat(self, cluster: Cluster) -> None:
         if self.beats_anyway or not (self.hangs or self.is_silent):
-            load = m.WorkerLoad(self.running, 0, 0, 0, 0.0, 0.0)
+            places = self.places if self.tells_places else 0
+            load = m.WorkerLoad(self.running, 0, 0, 0, 0.0, 0.0, places=places)
             cluster.worker_heartbeat(m.WorkerHeartbeat(self.worker_id, self.epoch, load))
 
     async def _prefill(self, request: m.Prefill) -> m.PrefillReply:
@@ -121,6 +125,8 @@ class ScriptedWorker:
 
     @contextlib.contextmanager
     def _running(self) -> Any:
+        if self.places and self.running >= self.places:
+            raise Overloaded(f"{self.running} requests are in work here", retry_after_s=1.0)
         self.running += 1
         try:
             yield

@@ -92,6 +92,34 @@ async def test_a_worker_that_restarted_is_given_up_at_once() -> None:
     assert document["choices"][0]["text"] == "abcdefgh"
 
 
+@pytest.mark.parametrize("tells_places", [True, False])
+async def test_more_requests_than_workers_take_wait_and_none_is_lost(tells_places: bool) -> None:
+    """Where nothing is known of its places, the worker refuses, and is asked again."""
+    worker = ScriptedWorker("w")
+    worker.places, worker.tells_places, worker.pause_s = 2, tells_places, 0.01
+    async with conductor(worker) as running:
+        await until(lambda: running.cluster.workers.get("w").report, "its load is known")  # type: ignore[union-attr]
+        answers = await asyncio.gather(*(running.ask(stream=n % 2 == 1) for n in range(12)))
+    assert [answer.status_code for answer in answers] == [200] * 12
+    for n, answer in enumerate(answers):
+        assert "error" not in answer.text
+        if not n % 2:
+            assert answer.json()["choices"][0]["text"] == "abcdefgh"
+    assert running.gateway.active == 0
+    assert ("fallback:decode:overloaded" in running.counters) != tells_places
+
+
+async def test_a_worker_that_stays_full_ends_the_request_after_the_longest_wait() -> None:
+    worker = ScriptedWorker("w")
+    worker.places, worker.tells_places, worker.running = 1, False, 1
+    async with conductor(worker, max_queue_wait_s=0.5) as running:
+        started = time.monotonic()
+        answer = await running.ask()
+        assert 0.4 < time.monotonic() - started < 5
+    assert answer.status_code == 429
+    assert running.gateway.active == 0
+
+
 async def test_a_hanging_prefill_leaves_the_fallback_time_to_answer() -> None:
     prefill, decode, node = ScriptedWorker("p", "prefill"), ScriptedWorker("d"), "n"
     async with conductor(prefill, decode, request_timeout_s=4.0) as running:

@@ -185,6 +185,22 @@ def test_the_least_burdened_decode_worker_is_chosen() -> None:
     assert decision.decode == "d2"
 
 
+def test_a_worker_with_all_its_places_taken_is_given_nothing_more() -> None:
+    in_flight = InFlight()
+    load = busy(places=2)
+    state = view([worker(f"d{i}", "decode", load=load) for i in range(2)], in_flight=in_flight)
+    for number in range(4):
+        decision = schedule(request(request_id=str(number)), state, 0.0)
+        assert not decision.is_refused
+        in_flight.assigned(decision, 0.0)
+    assert [in_flight.outstanding(each) for each in ("d0", "d1")] == [2, 2]
+    refused = schedule(request(), state, 0.0)
+    assert (refused.mode, refused.reason) == ("refused", "no_place")
+    assert refused.retry_after_s > 0
+    in_flight.finished("2")
+    assert not schedule(request(), state, 0.0).is_refused
+
+
 def test_equal_requests_rotate_over_equal_workers() -> None:
     in_flight = InFlight()
     state = view([worker(f"d{i}", "decode") for i in range(3)], in_flight=in_flight)
