@@ -230,7 +230,7 @@ async def conductor(*workers: ScriptedWorker, **settings: Any) -> AsyncIterator[
             await server.close(0.2)
 
 
-async def until(claim: Callable[[], Any], what: str, timeout_s: float = 5.0) -> None:
+async def until(claim: Callable[[], Any], what: str, timeout_s: float = 20.0) -> None:
     """Poll until `claim()`; fails with `what`."""
     deadline = time.monotonic() + timeout_s
     while not claim():
