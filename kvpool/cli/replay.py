@@ -62,8 +62,8 @@ def replay(
     from tiers.replay import belady_hits
     from tiers.replay import replay as replay_one
 
-    policies = _policies(policy)
     levels = _tiers(tiers, block_bytes)
+    policies = _policies(policy, bool(levels) or as_node)
     capacities = [sum(level.capacity_blocks for level in levels)] if levels else _sizes(capacity)
     if window is not None and not window > 0:
         raise ConfigError(f"a window of {window} s", hint="windows are longer than nothing")
@@ -98,16 +98,18 @@ def replay(
         _show(document)
 
 
-def _policies(text: str) -> list[str]:
-    from tiers.policies import POLICIES, policy_class
+def _policies(text: str, is_in_parts: bool) -> list[str]:
+    from tiers.policies import policy_class
+    from tiers.replay import REPLAYABLE
 
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
-        raise ConfigError("--policy names none", hint=f"of {', '.join(POLICIES)}, or all")
+        raise ConfigError("--policy names none", hint=f"of {', '.join(REPLAYABLE)}, or all")
     if "all" in names:
-        return list(POLICIES)
+        return [name for name in REPLAYABLE if name != "hazard" or not is_in_parts]
     for name in names:
-        policy_class(name)
+        if name not in REPLAYABLE:
+            policy_class(name)  # which names the nearest
     return list(dict.fromkeys(names))
 
 

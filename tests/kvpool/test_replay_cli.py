@@ -55,8 +55,13 @@ def test_json_has_a_row_for_each_policy_and_capacity(run: Run, chat: str) -> Non
         assert sum(w["blocks"] for w in row["over_time"]) == found["blocks"]
 
 
-def test_all_are_all_policies_that_a_node_has(run: Run, chat: str) -> None:
+def test_all_are_the_policies_of_a_node_and_hazard_where_it_can_be(run: Run, chat: str) -> None:
     _, out, _ = run("replay", chat, "--policy", "all", "--capacity", "100", "--json")
+    assert [row["policy"] for row in json.loads(out)["rows"]] == [
+        *EVICTION_POLICIES,
+        "hazard",
+    ]
+    _, out, _ = run("replay", chat, "--policy", "all", "--tiers", "a=9,b=99", "--json")
     assert [row["policy"] for row in json.loads(out)["rows"]] == list(EVICTION_POLICIES)
 
 
@@ -124,6 +129,7 @@ def test_wrong_lines_are_told_by_number_and_counted(run: Run) -> None:
         (["replay", "one.jsonl", "--tiers", "dram=0"], "a capacity of '0'"),
         (["replay", "one.jsonl", "--tiers", "dram=1GiB"], "--block-bytes"),
         (["replay", "one.jsonl", "--tiers", "dram=x", "--block-bytes", "1MiB"], "not a size"),
+        (["replay", "one.jsonl", "--policy", "hazard", "--as-node"], "hazard is replayed in one"),
         (["replay", "one.jsonl", "--window", "0"], "a window of 0.0 s"),
         (["replay", "one.jsonl", "--block-tokens", "0"], "blocks of 0 tokens"),
         (["replay", "one.jsonl", "--time-unit", "h"], "unknown unit of time 'h'"),

@@ -5,10 +5,11 @@ No node, no wire, no clock: the real policies on recorded requests.
 
 from tiers.replay.belady import belady_hits
 from tiers.replay.compact import CompactTrace, EmptyTrace, compact, load_trace
-from tiers.replay.replay import Replay, TierSize, over_time, replay
+from tiers.replay.replay import REPLAYABLE, Replay, TierSize, over_time, replay
 from tiers.replay.trace import TraceReport, TraceRequest, read_trace
 
 __all__ = [
+    "REPLAYABLE",
     "CompactTrace",
     "EmptyTrace",
     "Replay",

@@ -14,9 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import ConfigError
-from tiers.policies import BlockCache, policy_class
+from tiers.policies import POLICIES, BlockCache, policy_class
+from tiers.policies.hazard import HazardCache
 from tiers.replay.compact import CompactTrace
 from tiers.replay.recency import RecencyCache
+
+# All that can be replayed. `hazard` wants to know of requests what a node's store does not tell its policies.
+REPLAYABLE = (*POLICIES, HazardCache.name)
 
 
 @dataclass(slots=True, frozen=True)
@@ -68,7 +72,7 @@ def replay(
     """Replay a trace against one policy.
 
     Args:
-        policy: one of `tiers.policies.POLICIES`.
+        policy: one of `REPLAYABLE`.
         capacity_blocks: of the cache; the sum of the tiers where there are any.
         is_as_node: no parent leaves before its child and none of a prompt's blocks for another of them, as
             in a node whatever the policy; False: each policy as it is in its textbook.
@@ -76,16 +80,21 @@ def replay(
             hit there brings it back up.
 
     Raises:
-        ConfigError: no policy has that name, or a capacity is not positive.
+        ConfigError: no policy has that name, a capacity is not positive, or the policy knows nothing of tiers.
     """
     for size in [capacity_blocks, *(tier.capacity_blocks for tier in tiers)]:
         if size < 1:
             raise ConfigError(f"a cache of {size} blocks", hint="capacities are positive")
-    is_leaves_only = is_as_node or policy_class(policy).is_leaves_only
+    is_hazard = policy == HazardCache.name
+    if is_hazard and (tiers or is_as_node):
+        raise ConfigError("hazard is replayed in one tier, as it is", hint="leave it out here")
+    is_leaves_only = is_as_node or (not is_hazard and policy_class(policy).is_leaves_only)
     result = Replay(policy, capacity_blocks)
     started = perf_counter()
     if tiers:
         found = _through_tiers(trace, policy, is_leaves_only, tiers, result.tier_hits)
+    elif is_hazard:
+        found = _by_hazard(trace, capacity_blocks)
     elif policy == "lru" and not is_leaves_only:
         found = RecencyCache(capacity_blocks).replay(trace.chains())
     else:
@@ -137,6 +146,15 @@ def _alone(
     block_tokens = trace.block_tokens
     for chain in trace.chains():
         yield use(chain, 1, block_tokens)
+
+
+def _by_hazard(trace: CompactTrace, capacity_blocks: int) -> Iterator[int]:
+    cache = HazardCache(capacity_blocks, trace.block_tokens)
+    chains = trace.chains()
+    for span in trace.spans():
+        facts = zip(span.times_s, span.input_tokens, span.output_tokens, strict=True)
+        for time_s, input_tokens, output_tokens in facts:
+            yield cache.access(next(chains), time_s, input_tokens, output_tokens)
 
 
 def _through_tiers(
