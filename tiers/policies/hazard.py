@@ -126,8 +126,7 @@ class HazardCache:
             gap = min(11, 1 + _log2(gap_s))
             fresh = input_tokens - before.input_tokens - before.output_tokens
             new = 1 if fresh <= 0 else min(13, 2 + _log2(fresh))
-            if before.returned_s is None:
-                before.returned_s = gap_s
+            self._supersede(before, gap_s)
         features = (
             _TURN + min(turn, 7),
             _NEW + new,
@@ -176,14 +175,20 @@ class HazardCache:
                 gap_s = now_s - before.time_s
                 turn = before.turn + 1
                 gap = min(11, 1 + _log2(gap_s))
-                if before.returned_s is None:
-                    before.returned_s = gap_s
+                self._supersede(before, gap_s)
             features = (_SHARED + min(7, _log2(turn)), _NEW, _OUTPUT, _GAP + gap, _INPUT)
             record = self._stand(ids[start : at + 1], now_s, features, turn)
             record.is_shared = at + 1 < len(ids)
             self._hubs[ids[at]] = record
             start = at + 1
         return start
+
+    def _supersede(self, record: Record, gap_s: float) -> None:
+        """A later prompt went on from it; what that one left behind is of no more use."""
+        if record.returned_s is None:
+            record.returned_s = gap_s
+        if record.ids:
+            self._indices[record.slot] = 0.0
 
     def _stand(self, ids: list[int], now_s: float, features: tuple[int, ...], turn: int) -> Record:
         record = Record(now_s, ids, features, turn)
@@ -244,11 +249,13 @@ class HazardCache:
         self._learn(now_s)
         self._renew()
         if self._fresh:
+            over = [record.returned_s is not None for record in self._fresh]
             rows = self._model.indices([record.features for record in self._fresh])
             # A prompt's shared parts are worth at least what is built on them, which came with them.
             for at in range(len(rows) - 2, -1, -1):
                 if self._fresh[at].is_shared:
                     np.maximum(rows[at], rows[at + 1], out=rows[at])
+            rows[over] = 0.0
             self._indices[[record.slot for record in self._fresh]] = rows
             self._fresh.clear()
         count = len(self._records)
@@ -263,7 +270,7 @@ class HazardCache:
     def _renew(self) -> None:
         """Bring the indices of a few records, in turn, up to what has been learned since they came."""
         end = min(len(self._records), self._renewed + 4 + len(self._records) // 128)
-        records = [r for r in self._records[self._renewed : end] if r is not None]
+        records = [r for r in self._records[self._renewed : end] if r and r.returned_s is None]
         self._renewed = end if end < len(self._records) else 0
         if not records:
             return
