@@ -199,6 +199,13 @@ class TransferFailed(Unavailable):
     code = "transfer_failed"
 
 
+class NoTransport(Unavailable):
+    """No transport that this process has, and may use, reaches the node. Others may well reach it."""
+
+    code = "no_transport"
+    retryable = False
+
+
 class StaleEpoch(Unavailable):
     """The call names an epoch of the peer that is over (it restarted)."""
 

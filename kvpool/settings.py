@@ -493,6 +493,9 @@ class NodeConfig(ServerConfig):
         description="DRAM that each isolated tenant gets here beside dram_bytes, in a process of its own; 0: none",
     )
     transports: Transports = ("shm", "nixl")
+    require_rdma: bool = Field(
+        False, description="do not start where UCX has no RDMA, and copy from nobody over TCP"
+    )
     lease_s: Seconds = Field(30.0, description="longest lease that is granted")
     reservation_s: Seconds = Field(60.0, description="longest reservation that is granted")
     grace_s: Seconds = Field(2.0, description="wait beyond a lease's deadline (invariant 3)")
@@ -552,6 +555,8 @@ class NodeConfig(ServerConfig):
                 f"dram_bytes {self.dram_bytes} in {self.arena_count} arenas is less than "
                 f"one slab of {self.slab_bytes} in each"
             )
+        if self.require_rdma and "nixl" not in self.transports:
+            raise ValueError("require_rdma needs the transport nixl, which is not among transports")
         if self.nvme_directory and self.nvme_directories:
             raise ValueError(
                 "nvme_directory and nvme_directories are both set: name all in the list"
@@ -655,6 +660,9 @@ class ClientConfig(CallerConfig):
     )
     host_label: str = Field(default_factory=socket.gethostname, min_length=1, max_length=128)
     transport: Literal["auto", "shm", "nixl"] = "auto"
+    require_rdma: bool = Field(
+        False, description="nodes on other hosts are reached by RDMA or not at all, never by TCP"
+    )
     timeout_s: Seconds = 30.0
     verify_checksums: bool = Field(True, description="check every DRAM read, too (invariant 5)")
 

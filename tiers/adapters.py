@@ -108,9 +108,17 @@ def http_app(
     not_ready: Callable[[], str],
     max_body_bytes: int,
     gate: Gate,
+    notice: Callable[[], str] = lambda: "",
 ) -> FastAPI:
     """The node's HTTP face: health, metrics, stats, and single blocks for anyone with curl."""
-    app = base_app("kvpool node", registry, not_ready, max_body_bytes=max_body_bytes, gate=gate)
+    app = base_app(
+        "kvpool node",
+        registry,
+        not_ready,
+        max_body_bytes=max_body_bytes,
+        gate=gate,
+        notice=notice,
+    )
 
     bodies = add_bodies(app, _DramSize, Namespace)
 

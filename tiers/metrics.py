@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvpool.wire import messages as m
 from tiers.node import NodeService
 
 _STATES = ("free", "reserved", "committed", "pinned", "quarantined")
@@ -66,9 +67,39 @@ class NodeCollector(Collector):
         for directory, state in self._service.mover.devices.states().items():
             failed.add_metric([directory], {"ok": 0.0, "read_only": 0.5, "failed": 1.0}[state])
         yield failed
+        yield from _transports(stats)
         events = CounterMetricFamily(
             "kvpool_node_events", "What happened to blocks, by kind", labels=["kind"]
         )
         for name, value in sorted(stats.counters.items()):
             events.add_metric([name], value)
         yield events
+
+
+def _transports(stats: m.NodeStatsReply) -> Iterator[Metric]:
+    """What UCX has here, and what moved between this node and those that it copied from."""
+    resources = GaugeMetricFamily(
+        "kvpool_ucx_resource",
+        "1 for each transport and device that UCX has; RDMA where one is rc, dc, ud or srd",
+        labels=["transport", "device"],
+    )
+    for resource in stats.ucx:
+        transport, _, device = resource.partition("/")
+        resources.add_metric([transport, device], 1.0)
+    labels = ["peer", "transport", "fabric", "direction"]
+    moved = CounterMetricFamily("kvpool_peer_bytes", "Moved from and to other nodes", labels=labels)
+    speed = GaugeMetricFamily(
+        "kvpool_peer_bytes_per_second", "As measured lately; absent until known", labels=labels
+    )
+    for peer in stats.peers:
+        if not peer.transport:
+            continue
+        for direction, count, rate in (
+            ("read", peer.read_bytes, peer.read_bytes_per_s),
+            ("write", peer.written_bytes, peer.write_bytes_per_s),
+        ):
+            values = [peer.node_id, peer.transport, peer.fabric, direction]
+            moved.add_metric(values, count)
+            if rate:
+                speed.add_metric(values, rate)
+    yield from (resources, moved, speed)

@@ -45,6 +45,7 @@ class NixlTarget:
     ) -> None:
         self.agent_name = agent_name
         self.metadata = b""
+        self.ucx: tuple[str, ...] = ()  # see `kvpool.transports.ucx`
         self._arenas = arenas
         self._lasting = lasting
         self._update = threading.Lock()  # one at a time
@@ -71,6 +72,7 @@ class NixlTarget:
     def _run(self) -> None:
         try:
             agent = NixlAgent(self.agent_name, loopback_only=self._loopback_only)
+            self.ucx = agent.ucx
             self._register(agent)
         except Exception as error:  # noqa: BLE001 - handed to the thread that made us
             self._error = error

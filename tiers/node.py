@@ -88,6 +88,8 @@ class NodeService:
         self.refuse_writers: Callable[[], None] = lambda: None  # raises while the node drains
         self.refuses_readers: Callable[[], bool] = lambda: False
         self.resize: Resize = _cannot_resize
+        self.ucx: Sequence[str] = ()  # see `kvpool.transports.ucx`
+        self.peers: Callable[[], list[m.PeerRate]] = list
         self.on_grant: Callable[[], None] = lambda: None  # a lease or reservation was just given
         self._arenas = ArenaSet.of(arenas)
         self._hbm = hbm
@@ -432,6 +434,8 @@ class NodeService:
             len(self.store.namespaces()),
             {name: float(value) for name, value in counters.items()},
             self._arena_usage(),
+            list(self.ucx),
+            self.peers(),
         )
         return m.visible_stats(stats, principal.sees_all)
 

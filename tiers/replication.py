@@ -282,7 +282,9 @@ class Replicator:
                 tuple(self._arenas.values()),
             )
             run.is_late_write_possible = link.transport.may_write_late
-            sums = await self._fetch(link, pieces, max(0.001, deadline - self._clock()))
+            started = self._clock()
+            sums = await self._fetch(link, pieces, max(0.001, deadline - started))
+            link.read_rate.note(pieces.total_bytes, self._clock() - started)
             run.is_late_write_possible = False
             await keeper.end()
             if self._clock() > lease.deadline - LEASE_MARGIN_S:
@@ -352,6 +354,10 @@ class Replicator:
         self._wake()
 
     # ------------------------------------------------------------ links
+
+    def peers(self) -> list[m.PeerRate]:
+        """What was copied from each node, and by which transport."""
+        return [link.peer_rate for link in self._links.values()]
 
     async def _link_to(self, source: m.NodeDescriptor) -> NodeLink:
         link = self._links.get(source.node_id)

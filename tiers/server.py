@@ -22,7 +22,7 @@ from kvpool.http import HttpServer
 from kvpool.metrics import new_registry
 from kvpool.process import Ready, wait_for_stop
 from kvpool.security import is_loopback, secure
-from kvpool.transports import Transports
+from kvpool.transports import Transports, ucx
 from kvpool.transports.nixl_agent import NixlUnavailable
 from kvpool.wire import WireServer
 from kvpool.wire import messages as m
@@ -158,6 +158,7 @@ class _Node:
         target = self._target = self._start_nixl(arenas, service)
         if target is not None:
             service.on_grant = target.wake
+            service.ucx = target.ucx
 
         security = self._security
         security.gate.find_namespace = store.find_namespace
@@ -176,7 +177,9 @@ class _Node:
         registry = new_registry()
         registry.register(NodeCollector(service))
         gate = security.gate
-        app = http_app(service, registry, self._not_ready, config.max_frame_bytes, gate)
+        app = http_app(
+            service, registry, self._not_ready, config.max_frame_bytes, gate, self._notice
+        )
         http = HttpServer(app, config.host, config.http_port, security.tls)
         await http.start()
         stack.push_async_callback(http.close)
@@ -199,6 +202,7 @@ class _Node:
                 if (name == "shm" and shm_path) or (name == "nixl" and target)
             ],
             config.tenant,
+            list(service.ucx),
         )
         self.tasks.append(asyncio.create_task(mover.run(), name="mover"))
         if config.conductor is not None:
@@ -240,6 +244,7 @@ class _Node:
             forced=config.transports[0] if len(config.transports) == 1 else "auto",
             loopback_only=is_loopback(config.host),
             token=config.token.get_secret_value(),
+            is_rdma_required=config.require_rdma,
         )
         replicator = self._replicator = Replicator(
             identity.node_id,
@@ -251,6 +256,7 @@ class _Node:
             credentials=self._security.credentials,
         )
         self._stack.push_async_callback(replicator.close)
+        service.peers = replicator.peers
         prefetcher = Prefetcher(service.store, service.mover, config.max_prefetch_blocks)
         self.tasks.append(asyncio.create_task(prefetcher.run(), name="prefetch"))
         resizer = Resizer(
@@ -398,14 +404,27 @@ class _Node:
                 lasting=(self._hbm,) if self._hbm else (),
             )
         except NixlUnavailable as error:
-            if self._config.transports == ("nixl",):
+            if self._config.transports == ("nixl",) or self._config.require_rdma:
                 raise ConfigError(
-                    f"transport nixl alone is allowed, and it does not work: {error}"
+                    f"transport nixl is needed as configured, and it does not work: {error}"
                 ) from error
             log.warning("going on without NIXL: other hosts cannot read here", error=str(error))
             return None
         self._stack.callback(target.close)
+        if self._config.require_rdma:
+            ucx.require_rdma(target.ucx, "node")
+        elif self._goes_over_tcp(target.ucx):
+            log.warning("no RDMA: other hosts are reached over TCP", ucx=list(target.ucx))
         return target
+
+    def _goes_over_tcp(self, resources: Sequence[str]) -> bool:
+        """Between hosts; what listens on this one alone has no need of RDMA."""
+        return not is_loopback(self._config.host) and not any(map(ucx.is_rdma, resources))
+
+    def _notice(self) -> str:
+        if self._target is None or not self._goes_over_tcp(self._target.ucx):
+            return ""
+        return "no RDMA: other hosts are reached over TCP (" + ", ".join(self._target.ucx) + ")"
 
 
 def _node_id(config: NodeConfig) -> str:

@@ -63,10 +63,13 @@ async def run_worker(
             host_label=config.host_label,
             transport=client.transport,
             verify_checksums=client.verify_checksums,
+            require_rdma=client.require_rdma,
             client_id=worker_id,
             credentials=security.credentials,
         )
         stack.push_async_callback(pool.close)
+        if client.require_rdma:
+            await asyncio.to_thread(pool.transports.check_rdma, "client")
         registry = new_registry()
         phases = Histogram(
             "kvpool_phase_seconds",

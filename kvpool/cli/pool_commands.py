@@ -17,6 +17,8 @@ from kvpool.credentials import credentials_of
 from kvpool.errors import BlockMiss, InvalidArgument
 from kvpool.hashing import hash_chain
 from kvpool.layout import Layout, Namespace
+from kvpool.transports.ucx import fabric
+from kvpool.wire import messages as m
 from kvpool.wire.plain import named
 
 # Files are stored as the KV of a pretended model: 1 KiB "per token", 64 tokens a block.
@@ -40,6 +42,7 @@ def open_pool(ctx: typer.Context, conductor: str | None) -> Pool:
         timeout_s=settings.timeout_s,
         verify_checksums=settings.verify_checksums,
         credentials=credentials_of(settings),
+        require_rdma=settings.require_rdma,
     )
 
 
@@ -75,6 +78,7 @@ def stats(ctx: typer.Context, conductor: Conductor = None, as_json: AsJson = Fal
         *("leases", "reservations"),
     )
     print_table(("node", "host", "state", "tier", *numbers), rows, right=numbers)
+    _print_transports(reply.nodes)
     if reply.workers:
         console().print()
         print_table(
@@ -111,6 +115,35 @@ def stats(ctx: typer.Context, conductor: Conductor = None, as_json: AsJson = Fal
         [(name, f"{value:.0f}") for name, value in sorted(totals.items())],
         right=("value",),
     )
+
+
+def _print_transports(nodes: list[m.NodeStatsReply]) -> None:
+    """What UCX has on each node, and how fast nodes copied from each other."""
+    if any(node.ucx for node in nodes):
+        console().print()
+        rows = [
+            (node.node_id[:8], fabric(node.ucx, (), is_same_host=False) or "-", " ".join(node.ucx))
+            for node in nodes
+        ]
+        print_table(("node", "between hosts", "UCX has"), rows)
+    peers = [(node, peer) for node in nodes for peer in node.peers if peer.transport]
+    if peers:
+        console().print()
+        print_table(
+            ("node", "copied from", "transport", "by", "read", "speed"),
+            [
+                (
+                    node.node_id[:8],
+                    peer.node_id[:8],
+                    peer.transport,
+                    peer.fabric or "-",
+                    _mib(peer.read_bytes),
+                    _rate(peer.read_bytes_per_s),
+                )
+                for node, peer in peers
+            ],
+            right=("read", "speed"),
+        )
 
 
 def put(

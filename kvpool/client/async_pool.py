@@ -35,6 +35,7 @@ from kvpool.errors import (
     InvalidArgument,
     KvpoolError,
     NotFound,
+    NoTransport,
     StaleEpoch,
     Unavailable,
     UnknownNamespace,
@@ -64,6 +65,7 @@ class AsyncPool:
         timeout_s: default deadline of every call.
         verify_checksums: compare the checksum of every block read (invariant 5).
         credentials: token and TLS, shown to the conductor and to every node.
+        require_rdma: a node on another host that RDMA does not reach is an error: never TCP.
 
     Raises:
         ConfigError: not exactly one of `conductor` and `node` is given.
@@ -80,6 +82,7 @@ class AsyncPool:
         verify_checksums: bool = True,
         client_id: str | None = None,
         credentials: Credentials = NO_CREDENTIALS,
+        require_rdma: bool = False,
     ) -> None:
         if (conductor is None) == (node is None):
             raise ConfigError("give exactly one of conductor= and node=")
@@ -96,6 +99,7 @@ class AsyncPool:
             forced=transport,
             loopback_only=loopback,
             token=credentials.token,
+            is_rdma_required=require_rdma,
         )
         self._credentials = credentials
         self._conductor = (
@@ -243,6 +247,10 @@ class AsyncPool:
             self._nodes = reply.nodes
             self._nodes_at = time.monotonic()
         return self._nodes
+
+    def peers(self) -> list[m.PeerRate]:
+        """By which transport each node was reached so far, and how fast, as measured by this client."""
+        return [link.peer_rate for link in self._links.values()]
 
     async def stats(self, *, timeout_s: float | None = None) -> m.PoolStatsReply:
         """Accounting of the whole pool. Needs a conductor.
@@ -666,7 +674,10 @@ class AsyncPool:
         is_silence = isinstance(error, DeadlineExceeded) and self.misses.is_silent(
             node_id, waited_s
         )
-        if is_silence or isinstance(error, Unavailable):
+        if isinstance(error, NoTransport):  # ours to mend: others are not to hear of it
+            if self._conductor is not None:
+                self.misses.remember(node_id, namespace.namespace_id, hashes, time.monotonic())
+        elif is_silence or isinstance(error, Unavailable):
             self.note_misses(node_id, namespace, hashes)
 
     def note_misses(self, node_id: str, namespace: Namespace, hashes: Sequence[bytes]) -> None:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvpool.client.deadlines import time_left
+from kvpool.client.rates import Rate
 from kvpool.client.renewing import LeaseKeeper
 from kvpool.credentials import NO_CREDENTIALS, Credentials
 from kvpool.errors import (
@@ -118,6 +119,7 @@ class NodeLink:
         self._arena_ids = frozenset(arena.arena_id for arena in node.arenas)
         self._transports = transports
         self._host = host
+        self.read_rate, self.write_rate = Rate(), Rate()
         self._hbm_arenas = [a.arena_id for a in node.arenas if a.tier == "hbm"]
 
     @functools.cached_property
@@ -134,6 +136,20 @@ class NodeLink:
         """Whether what is granted will be copied through shared memory; False while that is not known."""
         chosen: Transport | None = self.__dict__.get("transport")
         return not tier and chosen is not None and chosen.name == "shm"
+
+    @property
+    def peer_rate(self) -> m.PeerRate:
+        """What moved between this process and the node, and how; no transport where nothing did yet."""
+        chosen: Transport | None = self.__dict__.get("transport")
+        return m.PeerRate(
+            self.node.node_id,
+            chosen.name if chosen is not None else "",
+            chosen.fabric(self.node, self._host) if chosen is not None else "",
+            self.read_rate.total_bytes,
+            self.write_rate.total_bytes,
+            self.read_rate.bytes_per_s,
+            self.write_rate.bytes_per_s,
+        )
 
     def transport_to(self, places: Int64Array) -> Transport:
         """The transport that moves bytes to and from these places; as `transport` otherwise.
@@ -421,14 +437,16 @@ class NodeLink:
         runs = plan.runs(addresses, lease.places)
         pieces = Pieces(*runs, owner, plan.pieces_per_part, is_kept=not is_disposable)
         sums = lease.checksums
+        started = time.monotonic()
         if verify and plan.is_whole:
             sums = transport.read_and_sum(self.node, pieces, time_left(deadline))
         else:
             transport.read(self.node, pieces, time_left(deadline))
-            if verify:
-                sizes = np.full(len(lease.places), part_bytes, dtype=np.int64)
-                # Of whole parts of which pieces were read, summed where the parts stand.
-                sums = transport.sum_in_place(self.node, lease.places, sizes, time_left(deadline))
+        self.read_rate.note(pieces.total_bytes, time.monotonic() - started)
+        if verify and not plan.is_whole:
+            sizes = np.full(len(lease.places), part_bytes, dtype=np.int64)
+            # Of whole parts of which pieces were read, summed where the parts stand.
+            sums = transport.sum_in_place(self.node, lease.places, sizes, time_left(deadline))
         wrong = np.flatnonzero(sums != lease.checksums)
         if len(wrong):
             return int(wrong[0]) // len(plan.parts)
@@ -483,7 +501,10 @@ class NodeLink:
 
         def work() -> Sums:
             # Seen from the thread that writes: loading a transport or waiting for a turn takes time too.
-            return transport.write_and_sum(self.node, pieces, time_left(until))
+            started = time.monotonic()
+            sums = transport.write_and_sum(self.node, pieces, time_left(until))
+            self.write_rate.note(pieces.total_bytes, time.monotonic() - started)
+            return sums
 
         return await self._off_loop(transport, pieces.total_bytes, work)
 

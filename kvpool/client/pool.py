@@ -43,6 +43,7 @@ class Pool:
         timeout_s: float = 10.0,
         verify_checksums: bool = True,
         credentials: Credentials = NO_CREDENTIALS,
+        require_rdma: bool = False,
     ) -> None:
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(
@@ -60,6 +61,7 @@ class Pool:
                 timeout_s=timeout_s,
                 verify_checksums=verify_checksums,
                 credentials=credentials,
+                require_rdma=require_rdma,
             )
 
         try:
@@ -228,6 +230,10 @@ class Pool:
         """See `AsyncPool.drain`."""
         job = self._pool.drain(node_id, drop=drop, timeout_s=timeout_s)
         return self._call(job, timeout_s + 5.0)
+
+    def peers(self) -> list[m.PeerRate]:
+        """See `AsyncPool.peers`."""
+        return self._pool.peers()
 
     def list_blocks(
         self,

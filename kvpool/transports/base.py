@@ -97,6 +97,10 @@ class Transport(abc.ABC):
     def can_reach(self, node: NodeDescriptor, local_host: str) -> bool:
         """Whether this transport applies to `node` seen from the machine labelled `local_host`."""
 
+    def fabric(self, node: NodeDescriptor, local_host: str) -> str:
+        """By what its bytes go: "rdma", "host" (within one), "tcp"; "" where that is not known."""
+        return "host"
+
     @abc.abstractmethod
     def read(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> None:
         """Copy from the node into local memory; blocks the calling thread, releases the GIL.

@@ -20,6 +20,7 @@ import numpy as np
 import structlog
 
 from kvpool.errors import DeadlineExceeded, KvpoolError, TransferFailed
+from kvpool.transports import ucx
 from kvpool.transports.base import Pieces, Transport
 from kvpool.transports.copying import Sums, sum_runs
 from kvpool.transports.groups import GRACE_S, GROUP_BYTES, PACK_BELOW_BYTES, GroupMover
@@ -86,6 +87,7 @@ class NixlTransport(Transport):
         self._agent_name = name
         self._loopback_only = loopback_only
         self._agent: NixlAgent | None = None
+        self.ucx: tuple[str, ...] = ()  # see `ucx.available`
         self._peers: dict[str, _Peer] = {}  # by node id
         self._registered: dict[int, tuple[int, Any, Any]] = {}  # address -> (size, handle, owner)
         self._active: list[_Transfer] = []
@@ -97,6 +99,9 @@ class NixlTransport(Transport):
         self._thread = threading.Thread(target=self._work, name="kvpool-nixl", daemon=True)
         self._thread.start()
         self._submit(self._start)
+
+    def fabric(self, node: NodeDescriptor, local_host: str) -> str:
+        return ucx.fabric(self.ucx, node.ucx, is_same_host=node.host == local_host)
 
     def can_reach(self, node: NodeDescriptor, local_host: str) -> bool:
         return self.name in node.transports and bool(node.nixl_metadata)
@@ -268,6 +273,7 @@ class NixlTransport(Transport):
 
     def _start(self, _future: Future[None]) -> bool:
         self._agent = NixlAgent(self._agent_name, loopback_only=self._loopback_only)
+        self.ucx = self._agent.ucx
         return True
 
     def _register(self, address: int, size_bytes: int, owner: Any) -> bool:

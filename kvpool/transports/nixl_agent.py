@@ -13,6 +13,7 @@ import threading
 from typing import Any
 
 from kvpool.errors import KvpoolError
+from kvpool.transports import ucx
 
 _preload_lock = threading.Lock()
 _preloaded = False
@@ -86,6 +87,7 @@ class NixlAgent:
             self.raw: Any = api.nixl_agent(name, config)
         except Exception as error:  # native errors come as several unrelated types
             raise NixlUnavailable(f"cannot make a NIXL agent: {error}") from error
+        self.ucx = ucx.available()
 
     def register(
         self, address: int, size_bytes: int, kind: str = "dram", device_id: int = 0

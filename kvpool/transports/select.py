@@ -8,11 +8,12 @@ from typing import Literal
 
 import structlog
 
-from kvpool.errors import Unavailable
+from kvpool.errors import NoTransport
 from kvpool.transports.base import Transport
 from kvpool.transports.nixl import NixlTransport
 from kvpool.transports.nixl_agent import NixlUnavailable
 from kvpool.transports.shm import ShmTransport
+from kvpool.transports.ucx import require_rdma
 from kvpool.wire.messages import NodeDescriptor
 
 log = structlog.get_logger(__name__)
@@ -28,6 +29,7 @@ class Transports:
         forced: "auto" takes shared memory on the same host and NIXL elsewhere; another name allows that
             transport alone, and a node that it cannot reach is an error, never a silent fallback.
         loopback_only: keep UCX on the loopback interface.
+        is_rdma_required: NIXL may go over RDMA or within the host; a node that it would reach over TCP is an error.
         token: shown to nodes that hand out their memory.
     """
 
@@ -38,8 +40,10 @@ class Transports:
         forced: TransportName = "auto",
         loopback_only: bool = True,
         token: str = "",
+        is_rdma_required: bool = False,
     ) -> None:
         self._forced = forced
+        self._is_rdma_required = is_rdma_required
         self._lock = threading.Lock()
         self._made: dict[str, Transport] = {}
         self._makers: dict[str, Callable[[], Transport]] = {
@@ -58,11 +62,25 @@ class Transports:
                 self._made[name] = self._makers[name]()
             return self._made[name]
 
+    def ucx(self) -> tuple[str, ...]:
+        """What UCX has in this process; empty before NIXL was used."""
+        nixl = self._made.get("nixl")
+        return nixl.ucx if isinstance(nixl, NixlTransport) else ()
+
+    def check_rdma(self, what: str) -> None:
+        """Load NIXL, and see that UCX has RDMA; from a thread, as that takes long. `what` requires it.
+
+        Raises:
+            RdmaRequired: it has none. NixlUnavailable: NIXL cannot be loaded.
+        """
+        self.get("nixl")
+        require_rdma(self.ucx(), what)
+
     def choose(self, node: NodeDescriptor, local_host: str) -> Transport:
         """The best transport to `node` from the machine labelled `local_host`.
 
         Raises:
-            Unavailable: none reaches it, with the reason of each.
+            NoTransport: none reaches it, with the reason of each.
         """
         names = list(self._makers) if self._forced == "auto" else [self._forced]
         reasons = []
@@ -73,10 +91,18 @@ class Transports:
                 reasons.append(f"{name}: {error}")
                 continue
             if transport.can_reach(node, local_host):
-                return transport
+                fabric = transport.fabric(node, local_host)
+                if not self._is_rdma_required or fabric in ("rdma", "host"):
+                    return transport
+                here, there = self.ucx(), node.ucx or ["not told"]
+                reasons.append(
+                    f"{name}: no RDMA, which is required ({', '.join(here)} here;"
+                    f" {', '.join(there)} there)"
+                )
+                continue
             offered = "not offered by the node" if name not in node.transports else "not reachable"
             reasons.append(f"{name}: {offered} from host {local_host!r}")
-        raise Unavailable(
+        raise NoTransport(
             f"no transport reaches node {node.node_id} on host {node.host!r}: {'; '.join(reasons)}",
             hint="see `kvpool doctor`",
         )

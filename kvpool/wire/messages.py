@@ -82,6 +82,7 @@ class NodeDescriptor(Reply, frozen=True):
     nixl_metadata: bytes = b""
     transports: list[str] = []  # offered, best first, e.g. ["shm", "nixl", "inline"]
     tenant: str = ""  # whose memory it lends alone; "": that of all who are not isolated
+    ucx: list[str] = []  # what UCX has there, as "transport/device"; empty: not told
 
 
 class Describe(Message, frozen=True):
@@ -453,6 +454,18 @@ class ArenaUsage(Reply, frozen=True):
     numa_node: int = -1  # -1: wherever the kernel liked
 
 
+class PeerRate(Reply, frozen=True):
+    """What moved between a process and one node. `fabric`: "rdma", "host", "tcp", or "" when unknown."""
+
+    node_id: str
+    transport: str
+    fabric: str
+    read_bytes: int
+    written_bytes: int
+    read_bytes_per_s: float  # measured lately; 0 while unknown
+    write_bytes_per_s: float
+
+
 class NodeStats(Message, frozen=True):
     pass
 
@@ -468,6 +481,8 @@ class NodeStatsReply(Reply, frozen=True):
     namespaces: int
     counters: dict[str, float]  # e.g. "hits", "misses", "evicted", "bytes_read:shm"
     arenas: list[ArenaUsage] = []
+    ucx: list[str] = []  # as in `NodeDescriptor`
+    peers: list[PeerRate] = []  # nodes that it copied from
 
 
 def visible_stats(stats: NodeStatsReply, sees_all: bool) -> NodeStatsReply:
@@ -475,7 +490,7 @@ def visible_stats(stats: NodeStatsReply, sees_all: bool) -> NodeStatsReply:
     if sees_all:
         return stats
     return msgspec.structs.replace(
-        stats, leases=0, reservations=0, namespaces=0, counters={}, arenas=[]
+        stats, leases=0, reservations=0, namespaces=0, counters={}, arenas=[], peers=[]
     )
 
 
