@@ -68,7 +68,8 @@ class KnownNamespaces:
         known: Iterable[Namespace] = self._by_id.values()
         if tenant is not None:
             known = (namespace for namespace in known if namespace.tenant == tenant)
-        return list(islice(known, offset, offset + limit))
+        first = min(offset, len(self._by_id))  # islice takes no number past the machine's
+        return list(islice(known, first, first + limit))
 
     def get(self, namespace_id: bytes) -> Namespace | None:
         """A namespace by its id, if it is known."""

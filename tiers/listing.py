@@ -29,7 +29,8 @@ def usage_of(space: Space) -> m.NamespaceUsage:
 
 def page(space: Space, offset: int, limit: int, ages: Ages, now: float) -> list[m.BlockInfo]:
     """Up to `limit` blocks from the `offset`-th on, in the order in which they came here."""
-    blocks = islice(space.blocks.values(), offset, offset + limit)
+    first = min(offset, len(space.blocks))  # islice takes no number past the machine's
+    blocks = islice(space.blocks.values(), first, first + limit)
     return [_described(block, ages, now) for block in blocks]
 
 

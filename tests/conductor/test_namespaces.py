@@ -74,6 +74,7 @@ def test_pages_cover_all_and_have_bounds() -> None:
     pages = [known.page(offset, 10) for offset in (0, 10, 20, 30)]
     assert [len(page) for page in pages] == [10, 10, 5, 0]
     assert [one.salt for page in pages for one in page] == [str(n) for n in range(25)]
+    assert known.page(2**63, 10) == []  # a frame can carry it
     for offset, limit in ((-1, 10), (0, 0), (0, 10_001)):
         with pytest.raises(InvalidArgument):
             known.page(offset, limit)

@@ -28,6 +28,12 @@ def test_a_block_is_described_by_all_that_keeps_it_where_it_is() -> None:
     assert (usage.blocks, usage.standing) == (3, {"dram": 3, "nvme": 3})
 
 
+def test_a_page_past_the_end_is_empty_however_far() -> None:
+    s = store(dram=2)
+    put(s, names(2))
+    assert [len(s.blocks(A, offset, 10, 0.0)) for offset in (1, 2, 2**63)] == [1, 0, 0]
+
+
 def test_a_block_that_is_being_written_shows_its_parts() -> None:
     s = store(dram=2)
     granted = s.reserve(B, names(1), b"", 1, "w", 9.0, 0.0)
