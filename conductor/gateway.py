@@ -209,16 +209,16 @@ class Gateway:
                 assert decision.decode is not None
                 tried.add(decision.decode)
                 self.cluster.in_flight.finished(job.request_id)
-                self._count_fallback(result, f"decode:{error.code}")
-                log.warning(
-                    "decode failed",
-                    request_id=job.request_id,
-                    worker=decision.decode,
-                    error=str(error),
-                )
-                if isinstance(
-                    error, Overloaded
-                ):  # its places are others': of another conductor, say
+                is_full = isinstance(error, Overloaded)
+                if not is_full or full_until == float("inf"):  # asked again, it is no news
+                    self._count_fallback(result, f"decode:{error.code}")
+                    log.warning(
+                        "decode failed",
+                        request_id=job.request_id,
+                        worker=decision.decode,
+                        error=str(error),
+                    )
+                if is_full:  # its places are others': of another conductor, say
                     full_until = min(full_until, time.monotonic() + self._place_wait_s)
                 else:
                     failures += 1

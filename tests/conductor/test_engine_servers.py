@@ -349,8 +349,11 @@ async def test_what_the_only_server_refuses_reaches_the_client(
 ) -> None:
     server = ScriptedServer()
     server.fails_with = failure
-    async with serving((server, "both")) as running:
+    async with serving(
+        (server, "both"), max_queue_wait_s=0.3
+    ) as running:  # a busy one is asked again
         response = await running.ask()
+        assert running.counters.get("fallback:decode:overloaded", 0) <= 1
     assert response.status_code == status, response.text
     assert words in response.json()["error"]["message"]
 
