@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from conductor.membership import State
 from conductor.policy_holder import PolicyHolder
 from conductor.routing import Facts
@@ -70,14 +72,8 @@ def pool_facts(view: ClusterView, facts: Facts) -> Facts:
     queues = [worker.load.queued_prefill_tokens for worker in prefillers]
     places = sum(max(worker.load.places, worker.load.running, 1) for worker in decoders)
     taken = sum(worker.load.running for worker in decoders)
-    return Facts(
-        model=facts.model,
-        tenant=facts.tenant,
-        endpoint=facts.endpoint,
-        key=facts.key,
-        prompt_tokens=facts.prompt_tokens,
-        found_tokens=facts.found_tokens,
-        output_tokens=facts.output_tokens,
+    return replace(
+        facts,
         queue_wait_s=min(waits, default=0.0),
         queue_tokens=min(queues, default=0),
         decode_pressure=taken / places if places else 0.0,

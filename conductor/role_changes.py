@@ -58,13 +58,7 @@ class RoleChanges:
     async def step(self) -> None:
         """One look at the pool; at most one worker changes its role."""
         self._before_step()
-        instances = self._instances()
-        if not self._is_active:
-            instances = [
-                Instance(i.worker_id, i.role, i.running, i.places, i.queued_tokens, False)
-                for i in instances
-            ]
-        self.verdict = self._controller.step(instances, self._clock())
+        self.verdict = self._controller.step(self._instances(), self._clock())
         move = self.verdict.move
         if move is None:
             return
@@ -113,7 +107,9 @@ class RoleChanges:
                     load.running,
                     load.places,
                     load.queued_prefill_tokens,
-                    worker.descriptor.role != "both" and worker.descriptor.may_change_role,
+                    self._is_active
+                    and worker.descriptor.role != "both"
+                    and worker.descriptor.may_change_role,
                 )
             )
         return found

@@ -83,42 +83,6 @@ def node(
     run_process(lambda ready, stop: run_node(settings.node, ready, stop))
 
 
-def worker(
-    ctx: typer.Context,
-    role: Annotated[str | None, typer.Option(help="prefill, decode or both.")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Model directory, or smollm2-135m to try it out.")
-    ] = None,
-    model_name: Annotated[str | None, typer.Option(help="Name that users ask for.")] = None,
-    host: Annotated[str | None, typer.Option(help="Address to bind.")] = None,
-    host_label: Annotated[str | None, typer.Option(help="Name of this machine.")] = None,
-    conductor: Annotated[str | None, typer.Option(help="Conductor's wire address.")] = None,
-    wire_port: Annotated[int | None, typer.Option(help="Wire port; 0 picks a free one.")] = None,
-    http_port: Annotated[int | None, typer.Option(help="HTTP port; 0 picks a free one.")] = None,
-) -> None:
-    """Run a worker in the foreground; prints one JSON line when ready."""
-    from workers.server import run_worker
-
-    settings = invocation(ctx).start(
-        "worker",
-        overrides(
-            role=("worker.role", role),
-            model=("worker.model", model),
-            model_name=("worker.model_name", model_name),
-            host=("worker.host", host),
-            host_label=("worker.host_label", host_label),
-            conductor=("worker.conductor", conductor),
-            wire_port=("worker.wire_port", wire_port),
-            http_port=("worker.http_port", http_port),
-        ),
-    )
-    run_process(
-        lambda ready, stop: run_worker(
-            settings.worker, settings.client, settings.fake_engine, ready, stop
-        )
-    )
-
-
 def up(
     ctx: typer.Context,
     nodes: Annotated[int, typer.Option(min=1, max=16, help="Pool nodes.")] = 1,

@@ -12,10 +12,10 @@ import yaml
 
 from kvpool.cli.context import invocation, overrides
 from kvpool.cli.output import console, error_console, format_seconds
-from kvpool.cli.up import worker as run
 from kvpool.client import Pool
 from kvpool.credentials import credentials_of
 from kvpool.errors import NotFound
+from kvpool.process import run_process
 from kvpool.settings import Settings
 from kvpool.wire import WireClient
 
@@ -37,8 +37,28 @@ def worker(
     http_port: Annotated[int | None, typer.Option(help="HTTP port; 0 picks a free one.")] = None,
 ) -> None:
     """Run a worker in the foreground; prints one JSON line when ready."""
-    if ctx.invoked_subcommand is None:
-        run(ctx, role, model, model_name, host, host_label, conductor, wire_port, http_port)
+    if ctx.invoked_subcommand is not None:
+        return
+    from workers.server import run_worker
+
+    settings = invocation(ctx).start(
+        "worker",
+        overrides(
+            role=("worker.role", role),
+            model=("worker.model", model),
+            model_name=("worker.model_name", model_name),
+            host=("worker.host", host),
+            host_label=("worker.host_label", host_label),
+            conductor=("worker.conductor", conductor),
+            wire_port=("worker.wire_port", wire_port),
+            http_port=("worker.http_port", http_port),
+        ),
+    )
+    run_process(
+        lambda ready, stop: run_worker(
+            settings.worker, settings.client, settings.fake_engine, ready, stop
+        )
+    )
 
 
 @app.command()
