@@ -7,6 +7,8 @@ same call may succeed later without a change by the caller.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from difflib import get_close_matches
 from typing import ClassVar
 
 
@@ -242,6 +244,12 @@ def brief(value: object, limit: int = 200) -> str:
     """`value` as text of at most `limit` characters, for messages that quote what a caller sent."""
     text = str(value)
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def did_you_mean(name: object, known: Collection[str]) -> str:
+    """The hint for a name that is not among `known`: the nearest of them, else all."""
+    near = get_close_matches(str(name), known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}"
 
 
 def _tree(root: type[KvpoolError]) -> dict[str, type[KvpoolError]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -108,14 +109,6 @@ EVICTION_POLICIES = (
 )  # of tiers.policies
 
 
-def _eviction_policy(value: object) -> object:
-    if isinstance(value, str) and value not in EVICTION_POLICIES:
-        near = get_close_matches(value, EVICTION_POLICIES, n=1)
-        hint = f"did you mean {near[0]}? It must be" if near else "it must be"
-        raise ValueError(f"unknown eviction policy; {hint} one of {', '.join(EVICTION_POLICIES)}")
-    return value
-
-
 STRATEGIES = (  # of conductor.strategies
     "kv-centric",
     "cache-aware",
@@ -127,12 +120,17 @@ STRATEGIES = (  # of conductor.strategies
 )
 
 
-def _strategy(value: object) -> object:
-    if isinstance(value, str) and value not in STRATEGIES:
-        near = get_close_matches(value, STRATEGIES, n=1)
-        hint = f"did you mean {near[0]}? It must be" if near else "it must be"
-        raise ValueError(f"unknown scheduling strategy; {hint} one of {', '.join(STRATEGIES)}")
-    return value
+def _one_of(kind: str, names: tuple[str, ...]) -> Callable[[object], object]:
+    """A check that a text is one of `names`, which tells the nearest of them."""
+
+    def check(value: object) -> object:
+        if isinstance(value, str) and value not in names:
+            near = get_close_matches(value, names, n=1)
+            hint = f"did you mean {near[0]}? It must be" if near else "it must be"
+            raise ValueError(f"unknown {kind}; {hint} one of {', '.join(names)}")
+        return value
+
+    return check
 
 
 def _quota(value: object) -> float | int:
@@ -198,9 +196,9 @@ Addresses = Annotated[str, BeforeValidator(_addresses)]  # one or several, with 
 OptionalAddresses = Annotated[str | None, BeforeValidator(_addresses)]
 OptionalText = Annotated[str | None, BeforeValidator(_none_from_text)]
 OptionalPath = Annotated[Path | None, BeforeValidator(_path)]
-Strategy = Annotated[str, BeforeValidator(_strategy)]
+Strategy = Annotated[str, BeforeValidator(_one_of("scheduling strategy", STRATEGIES))]
 Paths = Annotated[tuple[Path, ...], BeforeValidator(_paths)]
-EvictionPolicy = Annotated[str, BeforeValidator(_eviction_policy)]
+EvictionPolicy = Annotated[str, BeforeValidator(_one_of("eviction policy", EVICTION_POLICIES))]
 Quotas = Annotated[dict[str, float | int], BeforeValidator(_quotas)]
 Transport = Literal["shm", "nixl"]
 Engines = Annotated[

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-
 from conductor.strategies.base import Strategy
 from conductor.strategies.cache_aware import CacheAware
 from conductor.strategies.dynamo import Dynamo
@@ -12,7 +10,7 @@ from conductor.strategies.least_loaded import LeastLoaded
 from conductor.strategies.random_choice import RandomChoice
 from conductor.strategies.round_robin import RoundRobin
 from conductor.strategies.sglang import Sglang
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, did_you_mean
 
 DEFAULT = "kv-centric"
 _STRATEGIES: dict[str, Strategy] = {
@@ -50,9 +48,8 @@ def strategy_named(name: str) -> Strategy:
     """
     found = _STRATEGIES.get(name)
     if found is None:
-        near = get_close_matches(str(name), _STRATEGIES, n=1)
         raise ConfigError(
             f"unknown scheduling strategy {name!r}",
-            hint=f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(strategies())}",
+            hint=did_you_mean(name, strategies()),
         )
     return found

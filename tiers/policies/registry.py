@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from difflib import get_close_matches
 from typing import Any
 
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, did_you_mean
 from tiers.policies.arc import Arc
 from tiers.policies.base import EvictionPolicy, K, always
 from tiers.policies.fifo import Fifo
@@ -36,10 +35,9 @@ def policy_class(name: str) -> type[EvictionPolicy[Any]]:
     """
     found = POLICIES.get(name)
     if found is None:
-        near = get_close_matches(str(name), POLICIES, n=1)
         raise ConfigError(
             f"unknown eviction policy {name!r}",
-            hint=f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(POLICIES)}",
+            hint=did_you_mean(name, POLICIES),
         )
     return found
 
