@@ -10,24 +10,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator
 
 import structlog
 
 from conductor.cluster import Cluster
+from conductor.decider import Decider
+from conductor.decoding import Decoding, learn
 from conductor.entrance import Entrance, Limits, Refused
 from conductor.jobs import Job, Result
+from conductor.judge import Judge, OnOutcome
 from conductor.links import Links
-from conductor.misses import READ
 from conductor.policy_holder import PolicyHolder
-from conductor.policy_service import pool_facts
 from conductor.prefetcher import Prefetcher
 from conductor.recorder import Recorder
 from conductor.remote_prefill import RemotePrefill
 from conductor.replicator import Replicator
 from conductor.requests import Decision, RequestLog
-from conductor.routing import Facts
-from conductor.scheduler import ClusterView, ScheduleRequest, schedule
 from conductor.segments import cut
 from conductor.sessions import Sessions
 from conductor.strategies.choices import NO_PLACE
@@ -39,7 +38,6 @@ from kvpool.errors import (
     Overloaded,
     Unavailable,
 )
-from kvpool.hashing import hash_chain, pack_hashes, token_bytes
 from kvpool.wire import messages as m
 
 log = structlog.get_logger(__name__)
@@ -47,8 +45,6 @@ log = structlog.get_logger(__name__)
 MAX_ATTEMPTS = 3
 PLACE_POLL_S = 0.05
 NOBODY = frozenset(("no_decode_worker", "no_prefill_choice", "prompt_too_long"))
-JUDGE_AFTER_TOKENS = 16  # TPOT is known well enough by then
-MODES = {"auto": "", "remote": "disaggregated", "local": "local"}
 WAIT_S = 60.0  # default of the longest waits for a prefill and for a first token
 
 
@@ -80,27 +76,27 @@ class Gateway:
         first_token_timeout_s: float = WAIT_S,
         replications_at_once: int = 0,
         policy: PolicyHolder | None = None,
-        on_outcome: Callable[[bool, bool], None] = lambda _ttft, _tpot: None,
+        on_outcome: OnOutcome = lambda _ttft, _tpot: None,
         credentials: Credentials = NO_CREDENTIALS,
         prefetches: bool = True,
         sessions: Sessions | None = None,
     ) -> None:
         self.cluster = cluster
         self.policy = policy or PolicyHolder()
-        self._on_outcome = on_outcome
         self.request_log = request_log
         self._recorder = Recorder(cluster, request_log, default_ttft_s, default_tpot_s)
-        self._waiting: dict[str, tuple[Result, float]] = {}  # requests in work
-        self._ttft_s = default_ttft_s
-        self._tpot_s = default_tpot_s
-        self._first_token_timeout_s = first_token_timeout_s
+        self._judge = Judge(default_ttft_s, default_tpot_s, on_outcome)
+        self._decider = Decider(cluster, self.policy, default_ttft_s, default_tpot_s)
         self._place_wait_s = limits.max_wait_s
         self.links = Links(cluster, credentials)
+        self._decoding = Decoding(cluster, self.links, self._recorder, first_token_timeout_s)
         self._remote_prefill = RemotePrefill(cluster, self.links, prefill_timeout_s)
         self._replicator = Replicator(cluster, self.links, replications_at_once)
         self.prefetcher = Prefetcher(cluster, self.links, is_active=prefetches)
         self.sessions = sessions or Sessions()
-        self.entrance = Entrance(cluster, limits, self._decide, self.prefetcher.while_waiting)
+        self.entrance = Entrance(
+            cluster, limits, self._decider.decide, self.prefetcher.while_waiting
+        )
 
     @property
     def active(self) -> int:
@@ -128,8 +124,7 @@ class Gateway:
         except Refused as refused:
             result.decision = refused.decision
             self._recorder.refused(job, refused.decision)
-            if refused.reason in ("ttft_slo", "tpot_slo"):
-                self._on_outcome(refused.reason != "ttft_slo", refused.reason != "tpot_slo")
+            self._judge.refused(refused.reason)
             if refused.reason in NOBODY:
                 raise Unavailable(
                     f"nobody can serve this: {refused.reason}", hint="kvpool stats"
@@ -165,7 +160,7 @@ class Gateway:
             DeadlineExceeded, Unavailable, EngineFailed: nothing worked, with the last reason.
         """
         status = "cancelled"
-        self._waiting[job.request_id] = (result, received_at)
+        self._judge.began(job.request_id, result, received_at)
         try:
             async with contextlib.aclosing(self._attempts(job, result, received_at)) as pieces:
                 async for piece in pieces:
@@ -177,10 +172,10 @@ class Gateway:
             raise
         finally:
             self.release(job)
-            self._waiting.pop(job.request_id, None)
+            self._judge.ended(job.request_id)
             status = "ok" if result.is_stopped else status
             if status == "ok":
-                self._judge(result)
+                self._judge.judge(result)
             self._recorder.ended(job, result, status)
 
     async def _attempts(
@@ -197,12 +192,11 @@ class Gateway:
                 segments = await self._prepare(job, decision, result)
                 self.cluster.in_flight.prefilled(job.request_id, self.cluster.clock())
                 is_last = failures == MAX_ATTEMPTS - 1
-                decoded = self._decode(job, decision, segments, result, is_last=is_last)
+                decoded = self._decoding.run(job, decision, segments, result, is_last=is_last)
                 async with contextlib.aclosing(decoded) as pieces:
                     async for piece in pieces:
                         result.add_tokens(piece.token_ids, time.monotonic() - received_at)
-                        if len(result.token_ids) >= JUDGE_AFTER_TOKENS:
-                            self._judge(result)
+                        self._judge.progressed(result)
                         yield piece
                 return
             except (Unavailable, EngineFailed, Overloaded, DeadlineExceeded) as error:
@@ -211,7 +205,7 @@ class Gateway:
                 self.cluster.in_flight.finished(job.request_id)
                 is_full = isinstance(error, Overloaded)
                 if not is_full or full_until == float("inf"):  # asked again, it is no news
-                    self._count_fallback(result, f"decode:{error.code}")
+                    self._recorder.fell_back(result, f"decode:{error.code}")
                     log.warning(
                         "decode failed",
                         request_id=job.request_id,
@@ -234,68 +228,14 @@ class Gateway:
 
     async def _elsewhere(self, job: Job, tried: set[str], until: float) -> Decision:
         """Where to go on: a worker not tried, else one again, a moment later; a place there is waited for."""
-        retry = await self._decide(job, frozenset(tried), mode="local")
+        retry = await self._decider.decide(job, frozenset(tried), mode="local")
         if not retry.is_refused:
             return retry
         while True:
             await asyncio.sleep(PLACE_POLL_S)
-            retry = await self._decide(job, mode="local")
+            retry = await self._decider.decide(job, mode="local")
             if retry.reason != NO_PLACE or time.monotonic() >= min(until, job.deadline):
                 return retry
-
-    # ------------------------------------------------------------ deciding
-
-    async def _decide(
-        self, job: Job, excluded: frozenset[str] = frozenset(), mode: str = ""
-    ) -> Decision:
-        if not job.hashes:
-            job.hashes = hash_chain(job.namespace, job.prompt)
-        layout = job.namespace.layout
-        namespace_id = job.namespace.namespace_id
-        found = await self.cluster.find(namespace_id, job.hashes) if job.pool == "on" else None
-        # Nothing is awaited from here on: the decision is about the cluster as it is now.
-        view = self.cluster.view(job.namespace.tenant)
-        hosts = {worker.host for worker in view.workers.values()}
-        segments = {host: found.segments(host) for host in hosts} if found else {}
-        job.found_blocks = max((sum(s.count for s in run) for run in segments.values()), default=0)
-        wanted = mode or self._routed(job, view)
-        request = ScheduleRequest(
-            job.request_id,
-            namespace_id,
-            len(job.prompt),
-            layout.block_tokens,
-            layout.block_bytes,
-            layout.layers,
-            segments,
-            engine_blocks=self.cluster.engines.leading(namespace_id, job.hashes),
-            output_tokens=job.sampling.max_tokens,
-            ttft_s=self._ttft_s,
-            tpot_s=self._tpot_s,
-            mode=wanted,
-            pin_decode=job.pin_decode,
-            excluded=excluded,
-        )
-        return schedule(request, view, self.cluster.clock())
-
-    def _routed(self, job: Job, view: ClusterView) -> str:
-        """The mode that the request asks for, or the policy says; "" leaves it to the scheduler."""
-        if job.pool != "on":
-            return "local"
-        facts = Facts(
-            model=job.model,
-            tenant=job.namespace.tenant,
-            endpoint=job.endpoint,
-            key=job.key or job.request_id,
-            prompt_tokens=len(job.prompt),
-            found_tokens=job.found_blocks * job.namespace.layout.block_tokens,
-            output_tokens=job.sampling.max_tokens,
-        )
-        verdict = self.policy.decide(pool_facts(view, facts))
-        job.transfer_timeout_s = verdict.transfer_timeout_s
-        job.routing = f"{verdict.rule}:{verdict.reason}"
-        asked = MODES[job.prefill]
-        # A rollback is the operator's word; everything else the request may overrule.
-        return verdict.mode if self.policy.is_rolled_back or not asked else asked
 
     # ------------------------------------------------------------ prefill elsewhere
 
@@ -314,7 +254,7 @@ class Gateway:
                 self._learn_prefill(decision, reply)
                 return segments
             except KvpoolError as error:
-                self._count_fallback(result, f"prefill:{error.code}")
+                self._recorder.fell_back(result, f"prefill:{error.code}")
                 log.warning(
                     "remote prefill failed, going local",
                     request_id=job.request_id,
@@ -330,7 +270,8 @@ class Gateway:
 
     def _learn_prefill(self, decision: Decision, reply: m.PrefillReply) -> None:
         assert decision.prefill is not None
-        self._learn(
+        learn(
+            self.cluster.cost,
             decision.prefill,
             reply.computed_tokens,
             reply.reused_tokens,
@@ -338,134 +279,6 @@ class Gateway:
             reply.bytes_read,
         )
 
-    # ------------------------------------------------------------ decode
-
-    async def _decode(
-        self,
-        job: Job,
-        decision: Decision,
-        segments: list[m.Segment],
-        result: Result,
-        *,
-        is_last: bool,
-    ) -> AsyncGenerator[m.GenerateChunk, None]:
-        assert decision.decode is not None
-        worker = self.cluster.workers.get(decision.decode)
-        if worker is None:
-            raise Unavailable(f"worker {decision.decode} left meanwhile")
-        tokens = job.prompt + result.token_ids
-        left = job.sampling.max_tokens - len(result.token_ids)
-        if left <= 0:
-            result.finish_reason = "length"
-            return
-        sampling = m.Sampling(
-            left,
-            job.sampling.temperature,
-            job.sampling.top_p,
-            job.sampling.seed,
-            job.sampling.ignore_eos,
-        )
-        left_s = job.left_s()
-        message = m.Generate(
-            job.request_id,
-            job.namespace.namespace_id,
-            bytes(token_bytes(tokens)),
-            pack_hashes(job.hashes),
-            segments,
-            self.cluster.live_nodes(job.namespace.tenant),
-            sampling,
-            left_s,
-            use_pool=job.pool == "on",
-            local_prefix=job.pool == "local",
-            local_prefix_tokens=job.local_prefix_tokens,
-            max_wait_s=self.cluster.worthwhile_s(worker, job.namespace, len(tokens), segments),
-        )
-        first_within_s = self._first_token_timeout_s
-        if not is_last and self.links.has_other(worker):
-            first_within_s = min(first_within_s, left_s / 2)  # the rest is for the other
-        reply: m.GenerateReply | None = None
-        is_complete = False
-        try:
-            stream = self.links.stream(worker, message, job.deadline, first_within_s)
-            async with contextlib.aclosing(stream) as items:
-                async for item in items:
-                    if isinstance(item, m.GenerateChunk):
-                        reply = item.so_far or reply
-                        yield item
-                    else:
-                        reply, is_complete = item, True
-        finally:
-            if reply is not None:
-                self._take(job, decision.decode, segments, reply, result)
-        if not is_complete:
-            raise Unavailable(f"worker {decision.decode} ended the stream without a result")
-
-    def _take(
-        self,
-        job: Job,
-        worker_id: str,
-        segments: Sequence[m.Segment],
-        reply: m.GenerateReply,
-        result: Result,
-    ) -> None:
-        result.take(reply)
-        if reply.fallback_reason:
-            self._count_fallback(result, reply.fallback_reason)
-        if reply.fallback_reason and reply.fallback_reason.removeprefix(READ) not in m.DECLINED:
-            size = job.namespace.layout.block_bytes
-            read = sum(reply.bytes_read.values()) // size
-            for segment in segments:
-                if segment.start + segment.count > read:
-                    first = max(segment.start, read)
-                    self.cluster.suspect_blocks(
-                        segment.node_id, job.namespace.namespace_id, job.hashes[first : first + 1]
-                    )
-                    break
-        self._learn(
-            worker_id, reply.computed_tokens, reply.pool_tokens, reply.phases, reply.bytes_read
-        )
-
-    def _learn(
-        self,
-        worker_id: str,
-        computed: int,
-        reused: int,
-        phases: dict[str, float],
-        bytes_read: dict[str, int],
-    ) -> None:
-        """Feed what was measured to the cost model."""
-        cost = self.cluster.cost
-        if phases.get("prefill_compute_time"):
-            prefill_s = phases["prefill_compute_time"] + phases.get("kv_cache_pack_time", 0.0)
-            cost.observe_prefill(worker_id, computed, reused, prefill_s)
-        if len(bytes_read) == 1 and phases.get("kv_cache_transfer_time"):
-            [(transport, count)] = bytes_read.items()
-            seconds = phases["kv_cache_transfer_time"] - phases.get("kv_cache_promotion_time", 0.0)
-            cost.observe_transfer(count, seconds, same_host=transport == "shm")
-
     def judge_overdue(self) -> None:
-        """Count what waits for its first token beyond its objective as late now, not when it ends.
-
-        A worker that is overwhelmed ends nothing: whoever waits for outcomes would learn of it last.
-        """
-        now = time.monotonic()
-        for result, received_at in self._waiting.values():
-            if self._ttft_s and not result.token_ids and now - received_at > self._ttft_s:
-                self._judge(result, is_late=True)
-
-    def _judge(self, result: Result, *, is_late: bool = False) -> None:
-        """Tell once of each request which role served it well; an objective of 0 is none.
-
-        A decode worker that prefilled too late lacks help as much as one that decodes too slowly.
-        """
-        if result.is_judged:
-            return
-        result.is_judged = True
-        is_late = is_late or bool(self._ttft_s and result.ttft_s > self._ttft_s)
-        is_slow = bool(self._tpot_s and result.tpot_s > self._tpot_s)
-        is_local = result.decision is not None and result.decision.mode == "local"
-        self._on_outcome(not is_late or is_local, not is_slow and not (is_late and is_local))
-
-    def _count_fallback(self, result: Result, reason: str) -> None:
-        result.fallback_reason = result.fallback_reason or reason
-        self.cluster.counters[f"fallback:{reason}"] += 1
+        """See `Judge.judge_overdue`."""
+        self._judge.judge_overdue()

@@ -57,7 +57,7 @@ class Result:
     decision: Decision | None = None
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str = ""
-    is_judged: bool = False  # by its objectives, see `Gateway.judge_overdue`
+    is_judged: bool = False  # by its objectives, see `conductor.judge`
     is_stopped: bool = False  # by whoever reads the tokens: it has all that it wanted
     planned_blocks: int = 0
     pool_tokens: int = 0

@@ -48,6 +48,11 @@ class Recorder:
         if job.pool == "on":
             result.misses = await self._unknown(job)
 
+    def fell_back(self, result: Result, reason: str) -> None:
+        """Something had to be done in another way than planned; the first reason is the request's."""
+        result.fallback_reason = result.fallback_reason or reason
+        self._cluster.counters[f"fallback:{reason}"] += 1
+
     def ended(self, job: Job, result: Result, status: str) -> None:
         """It was served, or was not after all."""
         counters = self._cluster.counters

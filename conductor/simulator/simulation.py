@@ -428,7 +428,7 @@ class Simulation:
             self._judge(outcome, is_late=True, is_slow=False)
 
     def _judge(self, outcome: Outcome, *, is_late: bool, is_slow: bool) -> None:
-        """Tell the role controller once of each request which role served it well (`Gateway._judge`)."""
+        """Tell the role controller once of each request which role served it well (`conductor.judge`)."""
         if self._controller is None or outcome.is_judged:
             return
         outcome.is_judged = True
