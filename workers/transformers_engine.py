@@ -32,10 +32,10 @@ from kvpool.errors import (
     WrongByteCount,
 )
 from kvpool.layout import HashAlgorithm, Layout, Namespace
+from kvpool.model_revision import revision_of
 from kvpool.wire.messages import Sampling
 from workers.engine import Bytes, LayerChunk, OnLayer, SequenceState
 from workers.kv_cache import TORCH_DTYPES, BlockedCache
-from workers.model_files import revision_of
 from workers.sampling import draw
 
 if TYPE_CHECKING:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import multiprocessing
 import os
 import signal
@@ -18,7 +17,7 @@ import pytest
 
 from kvpool.errors import ModelNotFound
 from workers import model_files
-from workers.model_files import build_once, default_cache_dir, prepare_model, revision_of
+from workers.model_files import build_once, default_cache_dir, prepare_model
 
 if TYPE_CHECKING:
     from _typeshed import FileDescriptorLike
@@ -198,102 +197,3 @@ def test_failed_build_leaves_nothing_and_may_be_tried_again(tmp_path: Path) -> N
         build_once(target, fail)
     assert not target.exists()
     assert build_once(target, lambda d: None).is_dir()
-
-
-# ---------------------------------------------------------------- revision
-
-
-def test_revision_is_of_the_content_not_of_place_or_time(tiny: Path, tmp_path: Path) -> None:
-    copy = copy_of(tiny, tmp_path / "another-name")
-    assert revision_of(copy) == revision_of(tiny)
-    assert len(revision_of(copy)) == 64
-
-
-def test_revision_ignores_who_saved_the_config_and_heeds_the_rest(
-    tiny: Path, tmp_path: Path
-) -> None:
-    before = revision_of(tiny)
-    copy = copy_of(tiny, tmp_path / "copy")
-    config = json.loads((copy / "config.json").read_text())
-    config |= {"transformers_version": "9.9", "_name_or_path": "/elsewhere"}
-    (copy / "config.json").write_text(json.dumps(config))
-    assert revision_of(copy) == before
-    config["rms_norm_eps"] = 1e-3
-    (copy / "config.json").write_text(json.dumps(config))
-    assert revision_of(copy) != before
-
-
-def test_one_changed_byte_of_the_weights_is_another_revision(tiny: Path, tmp_path: Path) -> None:
-    copy = copy_of(tiny, tmp_path / "copy")
-    before = revision_of(copy)
-    weights = copy / "model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
-    assert revision_of(copy) != before
-
-
-@pytest.mark.parametrize("place", [20, -1])
-def test_large_files_count_by_size_header_and_samples(
-    place: int, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(model_files, "_WHOLE_FILE_BYTES", 1000)
-    monkeypatch.setattr(model_files, "_SAMPLE_BYTES", 64)
-    copy = copy_of(tiny, tmp_path / "copy")
-    weights = copy / "model.safetensors"
-    content = bytearray(weights.read_bytes())
-    before = revision_of(copy)
-    content[place] ^= 1
-    weights.write_bytes(content)
-    changed = revision_of(copy)
-    content[place] ^= 1
-    weights.write_bytes(content + b"\0")
-    assert len({before, changed, revision_of(copy)}) == 3
-
-
-def test_revision_is_remembered_until_a_file_changes(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copy = copy_of(tiny, tmp_path / "copy")
-    reads: list[Path] = []
-    digest = model_files._weights_digest
-
-    def counted(file: Path) -> bytes:
-        reads.append(file)
-        return digest(file)
-
-    monkeypatch.setattr(model_files, "_weights_digest", counted)
-    for file in copy.iterdir():
-        os.utime(file, ns=(1, 1))
-    first = revision_of(copy)
-    assert revision_of(copy) == first
-    assert len(reads) == 1
-    os.utime(copy / "model.safetensors", ns=(2, 2))
-    assert revision_of(copy) == first
-    assert len(reads) == 2
-    (copy / ".kvpool-revision.json").write_text("spoilt")
-    assert revision_of(copy) == first
-    assert len(reads) == 3
-
-
-def test_revision_of_files_written_just_now_is_not_remembered(tiny: Path, tmp_path: Path) -> None:
-    copy = copy_of(tiny, tmp_path / "copy")
-    weights = copy / "model.safetensors"
-    stamp = weights.stat().st_mtime_ns
-    before = revision_of(copy)
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
-    os.utime(weights, ns=(stamp, stamp))  # the same tick of the file system's clock
-    assert revision_of(copy) != before
-
-
-def test_revision_needs_config_and_weights(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound, match=r"config\.json"):
-        revision_of(tmp_path)
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ModelNotFound, match="safetensors"):
-        revision_of(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ModelNotFound, match="not a JSON object"):
-        revision_of(tmp_path)
