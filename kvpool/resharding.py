@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.errors import CannotReshard, InvalidArgument, LayoutMismatch
+from kvpool.errors import CannotReshard, InvalidArgument, LayoutMismatch, WrongByteCount
 from kvpool.layout import DTYPE_BYTES, Layout
 
 Int64Array = npt.NDArray[np.int64]
@@ -101,18 +101,36 @@ class Plan:
         """The pieces of many blocks: local addresses [m], places [m, 2] and lengths [m], block by block.
 
         Args:
-            addresses: where each block of the rank begins, shape [b].
+            addresses: where each block of the rank begins, shape [b]; or where each piece does, shape [b, n].
             places: rows of (arena id, byte offset), block by block and within a block as `parts`.
         """
         if len(self.lengths) == 1:
             shift = (0, self.stored_offsets[0])
             lengths = np.repeat(self.lengths, len(addresses))
-            return addresses + self.rank_offsets[0], places + shift, lengths
-        local = addresses[:, None] + self.rank_offsets
+            return addresses.reshape(-1) + self.rank_offsets[0], places + shift, lengths
+        local = addresses if addresses.ndim == 2 else addresses[:, None] + self.rank_offsets
         stood = places.reshape(len(addresses), len(self.parts), 2)[:, self.rows]
         stood[:, :, 1] += self.stored_offsets
         lengths = np.tile(self.lengths, len(addresses))
         return local.reshape(-1), stood.reshape(-1, 2), lengths
+
+    def in_runs(self, lengths: Int64Array) -> Plan:
+        """The same bytes for memory in which a block lies in several runs; give `runs` an address for each.
+
+        Raises:
+            WrongByteCount: the runs are not the rank's part together.
+            InvalidArgument: this plan consists of several pieces already.
+        """
+        if len(self.lengths) != 1:
+            raise InvalidArgument("memory in runs is not combined with as_rank", hint="use part=")
+        if int(lengths.sum()) != self.rank_bytes:
+            raise WrongByteCount(
+                f"runs of {int(lengths.sum())} bytes together, a block part has {self.rank_bytes}"
+            )
+        starts = np.cumsum(lengths) - lengths
+        if len(lengths) == 1:
+            return self
+        return _plan(self.parts, [(starts, starts, lengths)], self.rank_bytes, True)
 
     def of_part(self, row: int) -> Plan:
         """The plan of `parts[row]` alone."""

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Literal, Self, get_args
 
 from kvpool.client import copies, discovery, listing, pinning, protection
-from kvpool.client.buffers import block_spans
+from kvpool.client.buffers import placed, span
 from kvpool.client.copies import PrefetchResult, ReplicateResult
 from kvpool.client.deadlines import time_left
 from kvpool.client.listing import NodeListing
@@ -236,6 +236,37 @@ class AsyncPool:
         segment = m.Segment(link.node.node_id, 0, reply.found, tier)
         return m.LookupReply(reply.found, [segment], reply.wait_s)
 
+    async def standing(
+        self, namespace: Namespace, hashes: Sequence[bytes], *, timeout_s: float | None = None
+    ) -> list[bool]:
+        """Which of these blocks the pool has; unlike `lookup`, it does not end at the first gap.
+
+        Takes no lease. With a conductor that is one call; one node alone is asked for each block, several at
+        a time.
+
+        Raises:
+            UnknownNamespace: nobody registered it.
+        """
+        deadline = time.monotonic() + (timeout_s or self.timeout_s)
+        return await discovery.standing(self, namespace, hashes, deadline)
+
+    def register_memory(self, data: Any) -> None:
+        """Tell of memory that will be read into or written from again and again: NIXL pins it once, then.
+
+        Args:
+            data: one contiguous piece of host memory; kept alive until `deregister_memory` or `close`.
+
+        Raises:
+            InvalidArgument: see `kvpool.client.buffers.span`.
+            TransferFailed, DeadlineExceeded: NIXL does not take it.
+        """
+        self.transports.register(*span(data, writable=False))
+
+    def deregister_memory(self, data: Any) -> None:
+        """Undo `register_memory` of the same piece; nothing may be under way there."""
+        address, _, _ = span(data, writable=False)
+        self.transports.deregister(address)
+
     async def nodes(self, *, timeout_s: float | None = None) -> list[m.NodeInfo]:
         """The pool's nodes, at most a second old."""
         deadline = time.monotonic() + (timeout_s or self.timeout_s)
@@ -293,8 +324,8 @@ class AsyncPool:
         Args:
             hashes: n block hashes, in order.
             out: room for n block parts: one contiguous buffer (numpy, torch, bytearray) of
-                n x `layout.part_bytes` bytes, or a sequence of n buffers. Memory past the blocks found
-                is undefined afterwards.
+                n x `layout.part_bytes` bytes, a sequence of n buffers, or `BlockSpans` of n blocks. Memory
+                past the blocks found is undefined afterwards.
             part: which tensor-parallel part to read.
             as_rank: instead of `part`, the rank of an engine whose tensor-parallel size or order is not the
                 namespace's; `out` is laid out as its part (see `kvpool.resharding`).
@@ -324,7 +355,7 @@ class AsyncPool:
         count = len(hashes)
         _check_tier(tier)
         plan = _plan(plan_read, namespace, part, as_rank)
-        addresses, owner = block_spans(out, count, plan.rank_bytes, writable=True)
+        addresses, owner, plan = placed(out, count, plan, writable=True)
         if not count:
             return GetResult(0, (), {}, 0, "")
         deadline = time.monotonic() + (timeout_s or self.timeout_s)
@@ -420,7 +451,7 @@ class AsyncPool:
 
         Args:
             hashes: n block hashes, in order; `parent` names the block before the first ("" at the start).
-            data: n block parts: one contiguous buffer of n x `layout.part_bytes`, or n buffers.
+            data: n block parts: one contiguous buffer of n x `layout.part_bytes`, n buffers, or `BlockSpans`.
             part: which tensor-parallel part they are.
             as_rank: instead of `part`, the rank of an engine whose tensor-parallel size or order is not the
                 namespace's; `data` is laid out as its part. It writes the parts that it wholly holds.
@@ -440,7 +471,7 @@ class AsyncPool:
         """
         _check_tier(tier)
         plan = _plan(plan_write, namespace, part, as_rank)
-        addresses, owner = block_spans(data, len(hashes), plan.rank_bytes, writable=False)
+        addresses, owner, plan = placed(data, len(hashes), plan, writable=False)
         if not hashes:
             return PutResult(0, 0, 0, 0, {})
         deadline = time.monotonic() + (timeout_s or self.timeout_s)

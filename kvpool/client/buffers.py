@@ -3,12 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kvpool.errors import InvalidArgument, WrongByteCount
+from kvpool.resharding import Plan
 from kvpool.transports.copying import Int64Array
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class BlockSpans:
+    """Blocks by address, each in one or several runs of bytes: the memory of an engine that pages its KV.
+
+    Block i is `lengths[j]` bytes at `addresses[i, j]` for every j, one after the other. The caller answers for
+    every address, and keeps the memory alive with `owner`.
+
+    Args:
+        addresses: shape [blocks, runs]; of this process's host memory.
+        lengths: bytes, shape [runs]; the same for all blocks.
+
+    Raises:
+        InvalidArgument: these are not the shapes, or a length or an address is not positive.
+    """
+
+    addresses: Int64Array
+    lengths: Int64Array
+    owner: Any
+
+    def __post_init__(self) -> None:
+        shapes = (self.addresses.shape, self.lengths.shape)
+        if len(shapes[0]) != 2 or len(shapes[1]) != 1 or shapes[0][1:] != shapes[1]:
+            raise InvalidArgument(
+                f"addresses of shape {shapes[0]} and lengths of shape {shapes[1]}",
+                hint="[blocks, runs] and [runs] are needed",
+            )
+        if self.addresses.dtype != np.int64 or self.lengths.dtype != np.int64:
+            raise InvalidArgument("addresses and lengths are arrays of int64")
+        if (self.lengths <= 0).any() or (self.addresses <= 0).any():
+            raise InvalidArgument("an address or a length is not positive")
+
+    def __len__(self) -> int:
+        return len(self.addresses)
 
 
 def span(data: Any, *, writable: bool) -> tuple[int, int, Any]:
@@ -44,6 +81,26 @@ def span(data: Any, *, writable: bool) -> tuple[int, int, Any]:
         raise InvalidArgument("the buffer is not contiguous")
     array = np.frombuffer(view, dtype=np.uint8)
     return int(array.ctypes.data) if array.nbytes else 0, array.nbytes, array
+
+
+def placed(data: Any, count: int, plan: Plan, *, writable: bool) -> tuple[Int64Array, Any, Plan]:
+    """Where `count` blocks are in the caller's memory, what keeps that alive, and the plan cut to its runs.
+
+    Args:
+        data: as for `block_spans`, or `BlockSpans` of `count` blocks.
+        plan: for memory in which a block is contiguous.
+
+    Returns:
+        Addresses of shape [count], or [count, runs] for `BlockSpans`; both fit the plan returned.
+
+    Raises:
+        WrongByteCount, InvalidArgument: `data` does not fit; or `BlockSpans` with a plan of several pieces.
+    """
+    if not isinstance(data, BlockSpans):
+        return *block_spans(data, count, plan.rank_bytes, writable=writable), plan
+    if len(data) != count:
+        raise WrongByteCount(f"{count} blocks need memory for as many, got {len(data)}")
+    return data.addresses, data.owner, plan.in_runs(data.lengths)
 
 
 def block_spans(

@@ -1,19 +1,26 @@
-"""Which namespaces a pool knows, and whose blocks an engine can read although its own layout is another."""
+"""Which namespaces and blocks a pool has, and whose blocks an engine can read although its own layout is another."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvpool.client.deadlines import time_left
-from kvpool.errors import CannotReshard, LayoutMismatch
+from kvpool.errors import CannotReshard, LayoutMismatch, UnknownNamespace
+from kvpool.hashing import pack_hashes
 from kvpool.layout import Namespace
 from kvpool.resharding import plan_read
 from kvpool.wire import FailoverClient
 from kvpool.wire import messages as m
 
+if TYPE_CHECKING:
+    from kvpool.client.async_pool import AsyncPool
+
 PAGE = 1000
+AT_ONCE = 64  # questions to one node
 
 
 async def known_namespaces(conductor: FailoverClient, deadline: float) -> list[Namespace]:
@@ -26,6 +33,36 @@ async def known_namespaces(conductor: FailoverClient, deadline: float) -> list[N
         known += reply.namespaces
         if len(reply.namespaces) < PAGE:
             return known
+
+
+async def standing(
+    pool: AsyncPool, namespace: Namespace, hashes: Sequence[bytes], deadline: float
+) -> list[bool]:
+    """See `AsyncPool.standing`; `deadline` in monotonic seconds."""
+    if not hashes:
+        return []
+    if not pool.has_conductor:
+        return await _standing_at_one(pool, namespace, hashes, deadline)
+    request = m.Standing(namespace.namespace_id, pack_hashes(hashes))
+    try:
+        reply: m.StandingReply = await pool.ask_conductor(request, timeout_s=time_left(deadline))
+    except UnknownNamespace:
+        await pool.register(namespace, timeout_s=time_left(deadline))
+        reply = await pool.ask_conductor(request, timeout_s=time_left(deadline))
+    return [count > 0 for count in reply.copies]
+
+
+async def _standing_at_one(
+    pool: AsyncPool, namespace: Namespace, hashes: Sequence[bytes], deadline: float
+) -> list[bool]:
+    found: list[bool] = []
+    for start in range(0, len(hashes), AT_ONCE):
+        run = hashes[start : start + AT_ONCE]
+        replies = await asyncio.gather(
+            *(pool.lookup(namespace, [one], timeout_s=time_left(deadline)) for one in run)
+        )
+        found += [reply.found > 0 for reply in replies]
+    return found
 
 
 def readable(namespaces: Iterable[Namespace], reader: Namespace) -> list[Namespace]:

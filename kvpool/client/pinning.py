@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvpool.client.buffers import block_spans
+from kvpool.client.buffers import placed
 from kvpool.client.deadlines import time_left
 from kvpool.client.node_link import Lease, NodeLink, WrongBytes
 from kvpool.client.reading import MIN_WAIT_S
 from kvpool.errors import InvalidArgument, KvpoolError, LeaseExpired
 from kvpool.layout import Namespace
+from kvpool.resharding import Plan, plan_part
 from kvpool.transports.copying import Int64Array
 from kvpool.wire import messages as m
 
@@ -118,12 +119,12 @@ async def read(pool: AsyncPool, pinned: PinnedBlocks, out: Any, deadline: float)
     """See `AsyncPool.read_pinned`; `deadline` in monotonic seconds."""
     if pinned.is_released:
         raise LeaseExpired("these blocks were released already")
-    size = pinned.namespace.layout.part_bytes
-    addresses, owner = block_spans(out, pinned.found, size, writable=True)
+    whole = plan_part(pinned.namespace.layout, 0)  # of whichever part is pinned
+    addresses, owner, plan = placed(out, pinned.found, whole, writable=True)
     # Those of the nodes that are read later, too: each read renews its own alone.
     keepers = [link.keep(lease, deadline) for link, lease, _ in pinned.held[1:]]
     try:
-        await _read_each(pool, pinned, addresses, owner, deadline)
+        await _read_each(pool, pinned, addresses, owner, plan, deadline)
     finally:
         for keeper in keepers:
             await keeper.end()
@@ -131,7 +132,12 @@ async def read(pool: AsyncPool, pinned: PinnedBlocks, out: Any, deadline: float)
 
 
 async def _read_each(
-    pool: AsyncPool, pinned: PinnedBlocks, addresses: Int64Array, owner: Any, deadline: float
+    pool: AsyncPool,
+    pinned: PinnedBlocks,
+    addresses: Int64Array,
+    owner: Any,
+    plan: Plan,
+    deadline: float,
 ) -> None:
     for link, lease, start in pinned.held:
         if not lease.found:
@@ -149,6 +155,7 @@ async def _read_each(
                 owner,
                 verify=pool.verify_checksums,
                 timeout_s=time_left(deadline),
+                plan=plan,
             )
         except WrongBytes as error:
             pool.note_misses(link.node.node_id, pinned.namespace, [hashes[error.index]])

@@ -113,6 +113,20 @@ class Pool:
         """See `AsyncPool.lookup`."""
         return self._call(self._pool.lookup(namespace, hashes, timeout_s=timeout_s), timeout_s)
 
+    def standing(
+        self, namespace: Namespace, hashes: Sequence[bytes], *, timeout_s: float | None = None
+    ) -> list[bool]:
+        """See `AsyncPool.standing`."""
+        return self._call(self._pool.standing(namespace, hashes, timeout_s=timeout_s), timeout_s)
+
+    def register_memory(self, data: Any) -> None:
+        """See `AsyncPool.register_memory`."""
+        self._pool.register_memory(data)
+
+    def deregister_memory(self, data: Any) -> None:
+        """See `AsyncPool.deregister_memory`."""
+        self._pool.deregister_memory(data)
+
     def nodes(self, *, timeout_s: float | None = None) -> list[m.NodeInfo]:
         """See `AsyncPool.nodes`."""
         return self._call(self._pool.nodes(timeout_s=timeout_s), timeout_s)

@@ -287,8 +287,15 @@ class NixlTransport(Transport):
             self._agent.deregister(entry[1])
         return True
 
-    def _is_registered(self, low: int, high: int) -> bool:
-        return any(a <= low and high <= a + size for a, (size, _, _) in self._registered.items())
+    def _unregistered(self, pieces: Pieces) -> tuple[int, int] | None:
+        """The range of those runs that no registered memory holds whole; None if there are none."""
+        ends = pieces.local + pieces.lengths
+        lacks = np.ones(len(ends), dtype=bool)
+        for address, (size, _, _) in self._registered.items():
+            lacks &= (pieces.local < address) | (ends > address + size)
+            if not lacks.any():
+                return None
+        return int(pieces.local[lacks].min()), int(ends[lacks].max())
 
     def _meet(self, node: NodeDescriptor, arena_ids: Set[int]) -> str:
         """The agent name of a node's present life; an earlier life is removed first."""
@@ -370,11 +377,10 @@ class NixlTransport(Transport):
             raise DeadlineExceeded(f"no time left to begin a transfer with node {node.node_id}")
         kind, remote = _remote_rows(node, pieces)
         peer = self._meet(node, set(pieces.places[:, 0].tolist()))
-        low = int(pieces.local.min())
-        high = int((pieces.local + pieces.lengths).max())
         registration = None
-        if not self._is_registered(low, high):
-            registration = self._agent.register(low, high - low)
+        lacking = self._unregistered(pieces)
+        if lacking is not None:
+            registration = self._agent.register(lacking[0], lacking[1] - lacking[0])
         local = np.stack((pieces.local, pieces.lengths, np.zeros_like(pieces.local)), axis=1)
         transfer = None
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import structlog
 
@@ -46,6 +46,7 @@ class Transports:
         self._is_rdma_required = is_rdma_required
         self._lock = threading.Lock()
         self._made: dict[str, Transport] = {}
+        self._memory: dict[int, tuple[int, Any]] = {}  # address -> size in bytes, owner
         self._makers: dict[str, Callable[[], Transport]] = {
             "shm": lambda: ShmTransport(token),
             "nixl": lambda: NixlTransport(agent_name, loopback_only=loopback_only),
@@ -59,8 +60,34 @@ class Transports:
         """
         with self._lock:
             if name not in self._made:
-                self._made[name] = self._makers[name]()
+                made = self._makers[name]()
+                if isinstance(made, NixlTransport):
+                    for address, (size_bytes, owner) in self._memory.items():
+                        made.register(address, size_bytes, owner)
+                self._made[name] = made
             return self._made[name]
+
+    def register(self, address: int, size_bytes: int, owner: Any) -> None:
+        """Memory that transfers will use again and again; `owner` is kept alive meanwhile.
+
+        NIXL registers it once, now or when it is loaded, instead of with every transfer.
+
+        Raises:
+            TransferFailed, DeadlineExceeded: NIXL is loaded and does not take it.
+        """
+        with self._lock:
+            self._memory[address] = (size_bytes, owner)
+            nixl = self._made.get("nixl")
+        if isinstance(nixl, NixlTransport):
+            nixl.register(address, size_bytes, owner)
+
+    def deregister(self, address: int) -> None:
+        """Undo `register`. Raises as it."""
+        with self._lock:
+            is_known = self._memory.pop(address, None) is not None
+            nixl = self._made.get("nixl")
+        if is_known and isinstance(nixl, NixlTransport):
+            nixl.deregister(address)
 
     def ucx(self) -> tuple[str, ...]:
         """What UCX has in this process; empty before NIXL was used."""
