@@ -100,13 +100,13 @@ def replay(
 
 def _policies(text: str, is_in_parts: bool) -> list[str]:
     from tiers.policies import policy_class
-    from tiers.replay import REPLAYABLE
+    from tiers.replay import OF_REQUESTS, REPLAYABLE
 
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         raise ConfigError("--policy names none", hint=f"of {', '.join(REPLAYABLE)}, or all")
     if "all" in names:
-        return [name for name in REPLAYABLE if name != "hazard" or not is_in_parts]
+        return [name for name in REPLAYABLE if not (is_in_parts and name in OF_REQUESTS)]
     for name in names:
         if name not in REPLAYABLE:
             policy_class(name)  # which names the nearest

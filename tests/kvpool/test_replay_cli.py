@@ -55,11 +55,14 @@ def test_json_has_a_row_for_each_policy_and_capacity(run: Run, chat: str) -> Non
         assert sum(w["blocks"] for w in row["over_time"]) == found["blocks"]
 
 
-def test_all_are_the_policies_of_a_node_and_hazard_where_it_can_be(run: Run, chat: str) -> None:
+def test_all_are_the_policies_of_a_node_and_those_for_requests_where_they_can_be(
+    run: Run, chat: str
+) -> None:
     _, out, _ = run("replay", chat, "--policy", "all", "--capacity", "100", "--json")
     assert [row["policy"] for row in json.loads(out)["rows"]] == [
         *EVICTION_POLICIES,
         "hazard",
+        "guarded",
     ]
     _, out, _ = run("replay", chat, "--policy", "all", "--tiers", "a=9,b=99", "--json")
     assert [row["policy"] for row in json.loads(out)["rows"]] == list(EVICTION_POLICIES)

@@ -28,7 +28,7 @@ from tiers.replay import (
 )
 from tiers.replay.compact import NEVER, _find_next_uses
 from tiers.replay.generate import generate
-from tiers.replay.recency import RecencyCache
+from tiers.replay.plain import PLAIN
 
 CAPACITIES = (1000, 3000, 10000, 30000, 50000)
 GOLDEN_SIZE = (600, 10027)  # requests and blocks of the made-up trace
@@ -90,11 +90,18 @@ chains = st.lists(
 
 
 @settings(max_examples=200, deadline=None)
-@given(chains, st.integers(1, 14))
-def test_the_fast_lru_hits_what_the_policy_hits(prompts: list[list[int]], capacity: int) -> None:
-    cache: BlockCache[int] = BlockCache("lru", capacity, is_leaves_only=False)
-    fast = list(RecencyCache(capacity).replay(prompts))
-    assert fast == [cache.touch_chain(prompt) for prompt in prompts]
+@given(st.sampled_from(sorted(PLAIN)), chains, st.integers(1, 14))
+def test_each_plain_cache_hits_and_holds_what_the_policy_does(
+    policy: str, prompts: list[list[int]], capacity: int
+) -> None:
+    cache: BlockCache[int] = BlockCache(policy, capacity, is_leaves_only=False)
+    plain = PLAIN[policy](capacity)
+    for prompt in prompts:
+        before = set(plain.standing)
+        assert plain.access(prompt) == cache.touch_chain(prompt)
+        assert len(plain.standing) == len(cache)
+        assert all(ident in cache for ident in plain.standing)
+        assert before - set(plain.standing) <= set(plain.gone)
 
 
 def _most_hits(prompts: list[list[int]], capacity: int) -> int:

@@ -56,7 +56,12 @@ class Record:
 
 
 class HazardCache:
-    """A cache of `capacity` blocks, by their ids."""
+    """A cache of `capacity` blocks, by their ids.
+
+    Attributes:
+        standing: the ids that are here.
+        gone: those that left to make room in the last access.
+    """
 
     name: ClassVar[str] = "hazard"
 
@@ -64,7 +69,8 @@ class HazardCache:
         self._capacity = capacity
         self._block_tokens = block_tokens
         self._model = HazardModel(_ROWS)
-        self._standing: dict[int, Record] = {}
+        self.standing: dict[int, Record] = {}
+        self.gone: list[int] = []
         # What is remembered beyond the cache, the oldest forgotten first: evicted blocks, the last full
         # blocks of prompts, and blocks behind which prompts went on differently (how often, last record).
         self._ghosts: OrderedDict[int, None] = OrderedDict()
@@ -86,19 +92,20 @@ class HazardCache:
         self._outcomes: tuple[list[tuple[int, ...]], list[int], list[bool]] = ([], [], [])
 
     def __len__(self) -> int:
-        return len(self._standing)
+        return len(self.standing)
 
     def __contains__(self, ident: int) -> bool:
-        return ident in self._standing
+        return ident in self.standing
 
     def access(self, ids: list[int], now_s: float, input_tokens: int, output_tokens: int) -> int:
         """Use a prompt's blocks; returns how many leading ones were here."""
-        standing = self._standing
+        standing = self.standing
         found = 0
         for ident in ids:
             if ident not in standing:
                 break
             found += 1
+        self.gone.clear()
         if ids:
             self._take_in(ids, found, now_s, input_tokens, output_tokens)
             self._requests_since_look += 1
@@ -112,7 +119,7 @@ class HazardCache:
         self, ids: list[int], found: int, now_s: float, input_tokens: int, output_tokens: int
     ) -> None:
         known = found
-        ghosts, standing = self._ghosts, self._standing
+        ghosts, standing = self._ghosts, self.standing
         while known < len(ids) and (ids[known] in ghosts or ids[known] in standing):
             known += 1
         before = self._turn_before(ids, known)
@@ -192,7 +199,7 @@ class HazardCache:
 
     def _stand(self, ids: list[int], now_s: float, features: tuple[int, ...], turn: int) -> Record:
         record = Record(now_s, ids, features, turn)
-        self._standing.update(dict.fromkeys(ids, record))
+        self.standing.update(dict.fromkeys(ids, record))
         if self._free:
             slot = self._free.pop()
             self._records[slot] = record
@@ -211,7 +218,7 @@ class HazardCache:
     # ------------------------------------------------------------ what goes
 
     def _make_room(self, now_s: float) -> None:
-        standing, capacity = self._standing, self._capacity
+        standing, capacity = self.standing, self._capacity
         if self._requests_since_look > len(self._records) * _FEW:
             self._queue.clear()
         while self._tails and len(standing) > capacity:
@@ -231,8 +238,9 @@ class HazardCache:
     def _drop_last(self, record: Record) -> None:
         record.left -= 1
         ident = record.ids[record.left]
-        if self._standing.get(ident) is record:
-            del self._standing[ident]
+        if self.standing.get(ident) is record:
+            del self.standing[ident]
+            self.gone.append(ident)
             self._ghosts[ident] = None
             if len(self._ghosts) > self._remembered:
                 self._ghosts.popitem(last=False)

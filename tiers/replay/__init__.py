@@ -5,10 +5,11 @@ No node, no wire, no clock: the real policies on recorded requests.
 
 from tiers.replay.belady import belady_hits
 from tiers.replay.compact import CompactTrace, EmptyTrace, compact, load_trace
-from tiers.replay.replay import REPLAYABLE, Replay, TierSize, over_time, replay
+from tiers.replay.replay import OF_REQUESTS, REPLAYABLE, Replay, TierSize, over_time, replay
 from tiers.replay.trace import TraceReport, TraceRequest, read_trace
 
 __all__ = [
+    "OF_REQUESTS",
     "REPLAYABLE",
     "CompactTrace",
     "EmptyTrace",

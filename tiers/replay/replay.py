@@ -17,10 +17,15 @@ from kvpool.errors import ConfigError
 from tiers.policies import POLICIES, BlockCache, policy_class
 from tiers.policies.hazard import HazardCache
 from tiers.replay.compact import CompactTrace
-from tiers.replay.recency import RecencyCache
+from tiers.replay.guarded import GuardedCache
+from tiers.replay.plain import PLAIN, PlainCache
 
-# All that can be replayed. `hazard` wants to know of requests what a node's store does not tell its policies.
-REPLAYABLE = (*POLICIES, HazardCache.name)
+# These want to know of requests what a node's store does not tell its policies.
+OF_REQUESTS: dict[str, type[HazardCache] | type[GuardedCache]] = {
+    HazardCache.name: HazardCache,
+    GuardedCache.name: GuardedCache,
+}
+REPLAYABLE = (*POLICIES, *OF_REQUESTS)
 
 
 @dataclass(slots=True, frozen=True)
@@ -85,18 +90,18 @@ def replay(
     for size in [capacity_blocks, *(tier.capacity_blocks for tier in tiers)]:
         if size < 1:
             raise ConfigError(f"a cache of {size} blocks", hint="capacities are positive")
-    is_hazard = policy == HazardCache.name
-    if is_hazard and (tiers or is_as_node):
-        raise ConfigError("hazard is replayed in one tier, as it is", hint="leave it out here")
-    is_leaves_only = is_as_node or (not is_hazard and policy_class(policy).is_leaves_only)
+    is_of_requests = policy in OF_REQUESTS
+    if is_of_requests and (tiers or is_as_node):
+        raise ConfigError(f"{policy} is replayed in one tier, as it is", hint="leave it out here")
+    is_leaves_only = is_as_node or (not is_of_requests and policy_class(policy).is_leaves_only)
     result = Replay(policy, capacity_blocks)
     started = perf_counter()
     if tiers:
         found = _through_tiers(trace, policy, is_leaves_only, tiers, result.tier_hits)
-    elif is_hazard:
-        found = _by_hazard(trace, capacity_blocks)
-    elif policy == "lru" and not is_leaves_only:
-        found = RecencyCache(capacity_blocks).replay(trace.chains())
+    elif is_of_requests:
+        found = _by_requests(trace, OF_REQUESTS[policy](capacity_blocks, trace.block_tokens))
+    elif policy in PLAIN and not is_leaves_only:
+        found = _plainly(trace, PLAIN[policy](capacity_blocks))
     else:
         found = _alone(trace, policy, capacity_blocks, is_leaves_only)
     result.found = np.fromiter(found, np.int64, trace.requests)
@@ -148,8 +153,11 @@ def _alone(
         yield use(chain, 1, block_tokens)
 
 
-def _by_hazard(trace: CompactTrace, capacity_blocks: int) -> Iterator[int]:
-    cache = HazardCache(capacity_blocks, trace.block_tokens)
+def _plainly(trace: CompactTrace, cache: PlainCache) -> Iterator[int]:
+    return map(cache.access, trace.chains())
+
+
+def _by_requests(trace: CompactTrace, cache: HazardCache | GuardedCache) -> Iterator[int]:
     chains = trace.chains()
     for span in trace.spans():
         facts = zip(span.times_s, span.input_tokens, span.output_tokens, strict=True)

@@ -1,0 +1,258 @@
+"""The textbook policies over bare block ids: what `BlockCache` gives for blocks of one size, many times as fast.
+
+They exist for their speed alone; a property test holds each to its namesake in `tiers.policies`. A prompt's blocks
+are used head first, and any block may go for any other.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict, deque
+from collections.abc import Collection, Sequence
+from typing import ClassVar
+
+from tiers.policies.s3fifo import MOST_USES, SMALL_SHARE, WORTHY_USES
+
+
+class PlainCache(ABC):
+    """At most `capacity` ids under one policy.
+
+    Attributes:
+        standing: the ids that are here.
+        gone: those that left to make room in the last access, in order.
+    """
+
+    name: ClassVar[str]
+    standing: Collection[int]
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.gone: list[int] = []
+
+    def access(self, chain: Sequence[int]) -> int:
+        """How many leading ids of a prompt were here; then use them all."""
+        standing = self.standing
+        found = 0
+        for ident in chain:
+            if ident not in standing:
+                break
+            found += 1
+        self.gone.clear()
+        self.use(chain)
+        return found
+
+    @abstractmethod
+    def use(self, chain: Sequence[int]) -> None:
+        """Use each id, taking in those that are missing."""
+
+
+class PlainLru(PlainCache):
+    """An ordered dict, the least recent first."""
+
+    name = "lru"
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.standing: OrderedDict[int, None] = OrderedDict()
+
+    def use(self, chain: Sequence[int]) -> None:
+        """See `PlainCache`."""
+        standing, gone = self.standing, self.gone
+        renew = standing.move_to_end
+        room = self.capacity - len(standing)
+        for ident in chain:
+            if ident in standing:
+                renew(ident)
+                continue
+            standing[ident] = None
+            if room:
+                room -= 1
+            else:
+                gone.append(standing.popitem(last=False)[0])
+
+
+class PlainFifo(PlainCache):
+    """A dict in the order of arrival."""
+
+    name = "fifo"
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.standing: OrderedDict[int, None] = OrderedDict()
+
+    def use(self, chain: Sequence[int]) -> None:
+        """See `PlainCache`."""
+        standing, gone = self.standing, self.gone
+        room = self.capacity - len(standing)
+        for ident in chain:
+            if ident not in standing:
+                if room:
+                    room -= 1
+                else:
+                    gone.append(standing.popitem(last=False)[0])
+                standing[ident] = None
+
+
+class PlainLfu(PlainCache):
+    """A queue by recency for each number of uses since arrival."""
+
+    name = "lfu"
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.standing: dict[int, int] = {}
+        self._queues: list[OrderedDict[int, None]] = [OrderedDict()]
+        self._fewest = 0  # no queue before it holds anything
+
+    def use(self, chain: Sequence[int]) -> None:
+        """See `PlainCache`."""
+        standing, queues = self.standing, self._queues
+        for ident in chain:
+            uses = standing.get(ident)
+            if uses is None:
+                if len(standing) == self.capacity:
+                    while not queues[self._fewest]:
+                        self._fewest += 1
+                    victim = queues[self._fewest].popitem(last=False)[0]
+                    del standing[victim]
+                    self.gone.append(victim)
+                uses = self._fewest = 0
+            else:
+                del queues[uses][ident]
+                uses += 1
+                if uses == len(queues):
+                    queues.append(OrderedDict())
+            standing[ident] = uses
+            queues[uses][ident] = None
+
+
+class PlainS3Fifo(PlainCache):
+    """Two queues and a memory of what left through the small one."""
+
+    name = "s3fifo"
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.standing: dict[int, int] = {}  # uses since the id stands at its place
+        self._small: deque[int] = deque()
+        self._main: deque[int] = deque()
+        self._ghosts: OrderedDict[int, None] = OrderedDict()
+
+    def use(self, chain: Sequence[int]) -> None:
+        """See `PlainCache`."""
+        standing, ghosts = self.standing, self._ghosts
+        for ident in chain:
+            uses = standing.get(ident)
+            if uses is not None:
+                if uses < MOST_USES:
+                    standing[ident] = uses + 1
+                continue
+            if len(standing) == self.capacity:
+                self._evict()
+            if ident in ghosts:
+                del ghosts[ident]
+                self._main.append(ident)
+            else:
+                self._small.append(ident)
+            standing[ident] = 0
+
+    def _evict(self) -> None:
+        standing, ghosts, small = self.standing, self._ghosts, self._small
+        from_small = len(small) >= SMALL_SHARE * len(standing)
+        if from_small:
+            self._promote()
+            from_small = bool(small)
+        elif not self._turn_main():
+            self._promote()
+            from_small = True
+        if from_small:
+            victim = small.popleft()
+        else:
+            self._turn_main()
+            victim = self._main.popleft()
+        del standing[victim]
+        self.gone.append(victim)
+        if from_small:
+            ghosts[victim] = None
+            while len(ghosts) > len(standing) + 1:
+                ghosts.popitem(last=False)
+
+    def _promote(self) -> None:
+        """Move what was used on from the head of the small queue."""
+        standing, small = self.standing, self._small
+        while small and standing[small[0]] >= WORTHY_USES:
+            ident = small.popleft()
+            standing[ident] = 0
+            self._main.append(ident)
+
+    def _turn_main(self) -> bool:
+        """Bring an unused id to the head of the main queue; False when that is empty."""
+        standing, main = self.standing, self._main
+        while main and standing[main[0]]:
+            standing[main[0]] -= 1
+            main.rotate(-1)
+        return bool(main)
+
+
+class PlainArc(PlainCache):
+    """Two orders of recency, and two of ghosts; see `tiers.policies.arc` for what differs from the paper."""
+
+    name = "arc"
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.standing: dict[int, bool] = {}  # whether it was seen again
+        self._once: OrderedDict[int, None] = OrderedDict()
+        self._again: OrderedDict[int, None] = OrderedDict()
+        self._once_ghosts: OrderedDict[int, None] = OrderedDict()
+        self._again_ghosts: OrderedDict[int, None] = OrderedDict()
+        self._target = 0.0
+
+    def use(self, chain: Sequence[int]) -> None:
+        """See `PlainCache`."""
+        standing, once, again = self.standing, self._once, self._again
+        for ident in chain:
+            is_again = standing.get(ident)
+            if is_again:
+                again.move_to_end(ident)
+            elif is_again is not None:
+                del once[ident]
+                again[ident] = None
+                standing[ident] = True
+            else:
+                if len(standing) == self.capacity:
+                    self._evict()
+                standing[ident] = is_again = self._is_back(ident)
+                (again if is_again else once)[ident] = None
+
+    def _evict(self) -> None:
+        once, again = self._once, self._again
+        first = once if len(once) > self._target else again
+        queue = first or (again if first is once else once)
+        size = len(self.standing)
+        victim = queue.popitem(last=False)[0]
+        del self.standing[victim]
+        self.gone.append(victim)
+        once_ghosts, again_ghosts = self._once_ghosts, self._again_ghosts
+        (again_ghosts if queue is again else once_ghosts)[victim] = None
+        while once_ghosts and len(once) + len(once_ghosts) > size:
+            once_ghosts.popitem(last=False)
+        while len(once_ghosts) + len(again_ghosts) > size:
+            (again_ghosts or once_ghosts).popitem(last=False)
+
+    def _is_back(self, ident: int) -> bool:
+        once, again = len(self._once_ghosts), len(self._again_ghosts)
+        if ident in self._once_ghosts:
+            self._target = min(self._target + max(1.0, again / once), len(self.standing) + 1.0)
+            del self._once_ghosts[ident]
+            return True
+        if ident in self._again_ghosts:
+            self._target = max(0.0, self._target - max(1.0, once / again))
+            del self._again_ghosts[ident]
+            return True
+        return False
+
+
+PLAIN: dict[str, type[PlainCache]] = {
+    cache.name: cache for cache in (PlainLru, PlainLfu, PlainFifo, PlainS3Fifo, PlainArc)
+}
