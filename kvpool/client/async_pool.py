@@ -360,13 +360,7 @@ class AsyncPool:
             return GetResult(0, (), {}, 0, "")
         deadline = time.monotonic() + (timeout_s or self.timeout_s)
         if segments is None:
-            if self._conductor is not None:
-                segments = (
-                    await self.lookup(namespace, hashes, timeout_s=time_left(deadline))
-                ).segments
-            else:
-                link = await self._the_node(deadline)
-                segments = [m.Segment(link.node.node_id, 0, count, "dram")]
+            segments = await self._where(namespace, hashes, deadline)
         reader = ChainReader(
             self,
             namespace,
@@ -391,19 +385,28 @@ class AsyncPool:
         part: int | None = None,
         max_wait_s: float = 0.0,
         tier: MemoryTier = "",
+        segments: Sequence[m.Segment] | None = None,
         timeout_s: float | None = None,
     ) -> PinnedBlocks:
         """Hold the longest leading run of a chain in place. Give it back with `release`.
 
+        With a conductor that is a look-up there and one call to each node concerned; at one node alone, or with
+        `segments`, the call to the node is both.
+
         Args:
             ttl_s: how long at most; nodes may grant less.
             part: one tensor-parallel part, or None for all.
+            segments: as for `get`.
             max_wait_s: see `get`; over all nodes together.
             tier: as for `get`.
         """
         _check_tier(tier)
         deadline = time.monotonic() + (timeout_s or self.timeout_s)
-        return await pinning.pin(self, namespace, hashes, ttl_s, part, max_wait_s, deadline, tier)
+        if segments is None:
+            segments = await self._where(namespace, hashes, deadline)
+        return await pinning.pin(
+            self, namespace, hashes, segments, ttl_s, part, max_wait_s, deadline, tier
+        )
 
     @contextlib.asynccontextmanager
     async def pinned(
@@ -728,6 +731,15 @@ class AsyncPool:
         await link.close()
         with contextlib.suppress(KvpoolError):
             await asyncio.to_thread(self.transports.forget, link.node.node_id)
+
+    async def _where(
+        self, namespace: Namespace, hashes: Sequence[bytes], deadline: float
+    ) -> Sequence[m.Segment]:
+        """Where to ask for the blocks of a chain. One node alone is simply asked for all of them."""
+        if self._conductor is not None:
+            return (await self.lookup(namespace, hashes, timeout_s=time_left(deadline))).segments
+        link = await self._the_node(deadline)
+        return [m.Segment(link.node.node_id, 0, len(hashes), "dram")] if hashes else []
 
     async def _the_node(self, deadline: float) -> NodeLink:
         for link in self._links.values():

@@ -66,6 +66,7 @@ async def pin(
     pool: AsyncPool,
     namespace: Namespace,
     hashes: Sequence[bytes],
+    segments: Sequence[m.Segment],
     ttl_s: float,
     part: int | None,
     max_wait_s: float,
@@ -73,11 +74,10 @@ async def pin(
     tier: str = "",
 ) -> PinnedBlocks:
     """See `AsyncPool.pin`; `deadline` in monotonic seconds."""
-    found = await pool.lookup(namespace, hashes, timeout_s=time_left(deadline))
     parts = () if part is None else (part,)
     pinned = PinnedBlocks(namespace, tuple(hashes), [], "")
     try:
-        for segment in found.segments:
+        for segment in segments:
             run = hashes[segment.start : segment.start + segment.count]
             wanted = pool.misses.leading(
                 segment.node_id, namespace.namespace_id, run, time.monotonic()

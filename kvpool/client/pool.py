@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Self, TypeVar
 
@@ -144,6 +145,7 @@ class Pool:
         part: int = 0,
         as_rank: TensorParallelRank | None = None,
         verify: bool | None = None,
+        segments: Sequence[m.Segment] | None = None,
         is_disposable: bool = False,
         max_wait_s: float = 0.0,
         tier: MemoryTier = "",
@@ -157,6 +159,7 @@ class Pool:
             part=part,
             as_rank=as_rank,
             verify=verify,
+            segments=segments,
             is_disposable=is_disposable,
             max_wait_s=max_wait_s,
             tier=tier,
@@ -276,6 +279,7 @@ class Pool:
         part: int | None = None,
         max_wait_s: float = 0.0,
         tier: MemoryTier = "",
+        segments: Sequence[m.Segment] | None = None,
         timeout_s: float | None = None,
     ) -> PinnedBlocks:
         """See `AsyncPool.pin`; give it back with `release`."""
@@ -286,6 +290,7 @@ class Pool:
             part=part,
             max_wait_s=max_wait_s,
             tier=tier,
+            segments=segments,
             timeout_s=timeout_s,
         )
         return self._call(job, timeout_s)
@@ -308,6 +313,26 @@ class Pool:
             yield pinned
         finally:
             self.release(pinned)
+
+    def submit(self, start: Callable[[AsyncPool], Coroutine[Any, Any, T]]) -> Future[T]:
+        """Begin a call, or several in one coroutine, without waiting: for callers who must not.
+
+        Args:
+            start: makes the coroutine out of the client that it shall use; called on the client's loop.
+
+        Returns:
+            A future; cancelling it cancels the coroutine. Its callbacks run on the client's loop.
+
+        Raises:
+            Unavailable: the client is closed.
+        """
+        if self._is_closed:
+            raise Unavailable("the pool client is closed")
+
+        async def run() -> T:
+            return await start(self._pool)
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop)
 
     def _call(self, job: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
         # The job keeps its own deadline; the margin is for one that a native call holds up.

@@ -1,0 +1,25 @@
+"""kvpool for vLLM: `KVPoolConnector`, named in `--kv-transfer-config` (see docs/vllm.md).
+
+The connector itself is imported when it is asked for, so that what needs no vLLM (settings, metrics' names)
+can be used without it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvpool.engines.vllm.connector import KVPoolConnector
+
+__all__ = ["KVPoolConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "KVPoolConnector":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvpool.engines.vllm.version import require_supported
+
+    require_supported()
+    from kvpool.engines.vllm.connector import KVPoolConnector
+
+    return KVPoolConnector

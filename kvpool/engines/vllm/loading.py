@@ -1,0 +1,213 @@
+"""Reading blocks from the pool into vLLM's pages, in a thread of its own.
+
+Bytes arrive in a staging buffer, are verified there, and go to their pages in one indexed copy a buffer while the
+next one fills. So a transfer that was given up, and arrives later, never meets pages that vLLM has reused.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import structlog
+import torch
+
+from kvpool.client.pool import Pool
+from kvpool.client.reading import GetResult
+from kvpool.engines.vllm.metadata import LoadJob
+from kvpool.engines.vllm.metrics import Figures
+from kvpool.engines.vllm.paged_kv import PagedKV
+from kvpool.engines.vllm.settings import VllmSettings
+from kvpool.engines.vllm.threads import Moment, start_thread
+from kvpool.errors import DeadlineExceeded, KvpoolError
+from kvpool.layout import Namespace
+from kvpool.wire import messages as m
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True, frozen=True)
+class EndedLoad:
+    """What became of a load: all of it, or pages that hold nothing of use."""
+
+    request_id: str
+    bad_pages: tuple[int, ...]
+    size: int
+    seconds: float
+
+    @property
+    def is_good(self) -> bool:
+        """Whether all was read."""
+        return not self.bad_pages
+
+
+class Loader:
+    """Loads one job after another."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        namespace: Namespace,
+        paged: PagedKV,
+        settings: VllmSettings,
+        part: int,
+        figures: Figures,
+        on_end: Callable[[], None],
+        device: torch.device,
+    ) -> None:
+        self._pool = pool
+        self._namespace = namespace
+        self._paged = paged
+        self._settings = settings
+        self._part = part
+        self._figures = figures
+        self._on_end = on_end
+        self._device = device
+        self._part_bytes = namespace.layout.part_bytes
+        self._pages_per_block = namespace.layout.block_tokens // paged.page_tokens
+        self._blocks = max(1, settings.staging_bytes // self._part_bytes)
+        self._buffers: list[torch.Tensor | None] = [None, None]
+        self._filled: dict[int, torch.Tensor] = {}  # those of the load under way
+        self._jobs: queue.SimpleQueue[tuple[LoadJob, Moment, bool] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._ended: list[EndedLoad] = []
+        self._in_work = 0
+        self._thread = start_thread("kvpool-load", self._work)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether some load is not over."""
+        return self._in_work > 0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the end of some load has not been taken."""
+        return bool(self._ended)
+
+    def submit(self, job: LoadJob, is_ours: bool) -> None:
+        """Begin a load; `is_ours`: the scheduler means the namespace that this rank has."""
+        with self._lock:
+            self._in_work += 1
+        self._jobs.put((job, Moment(self._device), is_ours))
+
+    def take_ended(self) -> list[EndedLoad]:
+        """Loads that ended since the last call."""
+        with self._lock:
+            ended, self._ended = self._ended, []
+            self._in_work -= len(ended)
+        return ended
+
+    def close(self) -> None:
+        """Take no more; wait for what is under way."""
+        self._jobs.put(None)
+        self._thread.join(self._settings.load_timeout_s + 1.0)
+
+    def _work(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            job, moment, is_ours = item
+            started = time.monotonic()
+            good = 0
+            try:
+                moment.wait()
+                if is_ours:
+                    good = self._load(job, started + self._settings.load_timeout_s)
+                else:
+                    log.error("scheduler and rank disagree on the namespace", part=self._part)
+            except (KvpoolError, RuntimeError, OSError) as error:
+                log.warning("a load failed", request=job.request_id, error=str(error))
+            finally:
+                self._end(job, good, time.monotonic() - started)
+
+    def _end(self, job: LoadJob, good: int, seconds: float) -> None:
+        first_bad = max(good * self._pages_per_block, job.skip_pages)
+        bad = tuple(job.pages[first_bad:].tolist()) if good < len(job.hashes) else ()
+        size = good * self._part_bytes
+        self._figures.time("load_s", seconds)
+        self._figures.add("load_bytes", size)
+        if bad:
+            self._figures.count("loads_failed")
+        with self._lock:
+            self._ended.append(EndedLoad(job.request_id, bad, size, seconds))
+        self._on_end()
+
+    def _load(self, job: LoadJob, deadline: float) -> int:
+        """Load as many leading blocks as can be had; returns how many."""
+        count = len(job.hashes)
+        edges = [*range(0, count, self._blocks), count]
+        futures: list[Future[GetResult]] = []
+        good = 0
+        try:
+            futures.append(self._begin(job, 0, edges[0], edges[1], deadline))
+            for number, start in enumerate(edges[:-1]):
+                end = edges[number + 1]
+                if number + 2 < len(edges):
+                    following = edges[number + 2]
+                    futures.append(self._begin(job, number + 1, end, following, deadline))
+                found = self._result(futures[number], number, end - start, deadline)
+                self._place(job, number, start, found)
+                good += found
+                if found < end - start:
+                    break
+        finally:
+            for number, future in enumerate(futures):
+                if not future.done():
+                    future.cancel()
+                    self._buffers[number % 2] = None  # it may still be written
+        return good
+
+    def _begin(
+        self, job: LoadJob, number: int, start: int, end: int, deadline: float
+    ) -> Future[GetResult]:
+        out = self._buffer(number)[: end - start]
+        hashes = job.hashes[start:end]
+        segments = [
+            m.Segment(s.node_id, max(s.start - start, 0), n, s.tier)
+            for s in job.segments
+            if (n := min(s.start + s.count, end) - max(s.start, start)) > 0
+        ]
+        timeout_s = max(0.001, deadline - time.monotonic())
+        return self._pool.submit(
+            lambda pool: pool.get(
+                self._namespace,
+                hashes,
+                out,
+                part=self._part,
+                segments=segments or None,
+                is_disposable=True,
+                verify=self._settings.verify_checksums,
+                timeout_s=timeout_s,
+            )
+        )
+
+    def _result(self, future: Future[GetResult], number: int, wanted: int, deadline: float) -> int:
+        try:
+            found = future.result(max(0.001, deadline - time.monotonic()) + 0.5).found
+        except TimeoutError:
+            self._buffers[number % 2] = None
+            raise DeadlineExceeded("the load did not end in time") from None
+        except KvpoolError:
+            self._buffers[number % 2] = None
+            raise
+        if found < wanted:
+            self._buffers[number % 2] = None  # what was promised of it: see `is_disposable`
+        return found
+
+    def _place(self, job: LoadJob, number: int, start: int, found: int) -> None:
+        """Copy what a buffer holds to its pages."""
+        rows = self._filled[number % 2][:found].view(-1, self._paged.page_bytes)
+        first = start * self._pages_per_block
+        pages = job.pages[first : first + found * self._pages_per_block]
+        skip = min(len(pages), max(0, job.skip_pages - first))
+        self._paged.scatter(pages[skip:], rows[skip:])
+
+    def _buffer(self, number: int) -> torch.Tensor:
+        buffer = self._buffers[number % 2]
+        if buffer is None:
+            buffer = torch.empty((self._blocks, self._part_bytes), dtype=torch.uint8)
+            self._buffers[number % 2] = buffer
+        self._filled[number % 2] = buffer
+        return buffer

@@ -1,0 +1,417 @@
+"""The half of the connector in vLLM's scheduler: decides what is loaded and saved, and holds leases meanwhile.
+
+It moves no bytes. Nothing here waits longer than `lookup_deadline_s` for each request.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from kvpool.client.pool import Pool
+from kvpool.engines.vllm.costs import Costs
+from kvpool.engines.vllm.identity import extra_keys
+from kvpool.engines.vllm.lookups import Lookup
+from kvpool.engines.vllm.metadata import LoadJob, SaveJob, StepMetadata, WorkerReport, pages_of
+from kvpool.engines.vllm.metrics import Figures
+from kvpool.engines.vllm.reach import Reach
+from kvpool.engines.vllm.settings import VllmSettings
+from kvpool.hashing import hash_chain
+from kvpool.layout import Namespace
+from kvpool.wire import messages as m
+
+log = structlog.get_logger(__name__)
+
+NULL_PAGE = 0  # vLLM's placeholder for pages that a window has left behind
+IDLE_WAIT_S = 0.001
+
+
+@dataclass(slots=True, eq=False)
+class Tracked:
+    """One request of vLLM's.
+
+    Args:
+        extra: what else than tokens its KV depends on; None: it shares nothing.
+        chain: hashes of its full blocks, as far as they were needed.
+        saved: leading blocks that the pool has, or was given.
+        settled_at: vLLM had so many tokens itself when it was told that there is no more; -1: not told.
+    """
+
+    request: Request
+    extra: tuple[str, ...] | None
+    chain: list[bytes] = field(default_factory=list)
+    saved: int = 0
+    lookup: Lookup | None = None
+    asked_until: float = 0.0  # monotonic seconds: until then the scheduling loop may wait for it
+    local_tokens: int = 0  # that vLLM had when it last asked
+    settled_at: int = -1
+    is_loading: bool = False
+
+
+@dataclass(slots=True, frozen=True)
+class _Held:
+    """Pages of a save job, and how many ranks have still to end it."""
+
+    pages: tuple[int, ...]
+    ranks: int
+    request_id: str
+    first_block: int
+    size: int
+
+
+class SchedulerSide:
+    """Use `start` once the ranks have told their layout; before, nothing is found and nothing saved.
+
+    Args:
+        loads, saves: what the role of this instance allows.
+        may_load_in_step: vLLM's recovery from a load that fails in the step that uses it is safe here.
+    """
+
+    def __init__(
+        self,
+        settings: VllmSettings,
+        *,
+        loads: bool,
+        saves: bool,
+        may_load_in_step: bool,
+        ranks: int,
+        figures: Figures,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._loads = loads
+        self._saves = saves
+        self._is_layerwise = settings.layerwise_load and may_load_in_step
+        self._ranks = ranks
+        self.figures = figures
+        self._clock = clock
+        self.costs = Costs(settings.prefill_tokens_per_s)
+        self._tracked: dict[str, Tracked] = {}
+        self._jobs: list[LoadJob] = []
+        self._held: dict[int, _Held] = {}
+        self._held_bytes = 0
+        self._next_job = 0
+        self._block_pool: BlockPool | None = None
+        self._pool: Pool | None = None
+        self._namespace: Namespace | None = None
+        self._page_tokens = 1
+        self._step_tokens = 0
+        self._step_at = 0.0
+        self._waiting = 0
+
+    # ------------------------------------------------------------ life
+
+    def start(self, pool: Pool, reach: Reach, namespace: Namespace, page_tokens: int) -> None:
+        """Begin to use the pool."""
+        self._pool, self._reach = pool, reach
+        self._namespace, self._page_tokens = namespace, page_tokens
+
+    def bind(self, block_pool: BlockPool) -> None:
+        """Learn whose pages are held while they are saved."""
+        self._block_pool = block_pool
+
+    def close(self) -> None:
+        """Give back all leases."""
+        for tracked in self._tracked.values():
+            self._release(tracked)
+        self._tracked.clear()
+
+    @property
+    def has_pending_saves(self) -> bool:
+        """Whether pages are held for saves: vLLM must go on stepping until their end is told."""
+        return bool(self._held)
+
+    @property
+    def leases(self) -> int:
+        """How many look-ups hold blocks, or may come to."""
+        return sum(tracked.lookup is not None for tracked in self._tracked.values())
+
+    # ------------------------------------------------------------ looking up
+
+    def on_new_request(self, request: Request) -> None:
+        """Begin to look for its blocks."""
+        if self._namespace is None:
+            return
+        tracked = Tracked(request, extra_keys(request))
+        self._tracked[request.request_id] = tracked
+        if tracked.extra is None:
+            self.figures.count("requests_not_shareable")
+        elif not request.skip_reading_prefix_cache:
+            self._begin(tracked)
+
+    def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
+        """See `get_num_new_matched_tokens`."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or request.skip_reading_prefix_cache or tracked.extra is None:
+            return 0, False
+        if tracked.settled_at == local_tokens:
+            return 0, False
+        if tracked.lookup is not None and tracked.lookup.is_over:
+            self._release(tracked)
+        lookup = tracked.lookup or self._begin(tracked)
+        if lookup is None:
+            return 0, False
+        now = self._clock()
+        tracked.asked_until = tracked.asked_until or now + self._settings.lookup_deadline_s
+        asked = now
+        is_done = lookup.wait(tracked.asked_until - now)
+        self.figures.add("lookup_wait_s", self._clock() - asked)
+        if not is_done:
+            if self._clock() < lookup.waiting_until:
+                self._waiting += 1  # blocks come from a disk, which beats computing them
+                return None, False
+            self.figures.count("lookups_too_late")
+            return 0, False
+        tokens = lookup.found * self._block_tokens
+        if self._is_layerwise:
+            # The step itself must compute something: the last token at least.
+            tokens = min(
+                tokens, (request.num_tokens - 1) // self._block_tokens * self._block_tokens
+            )
+        new_tokens = tokens - local_tokens
+        tracked.local_tokens = local_tokens
+        if new_tokens <= 0:
+            self._no_load(tracked)
+            return 0, False
+        if self.costs.worth_s(new_tokens, self._bytes_of(new_tokens), 1.0) <= 0:
+            self.figures.count("loads_declined")
+            self._no_load(tracked)
+            return 0, False
+        return new_tokens, not self._is_layerwise
+
+    def on_allocated(self, request: Request, blocks: KVCacheBlocks, new_tokens: int) -> None:
+        """See `update_state_after_alloc`."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.is_loading:
+            return
+        lookup = tracked.lookup
+        if not new_tokens or lookup is None:
+            self._no_load(tracked)
+            return
+        pages_per_block = self._block_tokens // self._page_tokens
+        first = tracked.local_tokens // self._block_tokens
+        last = (tracked.local_tokens + new_tokens) // self._block_tokens
+        pages = pages_of(blocks.get_block_ids()[0], first * pages_per_block, last * pages_per_block)
+        self._jobs.append(
+            LoadJob(
+                request.request_id,
+                lookup.hashes[first:last],
+                _shifted(lookup.segments, first, last),
+                pages,
+                tracked.local_tokens // self._page_tokens - first * pages_per_block,
+                self._is_layerwise,
+            )
+        )
+        tracked.is_loading = True
+        tracked.saved = max(tracked.saved, lookup.found)
+        self.figures.count("loads")
+        self.figures.add("loaded_tokens", new_tokens)
+
+    # ------------------------------------------------------------ one step
+
+    def metadata(self, output: SchedulerOutput) -> StepMetadata:
+        """See `build_connector_meta`."""
+        for request_id in output.preempted_req_ids or ():
+            if (tracked := self._tracked.get(request_id)) is not None:
+                self._release(tracked)
+                tracked.settled_at = -1
+        jobs, self._jobs = self._jobs, []
+        waiting, self._waiting = self._waiting, 0
+        self._step_at = self._clock()
+        self._step_tokens = output.total_num_scheduled_tokens
+        if self._namespace is None:
+            return StepMetadata()
+        return StepMetadata(
+            self._namespace.namespace_id,
+            jobs,
+            self._save_jobs(output) if self._saves else [],
+            not output.total_num_scheduled_tokens,
+            waiting > 0,
+        )
+
+    def on_output(self, report: WorkerReport | None, received: set[str]) -> None:
+        """See `update_connector_output`."""
+        if self._step_tokens:
+            self.costs.note_step(self._step_tokens, self._clock() - self._step_at)
+            self._step_tokens = 0
+        if report is not None:
+            self.costs.note_load(report.loaded_bytes, report.load_s)
+            for request_id in report.failed_loads:
+                if (tracked := self._tracked.get(request_id)) is not None:
+                    tracked.saved = 0  # whatever the pool has not got any more is stored again
+            for job_id, count in report.ended_saves.items():
+                self._end_save(job_id, count, job_id in report.dropped_saves)
+        if self._is_layerwise and report is not None:
+            received = received | report.ended_loads
+        for request_id in received:
+            if (tracked := self._tracked.get(request_id)) is not None:
+                tracked.is_loading = False
+                self._release(tracked)
+                if tracked.request.is_finished():
+                    del self._tracked[request_id]
+
+    def on_finished(self, request: Request) -> None:
+        """See `request_finished_all_groups`. What is being loaded stays leased until its end."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is not None and not tracked.is_loading:
+            self._release(tracked)
+            del self._tracked[request.request_id]
+
+    # ------------------------------------------------------------ inside
+
+    @property
+    def _block_tokens(self) -> int:
+        assert self._namespace is not None
+        return self._namespace.layout.block_tokens
+
+    def _bytes_of(self, tokens: int) -> int:
+        assert self._namespace is not None
+        return tokens * self._namespace.layout.bytes_per_token
+
+    def _chain(self, tracked: Tracked, blocks: int) -> list[bytes]:
+        """Hashes of the first `blocks` of a request; as many as its tokens fill."""
+        assert self._namespace is not None
+        known = len(tracked.chain)
+        if blocks > known:
+            tokens = tracked.request.all_token_ids
+            fresh = tokens[known * self._block_tokens : blocks * self._block_tokens]
+            parent = tracked.chain[-1] if tracked.chain else None
+            tracked.chain += hash_chain(self._namespace, fresh, tracked.extra or (), parent=parent)
+        return tracked.chain[:blocks]
+
+    def _begin(self, tracked: Tracked) -> Lookup | None:
+        """Look for its blocks; None where there is no pool to ask, or nothing to ask for."""
+        if not self._loads or self._pool is None or self._namespace is None:
+            return None
+        blocks = tracked.request.num_tokens // self._block_tokens
+        if not blocks:
+            return None
+        if not self._reach.is_well:
+            self.figures.count("lookups_without_pool")
+            return None
+        chain = self._chain(tracked, blocks)
+        tracked.asked_until = 0.0
+        tracked.lookup = Lookup(
+            self._pool,
+            self._reach,
+            self._namespace,
+            chain,
+            worth_s=self._worth_s,
+            lease_s=self._settings.lease_s,
+            timeout_s=self._settings.load_timeout_s + self._settings.max_disk_wait_s,
+        )
+        self.figures.count("lookups")
+        self.figures.add("looked_up_tokens", blocks * self._block_tokens)
+        return tracked.lookup
+
+    def _worth_s(self, blocks: int) -> float:
+        tokens = blocks * self._block_tokens
+        return self.costs.worth_s(tokens, self._bytes_of(tokens), self._settings.max_disk_wait_s)
+
+    def _no_load(self, tracked: Tracked) -> None:
+        """vLLM does not load what was found: it goes back at once."""
+        lookup = tracked.lookup
+        if lookup is not None:
+            tracked.saved = max(tracked.saved, lookup.found)
+            tracked.settled_at = tracked.local_tokens
+            if lookup.is_done and not lookup.found:
+                self.figures.count("misses")
+        self._release(tracked)
+
+    def _release(self, tracked: Tracked) -> None:
+        if tracked.lookup is not None:
+            tracked.lookup.release()
+            tracked.lookup = None
+
+    def _save_jobs(self, output: SchedulerOutput) -> list[SaveJob]:
+        state = output.kv_connector_block_state
+        if state is None or not self._reach.is_well:
+            return []
+        jobs = []
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is None or tracked.extra is None:
+                continue
+            job = self._save_job(tracked, scheduled, state.get_block_ids)
+            if job is not None:
+                jobs.append(job)
+        return jobs
+
+    def _save_job(
+        self,
+        tracked: Tracked,
+        scheduled: int,
+        block_ids: Callable[[str], Sequence[Sequence[int]] | None],
+    ) -> SaveJob | None:
+        """The blocks of a request that this step makes final, and those before that are not saved yet."""
+        request = tracked.request
+        # Tokens that are not sampled yet, or only guessed, have no name.
+        final = min(request.num_computed_tokens + scheduled, request.num_tokens)
+        if not self._settings.save_decoded:
+            final = min(final, request.num_prompt_tokens)
+        first, last = tracked.saved, final // self._block_tokens
+        if last <= first:
+            return None
+        size = (last - first) * self._block_tokens
+        size_bytes = self._bytes_of(size)
+        if self._held_bytes + size_bytes > self._settings.max_pending_save_bytes:
+            # Not lost yet: a later step of the request tries again, when there is room.
+            self.figures.count("saves_put_off")
+            return None
+        tables = block_ids(request.request_id)
+        if tables is None or self._block_pool is None:
+            return None
+        pages_per_block = self._block_tokens // self._page_tokens
+        pages = pages_of(tables[0], first * pages_per_block, last * pages_per_block)
+        if len(pages) < (last - first) * pages_per_block or (pages == NULL_PAGE).any():
+            return None
+        chain = self._chain(tracked, last)
+        self._block_pool.touch([self._block_pool.blocks[page] for page in pages.tolist()])
+        job_id = self._next_job
+        self._next_job += 1
+        self._held[job_id] = _Held(
+            tuple(pages.tolist()), self._ranks, request.request_id, first, size_bytes
+        )
+        self._held_bytes += size_bytes
+        tracked.saved = last
+        self.figures.count("saves")
+        parent = chain[first - 1] if first else b""
+        return SaveJob(job_id, request.request_id, tuple(chain[first:last]), parent, pages)
+
+    def _end_save(self, job_id: int, count: int, is_dropped: bool) -> None:
+        held = self._held.pop(job_id, None)
+        if held is None:
+            return
+        if is_dropped:
+            tracked = self._tracked.get(held.request_id)
+            if tracked is not None:
+                tracked.saved = min(tracked.saved, held.first_block)
+        if count < held.ranks:
+            self._held[job_id] = _Held(
+                held.pages, held.ranks - count, held.request_id, held.first_block, held.size
+            )
+            return
+        self._held_bytes -= held.size
+        assert self._block_pool is not None
+        # The end of a chain first: vLLM reuses what was freed first.
+        self._block_pool.free_blocks(
+            [self._block_pool.blocks[page] for page in reversed(held.pages)]
+        )
+
+
+def _shifted(segments: Sequence[m.Segment], first: int, last: int) -> tuple[m.Segment, ...]:
+    """The part of `segments` between two blocks, counted from the first of these."""
+    cut = []
+    for segment in segments:
+        start = max(segment.start, first)
+        end = min(segment.start + segment.count, last)
+        if end > start:
+            cut.append(m.Segment(segment.node_id, start - first, end - start, segment.tier))
+    return tuple(cut)

@@ -1,0 +1,39 @@
+"""Threads beside the model's own, and when the device is done with what they read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def start_thread(name: str, work: Callable[[], None]) -> threading.Thread:
+    """A daemon that may run on any core: vLLM binds its own threads to single ones, and others inherit that."""
+
+    def run() -> None:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(threading.get_native_id(), range(os.cpu_count() or 1))
+        work()
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+class Moment:
+    """A point in a device's work: what was launched before it is done when `wait` returns."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: Any = None
+        if device.type != "cpu":
+            self._event = torch.Event(device.type)
+            self._event.record()
+
+    def wait(self) -> None:
+        """Block the calling thread, not the interpreter."""
+        if self._event is not None:
+            self._event.synchronize()
