@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -52,6 +52,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     other_host: _Link | None = None
     tier_bytes_per_s: dict[str, float] = {}
     measured: dict[str, list[list[float]]] = {}
+    kv_capacity_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0  # of the engine; 0: not told
 
 
 def fit_prefill(samples: Sequence[PrefillSample]) -> tuple[float, float, float]:
@@ -89,51 +90,73 @@ def document(
 
 
 def parse_profile(content: Any, where: str) -> Profile:
-    """A profile from a file's content, already decoded.
+    """A profile from a file's content, already decoded; see `parse_measured`."""
+    return parse_measured(content, where)[0]
+
+
+def parse_measured(
+    content: Any,
+    where: str,
+    same_host: LinkProfile | None = None,
+    other_host: LinkProfile | None = None,
+) -> tuple[Profile, int]:
+    """The same, and the tokens of KV that the engine holds, 0 where the file does not say.
+
+    Args:
+        same_host, other_host: links where the file names none, instead of the default ones.
 
     Raises:
         ConfigError: an unknown field, a wrong type, another version, or a figure that is not positive.
     """
+    default = Profile()
     try:
         file = msgspec.convert(content, _File)
         if file.kvpool_profile != VERSION:
             raise ConfigError(f"{where}: a profile of version {file.kvpool_profile}")
-        default = Profile()
         prefill = file.prefill or _Prefill(
             default.prefill_base_s, default.prefill_token_s, default.prefill_attention_s
         )
         tpot = file.tpot or _Tpot(
             default.tpot_base_s, default.tpot_context_s, default.tpot_sequence_s
         )
-        return Profile(
+        profile = Profile(
             prefill.base_s,
             prefill.token_s,
             prefill.attention_s,
             tpot.base_s,
             tpot.context_s,
             tpot.sequence_s,
-            _link(file.same_host, default.same_host),
-            _link(file.other_host, default.other_host),
+            _link(file.same_host, same_host or default.same_host),
+            _link(file.other_host, other_host or default.other_host),
             default.tier_bytes_per_s | file.tier_bytes_per_s,
         )
     except (msgspec.ValidationError, InvalidArgument) as error:
         raise ConfigError(
             f"{where} is no profile: {error}", hint="kvpool worker profile writes one"
         ) from None
+    return profile, file.kv_capacity_tokens
 
 
 def read_profile(path: Path) -> Profile:
     """The profile in a YAML or JSON file.
 
     Raises:
-        ConfigError: it cannot be read, or as `parse_profile`.
+        ConfigError: it cannot be read, or as `parse_measured`.
+    """
+    return parse_profile(read_content(path), str(path))
+
+
+def read_content(path: Path) -> Any:
+    """What a profile's file holds, not checked yet.
+
+    Raises:
+        ConfigError: it cannot be read.
     """
     try:
-        content = yaml.safe_load(path.read_text())
+        return yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"the profile {path} cannot be read: {reason}") from None
-    return parse_profile(content, str(path))
 
 
 def _link(given: _Link | None, default: LinkProfile) -> LinkProfile:

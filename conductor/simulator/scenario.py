@@ -175,8 +175,8 @@ def _engine(
     scenario: Scenario, group: Group, other_host: LinkProfile
 ) -> tuple[Profile, int, float, str]:
     """Costs, KV room, price and name of one instance."""
-    if scenario.measured is not None:
-        measured = scenario.measured
+    measured = scenario.measured
+    if measured is not None and measured.kv_capacity_tokens:
         return measured.cost, measured.kv_capacity_tokens, 0.0, measured.source
     machine = fitting(
         scenario.model,
@@ -185,6 +185,8 @@ def _engine(
         weight_bytes=scenario.weight_bytes,
         kv_value_bytes=scenario.kv_value_bytes,
     )
+    if measured is not None:  # it says nothing of room: take what such a GPU would have
+        return measured.cost, machine.kv_capacity_tokens, 0.0, measured.source
     cost = machine.profile(scenario.same_host, other_host)
     kind = f"{machine.gpu.name} x{machine.tp}"
     return cost, machine.kv_capacity_tokens, machine.dollars_per_hour, kind

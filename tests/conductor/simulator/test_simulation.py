@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from conductor.planning.crossover import crossover, least_bandwidth
 from conductor.planning.hardware import GPUS, fitting, link_named
 from conductor.planning.presets import model_named
 from conductor.planning.profiles import read_profile
+from conductor.profile import document
 from conductor.roles import RoleLimits
 from conductor.routing import parse_policy
 from conductor.scheduler import register_strategy, strategies
@@ -223,25 +225,26 @@ def test_traces_are_scaled_in_time_and_cut_into_smaller_blocks() -> None:
 
 
 def test_a_measured_profile_stands_in_for_the_computed_one(tmp_path: Path) -> None:
-    figures = {
-        "prefill_base_s": 0.001,
-        "prefill_token_s": 0.001,
-        "prefill_attention_s": 1e-9,
-        "tpot_base_s": 0.02,
-        "tpot_context_s": 1e-7,
-        "tpot_sequence_s": 1e-4,
-        "kv_capacity_tokens": 100_000,
-    }
-    path = tmp_path / "p.json"
-    path.write_text(json.dumps(figures))
+    """The file is the one that `kvpool worker profile` writes."""
+    samples = [(new, 0, 0.001 + 0.001 * new) for new in (100, 400, 1600)]
+    steps = [(context, 1, 0.02 + 1e-7 * context) for context in (100, 1000, 10_000)]
+    figures = document(samples, steps, "tiny", "cpu")
+    path = tmp_path / "p.yaml"
+    path.write_text(yaml.safe_dump(figures))
     setup = setup_of(BASE)
-    measured = read_profile(path, setup.same_host, setup.other_host)
+    link = setup.instances[0].cost.other_host
+    measured = read_profile(path, setup.same_host, link)
     instance = setup_of(replace(BASE, measured=measured)).instances[0]
-    assert (instance.cost.prefill_token_s, instance.kv_capacity_tokens) == (0.001, 100_000)
-    for broken in ({"tpot_base_s": -1}, {"kv_capacity_tokens": 0}, {"more": 1}):
-        path.write_text(json.dumps(figures | broken))
-        with pytest.raises(ConfigError, match=r"profile .*p\.json"):
-            read_profile(path, setup.same_host, setup.other_host)
+    assert instance.cost.prefill_token_s == pytest.approx(0.001, rel=0.01)
+    assert instance.cost.other_host == link
+    assert instance.kv_capacity_tokens == setup.instances[0].kv_capacity_tokens
+    path.write_text(yaml.safe_dump(figures | {"kv_capacity_tokens": 100_000}))
+    measured = read_profile(path, setup.same_host, link)
+    assert setup_of(replace(BASE, measured=measured)).instances[0].kv_capacity_tokens == 100_000
+    for broken in ({"tpot": {"base_s": -1}}, {"kv_capacity_tokens": -1}, {"more": 1}):
+        path.write_text(yaml.safe_dump(figures | broken))
+        with pytest.raises(ConfigError, match=r"p\.yaml is no profile"):
+            read_profile(path, setup.same_host, link)
 
 
 def test_figures_count_refused_requests_against_the_objectives() -> None:
