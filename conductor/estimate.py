@@ -41,9 +41,8 @@ class Estimate:
         reuse, fetch_s, prefill_s = self._best_reuse(worker, request.prompt_tokens)
         ttft_s = queue_s + fetch_s + prefill_s
         sequences, tpot_s = self.tpot_s(worker, ttft_s)
-        if sequences > 1:
-            # Decoding there stands still while this prompt is computed: spread over an answer's tokens.
-            tpot_s += prefill_s / max(1, request.output_tokens)
+        # Some end while it is computed, others begin: those in the middle of it stand for all.
+        others = (self.decode_load(worker, queue_s + fetch_s)[0] + sequences - 1) / 2
         candidate = Candidate(
             mode="local",
             prefill=None,
@@ -54,8 +53,9 @@ class Estimate:
             queue_s=queue_s,
             fetch_s=fetch_s,
             prefill_s=prefill_s,
+            stalls_s=others * prefill_s,
         )
-        return self._judged(candidate, worker, is_roomy=True)
+        return self._judged(candidate, worker, True, prefill_s if others else 0.0)
 
     def remote(self, prefiller: WorkerView, decoder: WorkerView) -> Candidate | None:
         """Compute full blocks at `prefiller`, the tail at `decoder`; None when that is no choice."""
@@ -83,6 +83,10 @@ class Estimate:
         load_s += self._transfer_s(new_bytes, decoder.host == target_host)
         tail_s = self._tail_s(decoder, full_tokens)
         ttft_s = arrives_s + load_s + tail_s
+        others = self.decode_load(decoder, ttft_s - tail_s)[0]
+        at_prefiller = 0
+        if prefiller.role != "prefill":
+            at_prefiller = self.decode_load(prefiller, queue_s + fetch_s)[0]
         candidate = Candidate(
             mode="disaggregated",
             prefill=prefiller.worker_id,
@@ -96,12 +100,18 @@ class Estimate:
             send_s=send_s,
             load_s=load_s,
             tail_s=tail_s,
+            stalls_s=others * tail_s + at_prefiller * prefill_s,
         )
         is_roomy = target is not None and target.room_bytes >= new_bytes
-        return self._judged(candidate, decoder, is_roomy)
+        return self._judged(candidate, decoder, is_roomy, tail_s if others else 0.0)
 
-    def _judged(self, candidate: Candidate, decoder: WorkerView, is_roomy: bool) -> Candidate:
+    def _judged(
+        self, candidate: Candidate, decoder: WorkerView, is_roomy: bool, stall_s: float
+    ) -> Candidate:
         """The candidate with the reason, if any, why it may not be chosen.
+
+        Whoever decodes there stands still for `stall_s`: spread over an answer's tokens, that must not take
+        the TPOT of others over the objective either. We know no more of theirs than that they are like this one.
 
         Objectives are not held against an idle worker that was hardly measured: the profile it is judged
         by may be far off, and only work can correct it.
@@ -113,7 +123,8 @@ class Estimate:
         knows_prefill = waits or cost.prefill_samples(prefills_on) >= MEASURED
         is_idle = decoder.load.decode_sequences == 0 and not self.decode_load(decoder, 0.0)[0]
         knows_tpot = not is_idle or cost.tpot_samples(decoder.worker_id) >= MEASURED
-        tpot_s, after_s = candidate.tpot_s, candidate.ttft_s
+        tpot_s = candidate.tpot_s + stall_s / max(1, request.output_tokens)
+        after_s = candidate.ttft_s
         if admission == "arrival":
             tpot_s, after_s = self.tpot_s(decoder, 0.0)[1], 0.0
         rejected = ""
@@ -132,11 +143,12 @@ class Estimate:
     # ------------------------------------------------------------ order
 
     def rank(self, candidate: Candidate) -> tuple[float, int, int, str, str]:
-        """Predicted time to the whole answer; among equals who has rested longest, then ids.
+        """Predicted time to the whole answer, and what it costs others; among equals who has rested longest.
 
         Times within a tenth of a millisecond are equal: predictions are not better than that.
         """
         total_s = candidate.ttft_s + self.request.output_tokens * candidate.tpot_s
+        total_s += self.state.policy.stall_weight * candidate.stalls_s
         last = self.state.in_flight.last_assigned
         prefill = candidate.prefill or candidate.decode
         return (

@@ -45,6 +45,7 @@ class Candidate:
     load_s: float = 0.0  # the decode worker reads the blocks, waiting for its own queue included
     tail_s: float = 0.0  # the decode worker computes what fills no block
     rejected: str = ""
+    stalls_s: float = 0.0  # what those lose, together, who decode where this one computes
 
     @property
     def work_s(self) -> float:

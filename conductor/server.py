@@ -231,6 +231,7 @@ def scheduling_policy(config: ConductorConfig) -> Policy:
         seed=config.strategy_seed,
         min_remote_prefill_tokens=config.min_remote_prefill_tokens,
         balancing_threshold=config.balancing_threshold,
+        stall_weight=config.stall_weight,
         always_reuse=config.always_reuse,
         dynamo=DynamoOptions(
             config.dynamo_engine_credit,

@@ -151,6 +151,8 @@ class Policy:
         decode_shortlist: decode workers paired with every prefill worker (the best by TPOT); the others
             are tried only when none of these meets the objectives.
         max_candidates: kept in the decision, best first.
+        stall_weight: of a second that a sequence which decodes stands still for this prefill, against one that
+            this request takes itself (strategy `kv-centric`); 0 disregards others.
         always_reuse: read whatever the pool has, also where computing it again is predicted to be faster.
     """
 
@@ -163,6 +165,7 @@ class Policy:
     max_retry_after_s: float = 30.0
     decode_shortlist: int = 8
     max_candidates: int = 64
+    stall_weight: float = 0.1
     always_reuse: bool = False
     dynamo: DynamoOptions = field(default_factory=DynamoOptions)
     sglang: SglangOptions = field(default_factory=SglangOptions)

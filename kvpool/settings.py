@@ -307,6 +307,13 @@ class ConductorConfig(ServerConfig):
         description="kv-centric: copy a prefix toward a worker when the pool has more than this many "
         "times what stands near it; 0: never",
     )
+    stall_weight: float = Field(
+        0.1,
+        ge=0,
+        le=1000,
+        description="kv-centric: of a second that a sequence which decodes stands still for a prefill "
+        "beside it, against a second of the request; 0 disregards others, more prefills elsewhere",
+    )
     replications_at_once: int = Field(
         2, ge=0, le=1024, description="background copies of hot prefixes under way; 0: none"
     )

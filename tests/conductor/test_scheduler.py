@@ -63,6 +63,37 @@ def test_prefill_goes_elsewhere_when_it_would_stall_running_decodes() -> None:
     assert local.rejected == "tpot_slo"
 
 
+def test_what_a_local_prefill_costs_those_who_decode_there_counts_against_it() -> None:
+    """1,034 tokens are computed in 1.03 s; here that is 2.4 s later elsewhere, and 8 sequences would stand still."""
+    queued = [replace(p, load=busy(queued_prefill_tokens=2400)) for p in PD[:2]]
+    for sequences, weight, mode in (
+        (0, 1.0, "local"),
+        (8, 0.0, "local"),
+        (8, 0.1, "local"),  # 0.83 s of theirs
+        (8, 1.0, "disaggregated"),  # 8.3 s
+        (40, 0.1, "disaggregated"),
+    ):
+        load = busy(decode_sequences=sequences, decode_context_tokens=1000 * sequences)
+        state = view([*queued, replace(PD[2], load=load)], stall_weight=weight)
+        decision = schedule(request(), state, 0.0)
+        assert decision.mode == mode, (sequences, weight)
+        local = next(c for c in decision.candidates if c.mode == "local")
+        assert local.stalls_s == pytest.approx(sequences * local.prefill_s)
+        # Its own answer begins after its prefill, and is not slowed by it.
+        assert local.tpot_s == pytest.approx(0.01 + 0.001 * (sequences + 1), rel=0.01)
+
+
+def test_a_prefill_for_another_worker_stalls_those_who_decode_where_it_is_computed() -> None:
+    load = busy(decode_sequences=8, decode_context_tokens=8000)
+    both = worker("b1", "both", load=load)
+    state = view([both, PD[0], PD[2]], stall_weight=0.1)
+    found = schedule(request(mode="disaggregated", pin_decode="d1"), state, 0.0).candidates
+    stalls = {c.prefill: c.stalls_s for c in found}
+    assert stalls["b1"] == pytest.approx(8 * 1.024, rel=0.01)
+    assert stalls["p1"] == 0
+    assert found[0].prefill == "p1"
+
+
 def test_a_link_slower_than_the_prefill_is_charged_with_all_that_lags_behind() -> None:
     """Layers are sent while others compute; the link's backlog shows as soon as it is the slower one."""
     one, size = request(), 16 * BLOCK_BYTES

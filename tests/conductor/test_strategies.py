@@ -352,6 +352,7 @@ def test_every_strategy_can_be_configured_and_every_option_reaches_the_policy() 
             admission="none",
             strategy_seed=7,
             balancing_threshold=3.0,
+            stall_weight=0.7,
             dynamo_temperature=0.5,
             dynamo_engine_credit=0.9,
             dynamo_host_credit=0.8,
@@ -363,6 +364,7 @@ def test_every_strategy_can_be_configured_and_every_option_reaches_the_policy() 
         )
     )
     assert (policy.admission, policy.seed, policy.balancing_threshold) == ("none", 7, 3.0)
+    assert policy.stall_weight == 0.7
     assert policy.dynamo == DynamoOptions(0.9, 0.8, 0.7, 0.6, 2.0, 0.5)
     assert policy.sglang == SglangOptions(5, 2.0)
     with pytest.raises(ValidationError, match="did you mean kv-centric"):

@@ -125,7 +125,7 @@ def test_the_pool_reuses_what_disaggregation_alone_computes_again() -> None:
         serving: row(replace(BASE, serving=serving, engine_share=0.02), came)
         for serving in ("disaggregated", "pooled")
     }
-    assert rows["pooled"]["hit_ratio"] > rows["disaggregated"]["hit_ratio"] + 0.1
+    assert rows["pooled"]["hit_ratio"] > rows["disaggregated"]["hit_ratio"] + 0.05
     assert rows["pooled"]["computed_tokens"] < rows["disaggregated"]["computed_tokens"]
 
 
