@@ -164,6 +164,7 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
         tasks = [
             asyncio.create_task(_sweep(cluster, policy), name="sweep"),
             asyncio.create_task(changes.run(), name="roles"),
+            *security.tasks(),
         ]
         if config.engines:
             tasks.append(asyncio.create_task(engine_servers.run(), name="engine servers"))

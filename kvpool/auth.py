@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -52,13 +52,15 @@ class Principal:
     """Somebody whom a server knows: by a token, or because it asks nobody for one.
 
     `scopes` are those of the token and all that they include. `is_isolated`: the tenant's blocks stand in
-    memory of their own, which nobody else is told how to reach.
+    memory of their own, which nobody else is told how to reach. `token_sha256` tells a token from the one that
+    replaced it under the same name.
     """
 
     name: str
     tenant: str
     scopes: frozenset[Scope]
     is_isolated: bool = False
+    token_sha256: bytes = field(default=b"", repr=False)
 
     @property
     def sees_all(self) -> bool:
@@ -93,6 +95,29 @@ class Tokens:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def holds(self, principal: Principal) -> bool:
+        """Whether the token by which somebody became this principal still stands for it."""
+        return self._entries.get(principal.token_sha256) == principal
+
+    def instead_of(self, old: Tokens) -> Tokens:
+        """These tokens where a server has accepted `old` until now.
+
+        Tenants that have no token any more stay isolated.
+
+        Raises:
+            ConfigError: a tenant is isolated in one and not in the other: what stands where would have to change.
+        """
+        tenants = {principal.tenant for principal in self._entries.values()}
+        kept = old.isolated_tenants - tenants
+        changed = (self.isolated_tenants | kept) ^ old.isolated_tenants
+        if changed:
+            raise ConfigError(
+                f"tenant {min(changed)!r} begins or ceases to be isolated",
+                hint="restart conductors and nodes for that",
+            )
+        self.isolated_tenants |= kept
+        return self
 
     def authenticate(self, token: str) -> Principal:
         """Whose token this is. Every known hash is compared, in constant time.
@@ -165,7 +190,7 @@ def parse_tokens(document: Any, source: str) -> Tokens:
         if entry.name in names or digest in known:
             raise ConfigError(f"{source}: {entry.name!r} or its token is given twice")
         names.add(entry.name)
-        known[digest] = _principal(entry, source)
+        known[digest] = _principal(entry, source, digest)
     isolated = {p.tenant: p.is_isolated for p in known.values()}
     for principal in known.values():
         if principal.is_isolated != isolated[principal.tenant]:
@@ -175,7 +200,7 @@ def parse_tokens(document: Any, source: str) -> Tokens:
     return Tokens(known)
 
 
-def _principal(entry: _Entry, source: str) -> Principal:
+def _principal(entry: _Entry, source: str, digest: bytes = b"") -> Principal:
     scopes = set(entry.scopes)
     if entry.tenant == EVERY_TENANT and not scopes <= _MAY_BE_OVER_ALL:
         raise ConfigError(
@@ -190,4 +215,4 @@ def _principal(entry: _Entry, source: str) -> Principal:
     if entry.isolated and entry.tenant == EVERY_TENANT:
         raise ConfigError(f"{source}: {entry.name!r} cannot be isolated from every tenant")
     included = frozenset[Scope]().union(*(_INCLUDES[scope] for scope in scopes))
-    return Principal(entry.name, entry.tenant, included, entry.isolated)
+    return Principal(entry.name, entry.tenant, included, entry.isolated, digest)

@@ -40,14 +40,30 @@ class Gate:
         self, tokens: Tokens | None = None, *, keeps_apart: bool = False, lent_to: str = ""
     ) -> None:
         self.tokens = tokens
+        self.notice = ""  # what is not well with the tokens
         self._keeps_apart = keeps_apart
         self._lent_to = lent_to
+        self.on_change: list[Callable[[], None]] = []  # called when other tokens are in force
         # By id, the namespaces that this server knows; a server without any refuses nothing by them.
         self.find_namespace: Callable[[bytes], Namespace | None] = lambda _id: None
         # By id, the tenant of each worker that this server knows.
         self.find_worker: Callable[[str], str | None] = lambda _id: None
         # What a client calls a namespace whose tenant it left out, and what it is called here.
         self._aliases: OrderedDict[tuple[str, bytes], bytes] = OrderedDict()
+
+    def replace(self, tokens: Tokens) -> None:
+        """Accept these tokens from now on; who came with one that is none of them any more is sent away.
+
+        Raises:
+            ConfigError: see `Tokens.instead_of`; the old ones stay.
+        """
+        self.tokens = tokens if self.tokens is None else tokens.instead_of(self.tokens)
+        for listener in self.on_change:
+            listener()
+
+    def is_current(self, principal: Principal) -> bool:
+        """Whether the token that somebody came with would still make it this principal."""
+        return self.tokens is None or self.tokens.holds(principal)
 
     def authenticate(self, token: str) -> Principal:
         """Whose token this is.

@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvpool.auth import ANYBODY, NOBODY, Principal
 from kvpool.auth import Scope as TokenScope
@@ -65,7 +65,8 @@ def base_app(
     @app.get("/readyz", responses=ready | {503: {**ready[200], "description": "Not ready"}})
     async def readyz() -> Response:
         reason = not_ready()
-        content = {"status": reason or "ready"} | ({"notice": told} if (told := notice()) else {})
+        told = "; ".join(filter(None, (notice(), gate.notice if gate else "")))
+        content = {"status": reason or "ready"} | ({"notice": told} if told else {})
         return JSONResponse(content, status_code=503 if reason else 200)
 
     @app.get("/metrics", response_class=PlainTextResponse)
@@ -115,6 +116,8 @@ class Authentication:
         self._app = app
         self._gate = gate
         self._routes = routes
+        self._calls: dict[_Call, Principal] = {}  # under way, of callers with a token
+        gate.on_change.append(self._send_away)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -122,11 +125,26 @@ class Authentication:
                 await send({"type": "websocket.close"})
             return
         try:
-            CALLER.set(self._caller(scope))
+            caller = self._caller(scope)
         except KvpoolError as error:
             await error_response(error)(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        CALLER.set(caller)
+        if not caller.token_sha256:
+            await self._app(scope, receive, send)
+            return
+        call = _Call(receive)
+        self._calls[call] = caller
+        try:
+            await self._app(scope, call.receive, send)
+        finally:
+            del self._calls[call]
+
+    def _send_away(self) -> None:
+        """To the handlers of those whose token was taken back it looks as if they had left."""
+        for call, caller in self._calls.items():
+            if not self._gate.is_current(caller):
+                call.is_over.set()
 
     def _caller(self, scope: Scope) -> Principal:
         if self._gate.tokens is None:
@@ -145,6 +163,25 @@ class Authentication:
             if route.matches(scope)[0] == Match.FULL:
                 return ROUTES.get((method, getattr(route, "path", "")), TokenScope.ADMIN)
         return TokenScope.ADMIN
+
+
+class _Call:
+    """A request under way whose caller may have to leave."""
+
+    def __init__(self, receive: Receive) -> None:
+        self.is_over = asyncio.Event()
+        self._receive = receive
+
+    async def receive(self) -> Message:
+        """What the client says next; that it is gone when it has to be."""
+        said = asyncio.ensure_future(self._receive())
+        over = asyncio.ensure_future(self.is_over.wait())
+        try:
+            await asyncio.wait((said, over), return_when=asyncio.FIRST_COMPLETED)
+            return {"type": "http.disconnect"} if over.done() else said.result()
+        finally:
+            said.cancel()
+            over.cancel()
 
 
 def error_response(error: KvpoolError) -> Response:

@@ -5,18 +5,19 @@ A server that listens beyond this machine without asking for tokens is refused, 
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import ssl
 from dataclasses import dataclass
 
 import structlog
 
-from kvpool.auth import read_tokens
 from kvpool.credentials import Credentials, credentials_of
 from kvpool.errors import ConfigError
 from kvpool.gate import Gate
 from kvpool.settings import ServerConfig
 from kvpool.tls import ServerTls
+from kvpool.token_file import TokenFile, some_tokens
 
 log = structlog.get_logger(__name__)
 
@@ -32,6 +33,13 @@ class Security:
     tls: ServerTls | None
     context: ssl.SSLContext | None
     credentials: Credentials
+    token_file: TokenFile | None = None
+
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """What must run as long as the server does."""
+        if self.token_file is None:
+            return []
+        return [asyncio.create_task(self.token_file.run(), name="tokens")]
 
 
 def secure(
@@ -46,19 +54,15 @@ def secure(
     Raises:
         ConfigError: it would listen beyond this machine without tokens, or a file cannot be used.
     """
-    tokens = read_tokens(config.tokens_path) if config.tokens_path is not None else None
-    if tokens is not None and not len(tokens):
-        raise ConfigError(
-            f"file {config.tokens_path} has no tokens, so nobody could call",
-            hint="kvpool token create",
-        )
+    tokens = some_tokens(config.tokens_path) if config.tokens_path is not None else None
     if not is_loopback(config.host):
         _check_exposure(config, section)
     tls = None
     if config.tls_cert is not None and config.tls_key is not None:
         tls = ServerTls(config.tls_cert, config.tls_key, config.tls_client_ca)
     gate = Gate(tokens, keeps_apart=keeps_apart, lent_to=lent_to)
-    return Security(gate, tls, tls.context() if tls else None, credentials_of(config))
+    watch = TokenFile(config.tokens_path, gate) if config.tokens_path is not None else None
+    return Security(gate, tls, tls.context() if tls else None, credentials_of(config), watch)
 
 
 def is_loopback(host: str) -> bool:

@@ -205,6 +205,7 @@ class _Node:
             list(service.ucx),
         )
         self.tasks.append(asyncio.create_task(mover.run(), name="mover"))
+        self.tasks += security.tasks()
         if config.conductor is not None:
             self._reporter = Reporter(
                 service, config.conductor, self._descriptor, security.credentials

@@ -113,6 +113,7 @@ async def run_worker(
         joined.membership = membership
         await service.warm_up()
         tasks = [
+            *security.tasks(),
             asyncio.create_task(membership.run(), name="membership"),
             asyncio.create_task(_stay_connected(pool), name="connections"),
         ]

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 import structlog
 
-from kvpool.auth import ANYBODY, NOBODY, Principal
+from kvpool.auth import ANYBODY, NOBODY, Principal, unknown_token
 from kvpool.errors import InvalidArgument, KvpoolError, PortInUse, ProtocolError, Unauthenticated
 from kvpool.wire.framing import (
     DEFAULT_MAX_FRAME_BYTES,
@@ -68,6 +68,10 @@ class Session:
 
 class Gatekeeper(Protocol):
     """What stands before the handlers: see `kvpool.gate.Gate`."""
+
+    on_change: list[Callable[[], None]]
+
+    def is_current(self, principal: Principal) -> bool: ...
 
     def authenticate(self, token: str) -> Principal: ...
 
@@ -118,6 +122,13 @@ class WireServer:
         self.connections: set[_Connection] = set()
         self.on_hello: Callable[[Session], None] = lambda _session: None
         self._servers: list[asyncio.Server] = []
+        if gate is not None:
+            gate.on_change.append(self._send_away)
+
+    def _send_away(self) -> None:
+        """End the connections of those whose token is no longer accepted, or stands for something else now."""
+        for connection in list(self.connections):
+            connection.recheck()
 
     def handle(self, message: type[Message], handler: Handler) -> None:
         """Answer `message` with `handler(request, session)`."""
@@ -437,6 +448,13 @@ class _Connection(asyncio.Protocol):
     def tasks(self) -> list[asyncio.Task[None]]:
         """Calls in work."""
         return [*self._tasks.values(), *self._answered, *self._one_way]
+
+    def recheck(self) -> None:
+        """Close the connection if its caller's token was taken back; its calls in work are cancelled."""
+        gate = self._server.gate
+        is_known = gate is not None and bool(self.session.client_id)
+        if is_known and gate is not None and not gate.is_current(self.session.principal):
+            self._refuse(unknown_token())
 
     def abort(self) -> None:
         """Drop the connection at once."""
