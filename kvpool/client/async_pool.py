@@ -386,6 +386,7 @@ class AsyncPool:
         max_wait_s: float = 0.0,
         tier: MemoryTier = "",
         segments: Sequence[m.Segment] | None = None,
+        is_guess: bool = False,
         timeout_s: float | None = None,
     ) -> PinnedBlocks:
         """Hold the longest leading run of a chain in place. Give it back with `release`.
@@ -397,6 +398,8 @@ class AsyncPool:
             ttl_s: how long at most; nodes may grant less.
             part: one tensor-parallel part, or None for all.
             segments: as for `get`.
+            is_guess: nobody said that the nodes of `segments` have the blocks: what they lack is no failure,
+                which would be remembered, and told to the conductor.
             max_wait_s: see `get`; over all nodes together.
             tier: as for `get`.
         """
@@ -405,7 +408,7 @@ class AsyncPool:
         if segments is None:
             segments = await self._where(namespace, hashes, deadline)
         return await pinning.pin(
-            self, namespace, hashes, segments, ttl_s, part, max_wait_s, deadline, tier
+            *(self, namespace, hashes, segments, ttl_s, part, max_wait_s, deadline, tier, is_guess)
         )
 
     @contextlib.asynccontextmanager

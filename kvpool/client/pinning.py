@@ -72,6 +72,7 @@ async def pin(
     max_wait_s: float,
     deadline: float,
     tier: str = "",
+    is_guess: bool = False,
 ) -> PinnedBlocks:
     """See `AsyncPool.pin`; `deadline` in monotonic seconds."""
     parts = () if part is None else (part,)
@@ -79,9 +80,11 @@ async def pin(
     try:
         for segment in segments:
             run = hashes[segment.start : segment.start + segment.count]
-            wanted = pool.misses.leading(
-                segment.node_id, namespace.namespace_id, run, time.monotonic()
-            )
+            wanted = len(run)
+            if not is_guess:
+                wanted = pool.misses.leading(
+                    segment.node_id, namespace.namespace_id, run, time.monotonic()
+                )
             if not wanted:
                 pinned.miss_reason = "failed_recently"
                 break
@@ -105,7 +108,8 @@ async def pin(
             pool.misses.answered(segment.node_id)
             pinned.add(link, lease, segment.start)
             if lease.found < segment.count:
-                if lease.found < wanted and lease.miss_reason not in m.DECLINED:
+                is_declined = lease.miss_reason in m.DECLINED
+                if lease.found < wanted and not is_declined and not is_guess:
                     pool.note_misses(segment.node_id, namespace, [run[lease.found]])
                 pinned.miss_reason = lease.miss_reason or "failed_recently"
                 break

@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvpool.client.pool import Pool
 from kvpool.engines.vllm import settings as settings_of
+from kvpool.engines.vllm.checks import refuse_unsupported
 from kvpool.engines.vllm.identity import LayoutFacts, model_identity, namespace_of
 from kvpool.engines.vllm.metadata import Handshake, StepMetadata, WorkerReport
 from kvpool.engines.vllm.metrics import Figures, PromMetrics, Stats
@@ -57,6 +58,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        refuse_unsupported(vllm_config)
         transfer = self._kv_transfer_config
         self._settings = settings_of.read(transfer.kv_connector_extra_config)
         self._identity = model_identity(vllm_config)

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any
 
 import structlog
 
@@ -139,7 +138,7 @@ class Lookup:
             return await self._ask(pool)
         here = [m.Segment(home, 0, len(self.hashes), "dram")]
         near, far = await asyncio.gather(
-            self._hold(pool, self.hashes, here, NO_DISK_S),
+            self._hold(pool, self.hashes, here, NO_DISK_S, is_guess=True),
             pool.lookup(self._namespace, self.hashes, timeout_s=self._timeout_s),
             return_exceptions=True,
         )
@@ -182,13 +181,15 @@ class Lookup:
         hashes: Sequence[bytes],
         segments: Sequence[m.Segment] | None,
         max_wait_s: float,
+        *,
+        is_guess: bool = False,
     ) -> PinnedBlocks:
-        options: dict[str, Any] = {} if segments is None else {"segments": segments}
         return await pool.pin(
             self._namespace,
             hashes,
             ttl_s=self._lease_s,
             max_wait_s=max_wait_s,
+            segments=segments,
+            is_guess=is_guess,
             timeout_s=self._timeout_s,
-            **options,
         )

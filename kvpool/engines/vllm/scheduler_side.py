@@ -30,7 +30,7 @@ from kvpool.wire import messages as m
 log = structlog.get_logger(__name__)
 
 NULL_PAGE = 0  # vLLM's placeholder for pages that a window has left behind
-IDLE_WAIT_S = 0.001
+SAVE_AGAIN_S = 1.0  # after a save that failed
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +52,7 @@ class Tracked:
     asked_until: float = 0.0  # monotonic seconds: until then the scheduling loop may wait for it
     local_tokens: int = 0  # that vLLM had when it last asked
     settled_at: int = -1
+    save_again_at: float = 0.0  # monotonic seconds; after a save that failed
     is_loading: bool = False
 
 
@@ -139,7 +140,8 @@ class SchedulerSide:
         """Begin to look for its blocks."""
         if self._namespace is None:
             return
-        tracked = Tracked(request, extra_keys(request))
+        # A session takes back tokens when its next input comes: what was named before is void then.
+        tracked = Tracked(request, None if request.resumable else extra_keys(request))
         self._tracked[request.request_id] = tracked
         if tracked.extra is None:
             self.figures.count("requests_not_shareable")
@@ -357,7 +359,7 @@ class SchedulerSide:
         if not self._settings.save_decoded:
             final = min(final, request.num_prompt_tokens)
         first, last = tracked.saved, final // self._block_tokens
-        if last <= first:
+        if last <= first or self._clock() < tracked.save_again_at:
             return None
         size = (last - first) * self._block_tokens
         size_bytes = self._bytes_of(size)
@@ -393,6 +395,7 @@ class SchedulerSide:
             tracked = self._tracked.get(held.request_id)
             if tracked is not None:
                 tracked.saved = min(tracked.saved, held.first_block)
+                tracked.save_again_at = self._clock() + SAVE_AGAIN_S
         if count < held.ranks:
             self._held[job_id] = _Held(
                 held.pages, held.ranks - count, held.request_id, held.first_block, held.size

@@ -1,0 +1,37 @@
+"""Ways of running vLLM that the connector does not support: refused at start, with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpool.errors import ConfigError
+
+
+def refuse_unsupported(vllm_config: Any) -> None:
+    """See that nothing in vLLM's configuration makes its KV something else than this connector thinks.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    parallel = vllm_config.parallel_config
+    for option in (
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ):
+        if getattr(parallel, option, 1) > 1:
+            raise ConfigError(
+                f"KVPoolConnector does not support {option}={getattr(parallel, option)}",
+                hint="use tensor_parallel_size or data_parallel_size",
+            )
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.use_eagle():
+        raise ConfigError(
+            f"KVPoolConnector does not support speculative decoding by {speculative.method}: the drafting"
+            " layers' KV of a block's last token is not final when the block is",
+            hint="ngram works",
+        )
+    if vllm_config.cache_config.kv_sharing_fast_prefill:
+        raise ConfigError(
+            "KVPoolConnector does not support kv_sharing_fast_prefill: it leaves layers' KV out"
+        )
