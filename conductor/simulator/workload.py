@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvpool.errors import ConfigError
-from kvpool.traces import TRACE_BLOCK_TOKENS, TraceRequest
+from kvpool.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest
 
 
 @dataclass(slots=True, frozen=True)
@@ -26,11 +26,11 @@ def arrivals(
     requests: Sequence[TraceRequest],
     *,
     speed: float = 1.0,
-    block_tokens: int = TRACE_BLOCK_TOKENS,
-    trace_block_tokens: int = TRACE_BLOCK_TOKENS,
+    block_tokens: int = MOONCAKE_BLOCK_TOKENS,
+    trace_block_tokens: int = MOONCAKE_BLOCK_TOKENS,
     max_prompt_tokens: int = 0,
 ) -> list[Arrival]:
-    """Requests of a trace, `speed` times as fast; without `hash_ids` no two of them share anything.
+    """Requests of a trace, `speed` times as fast; without `block_ids` no two of them share anything.
 
     Args:
         block_tokens: of the pool; must divide the trace's blocks.
@@ -46,7 +46,7 @@ def arrivals(
             f"blocks of {block_tokens} tokens do not divide the trace's {trace_block_tokens}"
         )
     pieces = trace_block_tokens // block_tokens
-    first_ms = requests[0].timestamp_ms if requests else 0.0
+    first_s = requests[0].time_s if requests else 0.0
     found = []
     for number, request in enumerate(requests):
         tokens = request.input_tokens
@@ -54,18 +54,18 @@ def arrivals(
             tokens = min(tokens, max_prompt_tokens)
         whole = tokens // block_tokens
         hashes = tuple(
-            _block(request.hash_ids, number, i // pieces, i % pieces) for i in range(whole)
+            _block(request.block_ids, number, i // pieces, i % pieces) for i in range(whole)
         )
-        at_s = (request.timestamp_ms - first_ms) / 1e3 / speed
+        at_s = (request.time_s - first_s) / speed
         found.append(Arrival(f"r{number}", at_s, tokens, max(1, request.output_tokens), hashes))
     return found
 
 
-def _block(hash_ids: Sequence[int], number: int, at: int, piece: int) -> bytes:
-    """A stand-in for a prefix hash: one for each piece of each block of the trace."""
-    if not hash_ids:
+def _block(block_ids: Sequence[int], number: int, at: int, piece: int) -> bytes:
+    """A stand-in for a prefix hash: one for each piece of each block of the trace; an own one where it has no name."""
+    if at >= len(block_ids):
         return b"\x01" + number.to_bytes(7, "little") + (at << 12 | piece).to_bytes(8, "little")
-    return hash_ids[at].to_bytes(12, "little", signed=True) + piece.to_bytes(4, "little")
+    return block_ids[at].to_bytes(12, "little", signed=True) + piece.to_bytes(4, "little")
 
 
 @dataclass(slots=True, frozen=True)
@@ -103,14 +103,14 @@ def synthetic(
             if at_s >= end_s:
                 break
             prompt = max(1, round(chance.expovariate(1 / shape.prompt_tokens)))
-            blocks = -(-prompt // TRACE_BLOCK_TOKENS)
+            blocks = -(-prompt // MOONCAKE_BLOCK_TOKENS)
             ids = list(range(next_id, next_id + blocks))
             next_id += blocks
             if shared_prefixes:
-                length = round(shape.prompt_tokens / 2 / TRACE_BLOCK_TOKENS)
+                length = round(shape.prompt_tokens / 2 / MOONCAKE_BLOCK_TOKENS)
                 prefix = chance.randrange(shared_prefixes) * 1000
                 ids[:length] = range(prefix, prefix + min(length, blocks))
             output = max(1, round(chance.expovariate(1 / shape.output_tokens)))
-            found.append(TraceRequest(at_s * 1e3, prompt, output, tuple(ids)))
+            found.append(TraceRequest(at_s, prompt, output, ids))
         start_s = end_s
     return found

@@ -16,7 +16,7 @@ from kvpool.cli.output import (
     print_table,
 )
 from kvpool.errors import ConfigError
-from kvpool.traces import read_trace
+from kvpool.traces import load_requests
 
 
 def deploy(
@@ -47,7 +47,7 @@ def deploy(
     from conductor.simulator.scenario import Scenario
     from conductor.simulator.workload import arrivals
     from kvpool.cli.policy_caches import cache_factory
-    from kvpool.cli.simulate import size_option
+    from kvpool.cli.simulate import say_skipped, size_option
 
     base = Scenario(
         model_named(model),
@@ -60,10 +60,9 @@ def deploy(
         slo_tpot_s=slo_tpot / 1e3,
     )
     make_cache = cache_factory(eviction)
-    recorded, problems = read_trace(trace, is_strict=strict)
-    for text in problems.shown:
-        error_console().print(f"skipped {text}", markup=False)
-    came = arrivals(recorded, speed=speed)
+    recorded, report = load_requests(str(trace), is_strict=strict)
+    say_skipped(str(trace), report)
+    came = arrivals(recorded, speed=speed, trace_block_tokens=report.block_tokens)
 
     def progress(text: str) -> None:
         error_console().print(text, markup=False)

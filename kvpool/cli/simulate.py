@@ -14,7 +14,7 @@ import typer
 from kvpool.cli.output import console, error_console, format_seconds, print_json, print_table
 from kvpool.errors import ConfigError
 from kvpool.settings import parse_bytes
-from kvpool.traces import TraceRequest, read_trace
+from kvpool.traces import MOONCAKE_BLOCK_TOKENS, TraceReport, TraceRequest, load_requests
 
 if TYPE_CHECKING:
     from conductor.simulator.scenario import Scenario
@@ -55,7 +55,7 @@ def simulate(
     eviction: Annotated[str, typer.Option(help="The nodes' eviction policy.")] = "prefix-lru",
     kv_dtype: Annotated[str, typer.Option(help="dtype of the KV.")] = "fp16",
     weights: Annotated[str, typer.Option(help="dtype of the weights.")] = "fp16",
-    block_tokens: Annotated[int, typer.Option(help="Must divide 512.")] = 512,
+    block_tokens: Annotated[int, typer.Option(help="Must divide the trace's, 512 mostly.")] = 512,
     chunk: Annotated[int, typer.Option(min=0, help="Tokens of a mixed step; 0: no chunks.")] = 2048,
     slo_ttft: Annotated[float, typer.Option(min=0, help="Milliseconds; 0: none.")] = 0.0,
     slo_tpot: Annotated[float, typer.Option(min=0, help="Milliseconds; 0: none.")] = 0.0,
@@ -117,8 +117,8 @@ def simulate(
         other = LinkProfile(2e-4, base.link_bytes_per_s)
         base = replace(base, measured=read_profile(profile, base.same_host, other))
     make_cache = cache_factory(eviction)
-    recorded, skipped = _requests(trace, load or [], requests, seed, strict)
-    came = arrivals(recorded, speed=speed, block_tokens=block_tokens)
+    recorded, cut, skipped = _requests(trace, load or [], requests, seed, strict)
+    came = arrivals(recorded, speed=speed, block_tokens=block_tokens, trace_block_tokens=cut)
     started = time.monotonic()
     varied = [
         replace(base, serving=s, strategy=n, admission=a)  # type: ignore[arg-type]
@@ -158,16 +158,16 @@ def simulate(
 
 def _requests(
     trace: Path | None, load: list[str], limit: int | None, seed: int, strict: bool
-) -> tuple[list[TraceRequest], int]:
+) -> tuple[list[TraceRequest], int, int]:
+    """Requests, the tokens of their blocks, and how many lines were skipped."""
     from conductor.simulator.workload import Shape, synthetic
 
     if (trace is None) == (not load):
         raise ConfigError("give either a trace or --load", hint="--load 4,8000,200,300")
     if trace is not None:
-        found, problems = read_trace(trace, is_strict=strict, limit=limit)
-        for text in problems.shown:
-            error_console().print(f"skipped {text}", markup=False)
-        return found, problems.skipped
+        found, report = load_requests(str(trace), is_strict=strict, limit=limit)
+        say_skipped(str(trace), report)
+        return found, report.block_tokens, report.skipped
     shapes = []
     for text in load:
         try:
@@ -180,7 +180,13 @@ def _requests(
     found = synthetic(shapes, seed, shared_prefixes=8)[:limit]
     if not found:
         raise ConfigError("the load is empty", hint="raise its rate or its duration")
-    return found, 0
+    return found, MOONCAKE_BLOCK_TOKENS, 0
+
+
+def say_skipped(name: str, report: TraceReport) -> None:
+    """Name the first lines that were skipped or came late, on stderr."""
+    for text in report.first:
+        error_console().print(f"{name}, {text}", markup=False)
 
 
 def _one_of(flag: str, given: list[str], known: Any) -> list[str]:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvpool.traces import TraceRequest
 from tests.tiers.traces import CONVERSATION, needs_conversation
 from tiers.replay.belady import belady_hits
 from tiers.replay.compact import CompactTrace, compact, load_trace
@@ -15,7 +16,6 @@ from tiers.replay.generate import generate
 from tiers.replay.guarded import GuardedCache
 from tiers.replay.plain import PLAIN
 from tiers.replay.replay import replay
-from tiers.replay.trace import TraceRequest
 
 CAPACITIES = (1000, 3000, 10_000, 30_000, 50_000)
 chains = st.lists(

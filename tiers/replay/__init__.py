@@ -3,10 +3,10 @@
 No node, no wire, no clock: the real policies on recorded requests.
 """
 
+from kvpool.traces import EmptyTrace, TraceReport, TraceRequest, read_trace
 from tiers.replay.belady import belady_hits
-from tiers.replay.compact import CompactTrace, EmptyTrace, compact, load_trace
+from tiers.replay.compact import CompactTrace, compact, load_trace
 from tiers.replay.replay import OF_REQUESTS, REPLAYABLE, Replay, TierSize, over_time, replay
-from tiers.replay.trace import TraceReport, TraceRequest, read_trace
 
 __all__ = [
     "OF_REQUESTS",

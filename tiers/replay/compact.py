@@ -15,14 +15,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.errors import ConfigError, KvpoolError
-from tiers.replay.request_log import Tokenize
-from tiers.replay.trace import (
+from kvpool.errors import KvpoolError
+from kvpool.traces import (
     MOONCAKE_BLOCK_TOKENS,
+    EmptyTrace,
+    Tokenize,
     TraceReport,
     TraceRequest,
     open_trace,
     read_trace,
+    why_empty,
 )
 
 NEVER = (1 << 63) - 1  # the next use of a block that is not used again
@@ -30,12 +32,6 @@ _FLUSH = 1 << 16  # numbers kept in memory before they are written
 _BUCKET = 1 << 22  # blocks whose next uses are found at a time
 
 Numbers = npt.NDArray[Any]
-
-
-class EmptyTrace(ConfigError):
-    """No line of the trace holds a request."""
-
-    code = "empty_trace"
 
 
 @dataclass(slots=True, frozen=True)
@@ -176,8 +172,7 @@ def load_trace(
     try:
         trace = compact(requests)
     except EmptyTrace as error:
-        why = f"; {report.skipped} lines were skipped, {report.first[0]}" if report.first else ""
-        raise EmptyTrace(f"{path} holds no request{why}") from error
+        raise EmptyTrace(f"{path} holds no request{why_empty(report)}") from error
     trace.block_tokens = report.block_tokens
     return trace, report
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from kvpool.errors import ConfigError
-from tiers.replay.trace import MOONCAKE_BLOCK_TOKENS, TraceRequest
+from kvpool.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest
 
 
 @dataclass(slots=True, order=True)

@@ -89,10 +89,10 @@ def test_the_command_writes_its_files_and_refuses_in_one_line(tmp_path: Path) ->
         "\n".join(
             json.dumps(
                 {
-                    "timestamp": r.timestamp_ms,
+                    "timestamp": 1000 * r.time_s,
                     "input_length": r.input_tokens,
                     "output_length": r.output_tokens,
-                    "hash_ids": r.hash_ids,
+                    "hash_ids": r.block_ids,
                 }
             )
             for r in rows

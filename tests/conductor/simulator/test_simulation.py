@@ -213,7 +213,7 @@ def test_transfers_pay_for_long_batches_and_fast_links() -> None:
 
 
 def test_traces_are_scaled_in_time_and_cut_into_smaller_blocks() -> None:
-    trace = [TraceRequest(1000, 1100, 5, (7, 8, 9)), TraceRequest(3000, 700, 0, (7, 10))]
+    trace = [TraceRequest(1, 1100, 5, [7, 8, 9]), TraceRequest(3, 700, 0, [7, 10])]
     first, second = arrivals(trace, speed=2, block_tokens=128)
     assert (first.at_s, second.at_s) == (0.0, 1.0)
     assert (len(first.hashes), len(second.hashes)) == (8, 5)

@@ -1,7 +1,8 @@
 """Requests from a file, one JSON object a line: Mooncake's trace format, or a log of requests.
 
 Mooncake: `timestamp` (ms), `input_length`, `output_length` (tokens), `hash_ids` (one id per block, equal ids
-mean an equal prefix up to there). A line without `hash_ids` is read as a logged request (`request_log`).
+mean an equal prefix up to there). A line without `hash_ids` is read as a logged request (`request_log`), or, where
+the caller can do without them, as a prompt that shares nothing.
 
 Streaming: one line at a time, whatever the file's size. Lines that are wrong are skipped and counted by kind,
 or end the reading where it is strict.
@@ -20,7 +21,7 @@ from typing import Annotated, Any
 import msgspec
 
 from kvpool.errors import ConfigError, InvalidArgument, brief
-from tiers.replay.request_log import RequestLog, Tokenize
+from kvpool.traces.request_log import RequestLog, Tokenize
 
 MOONCAKE_BLOCK_TOKENS = 512
 OTHER_BLOCK_TOKENS = (16, 32, 64, 128, 256, 1024)  # of other published traces
@@ -54,6 +55,12 @@ class TraceReport:
             self.first.append(f"line {line}: {what}")
 
 
+class EmptyTrace(ConfigError):
+    """No line of the trace holds a request."""
+
+    code = "empty_trace"
+
+
 class _Row(msgspec.Struct):
     """Mooncake's; ids are 64-bit so that a compact trace holds them as they are."""
 
@@ -72,6 +79,7 @@ def read_trace(
     time_unit_s: float | None = None,
     is_strict: bool = False,
     tokenize: Tokenize | None = None,
+    needs_ids: bool = True,
 ) -> Iterator[TraceRequest]:
     """The requests of a trace, in the order of its lines.
 
@@ -85,6 +93,7 @@ def read_trace(
             request log what `RequestLog` makes of it.
         is_strict: the first wrong line ends it.
         tokenize: of the texts of a request log.
+        needs_ids: a line of lengths alone is wrong; else it is a request without `block_ids`.
 
     Raises:
         ConfigError: a line is wrong and `is_strict`.
@@ -103,6 +112,8 @@ def read_trace(
                 _check(row, block_tokens)
                 time_s = row.timestamp * (time_unit_s or 1e-3)
                 request = TraceRequest(time_s, row.input_length, row.output_length, row.hash_ids)
+            elif not needs_ids and "input_length" in row:
+                request = _without_ids(row, time_unit_s or 1e-3)
             else:
                 request = TraceRequest(*log.read(row))
         except InvalidArgument as error:
@@ -116,6 +127,28 @@ def read_trace(
             report.note(number, what)
         latest_s = max(latest_s, request.time_s)
         yield request
+
+
+def load_requests(
+    path: str, *, is_strict: bool = False, needs_ids: bool = False, limit: int | None = None
+) -> tuple[list[TraceRequest], TraceReport]:
+    """The first `limit` requests of a file, by time, all in memory; see `read_trace`.
+
+    Raises:
+        ConfigError: it cannot be read, holds no request, or a line is wrong and `is_strict`.
+    """
+    report = TraceReport()
+    lines = open_trace(path)
+    requests = read_trace(lines, report, name=path, is_strict=is_strict, needs_ids=needs_ids)
+    found = sorted(islice(requests, limit), key=lambda request: request.time_s)
+    if not found:
+        raise EmptyTrace(f"{path} holds no request{why_empty(report)}")
+    return found, report
+
+
+def why_empty(report: TraceReport) -> str:
+    """The end of the sentence that says so: what was wrong with the first line."""
+    return f"; {report.skipped} lines were skipped, {report.first[0]}" if report.first else ""
 
 
 def open_trace(path: str) -> Iterator[bytes]:
@@ -168,18 +201,31 @@ def _refuse(report: TraceReport, name: str, line: int, what: str, is_strict: boo
     report.note(line, what)
 
 
-def _check(row: _Row, block_tokens: int) -> None:
+def _check_sizes(row: _Row) -> None:
     if not abs(row.timestamp) < 1e18:
         raise InvalidArgument(f"timestamp {row.timestamp}")
     for what, count in (("input_length", row.input_length), ("output_length", row.output_length)):
         if not 0 <= count < _MOST_TOKENS:
             raise InvalidArgument(f"{what} {count}")
+
+
+def _check(row: _Row, block_tokens: int) -> None:
+    _check_sizes(row)
     if not _implies(row, block_tokens):
         implied = -(-row.input_length // block_tokens)
         raise InvalidArgument(
             f"{len(row.hash_ids)} hash_ids, but input_length {row.input_length} implies {implied}"
             f" of {block_tokens} tokens"
         )
+
+
+def _without_ids(row: dict[str, Any], time_unit_s: float) -> TraceRequest:
+    try:
+        plain = msgspec.convert({**row, "hash_ids": []}, _Row)
+    except msgspec.ValidationError as error:
+        raise InvalidArgument(str(error)) from None
+    _check_sizes(plain)
+    return TraceRequest(plain.timestamp * time_unit_s, plain.input_length, plain.output_length, [])
 
 
 def _implies(row: _Row, block_tokens: int) -> bool:

@@ -1,0 +1,28 @@
+"""Traces of requests: when each came, how long it was, and which blocks its prompt had.
+
+They are read and checked here; who replays, simulates or describes them stands elsewhere.
+"""
+
+from kvpool.traces.reader import (
+    MOONCAKE_BLOCK_TOKENS,
+    EmptyTrace,
+    TraceReport,
+    TraceRequest,
+    load_requests,
+    open_trace,
+    read_trace,
+    why_empty,
+)
+from kvpool.traces.request_log import Tokenize
+
+__all__ = [
+    "MOONCAKE_BLOCK_TOKENS",
+    "EmptyTrace",
+    "Tokenize",
+    "TraceReport",
+    "TraceRequest",
+    "load_requests",
+    "open_trace",
+    "read_trace",
+    "why_empty",
+]
