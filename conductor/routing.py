@@ -7,7 +7,6 @@ draw depends on the request's key alone.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -16,7 +15,7 @@ from typing import Annotated, Any, Literal, Self
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, did_you_mean
 from kvpool.strict_yaml import parse_yaml
 
 Mode = Literal["", "local", "disaggregated"]
@@ -263,9 +262,7 @@ def _problem(item: Mapping[str, Any]) -> str:
     path = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
         known = _known_keys(item["loc"][:-1])
-        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
-        return f"unknown key {path} ({hint})"
+        return f"unknown key {path} ({did_you_mean(item['loc'][-1], known)})"
     reason = str(item["msg"]).removeprefix("Value error, ")
     return f"{path or 'document'}: {reason}"
 

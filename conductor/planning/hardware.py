@@ -7,13 +7,12 @@ right within a factor of 1.5 or so; measure for more. Data and arithmetic; no de
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass
 
 from conductor.cost import LinkProfile, Profile
 from conductor.planning.models import ModelShape
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, did_you_mean
 
 VALUE_BYTES = {
     "fp32": 4,
@@ -105,11 +104,7 @@ def gpu_named(name: str) -> Gpu:
     """A GPU by its name. Raises ConfigError: there is none; the text names the nearest."""
     gpu = GPUS.get(name.lower())
     if gpu is None:
-        near = difflib.get_close_matches(name.lower(), GPUS, n=1)
-        raise ConfigError(
-            f"unknown GPU {name!r}",
-            hint=f"did you mean {near[0]}?" if near else f"known: {', '.join(GPUS)}",
-        )
+        raise ConfigError(f"unknown GPU {name!r}", hint=did_you_mean(name.lower(), GPUS))
     return gpu
 
 

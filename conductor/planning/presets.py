@@ -5,13 +5,12 @@ Data only; what follows from the numbers is `conductor.planning.models`' busines
 
 from __future__ import annotations
 
-import difflib
 import json
 from pathlib import Path
 from typing import Any
 
 from conductor.planning.models import ModelShape, shape_of
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, did_you_mean
 
 HUB = "https://huggingface.co/"
 
@@ -198,12 +197,8 @@ def model_named(name: str) -> ModelShape:
         path = path / "config.json"
     if path.is_file():
         return shape_of(_read(path), path.resolve().parent.name or str(path), str(path))
-    near = difflib.get_close_matches(name.lower(), PRESETS, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise ConfigError(
-        f"unknown model {name!r}",
-        hint=f"{hint}known: {', '.join(PRESETS)}; or the path of a config.json",
-    )
+    hint = did_you_mean(name.lower(), PRESETS)
+    raise ConfigError(f"unknown model {name!r}", hint=f"{hint}, or the path of a config.json")
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -116,8 +116,8 @@ def test_a_canary_takes_about_its_share_and_rules_draw_independently() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("remote_prefil: {}", ["remote_prefil", "did you mean remote_prefill?"]),
-        ("remote_prefill: {min_input_token: 5}", ["did you mean min_input_tokens?"]),
+        ("remote_prefil: {}", ["remote_prefil", "did you mean 'remote_prefill'?"]),
+        ("remote_prefill: {min_input_token: 5}", ["did you mean 'min_input_tokens'?"]),
         ("rules: [{name: a, match: {tennant: x}}]", ["rules.0.match.tennant", "tenant"]),
         ("rules: [{name: a}, {name: a}]", ["two rules are named 'a'"]),
         ("rules: [{name: 'a b'}]", ["rules.0.name"]),
