@@ -120,6 +120,19 @@ def hash_chain(
     return chain
 
 
+def object_hash(namespace: Namespace, root: bytes, name: bytes) -> bytes:
+    """The hash of a block that an engine names by itself, as LMCache names its chunks.
+
+    Args:
+        root: from `chain_root`, with an extra key that no chain of tokens has, so that the two never meet.
+        name: the engine's whole name for it, in one unambiguous encoding.
+
+    Returns:
+        16 bytes.
+    """
+    return _digest(namespace.hash_algorithm, root + name)
+
+
 def checksum(data: Any) -> int:
     """xxh3-64 of a block part's bytes: what invariant 5 verifies from commit on."""
     return xxhash.xxh3_64_intdigest(data)

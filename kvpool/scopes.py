@@ -29,6 +29,7 @@ MESSAGES: dict[type[m.Message], Scope] = {
     m.Abort: WRITE,
     m.PutInline: WRITE,
     m.Protect: WRITE,
+    m.DropBlocks: WRITE,
     m.Replicate: WRITE,
     m.Drain: ADMIN,
     m.ResizeDram: ADMIN,

@@ -115,6 +115,7 @@ class NodeService:
             m.ReportCorrupt: lambda r, _s: self.report_corrupt(r),
             m.NodeLookup: lambda r, _s: self.lookup(r),
             m.Protect: lambda r, _s: self.protect(r),
+            m.DropBlocks: lambda r, _s: self.drop_blocks(r),
             m.ListNamespaces: lambda r, s: self.list_namespaces(r, s.principal),
             m.ListBlocks: lambda r, _s: self.list_blocks(r),
             m.PutInline: lambda r, s: self.put_inline(r, s.client_id),
@@ -326,6 +327,12 @@ class NodeService:
             )
         until = now + request.ttl_s if request.ttl_s else None
         return m.ProtectReply(self.store.protect(request.namespace_id, hashes, until, now))
+
+    def drop_blocks(self, request: m.DropBlocks) -> m.DropBlocksReply:
+        """Raises UnknownNamespace, InvalidArgument: hashes that cannot be."""
+        hashes, now = unpack_hashes(request.hashes), self._clock()
+        dropped = [self.store.drop(request.namespace_id, h, "dropped", now) for h in hashes]
+        return m.DropBlocksReply(sum(dropped))
 
     def list_namespaces(
         self, request: m.ListNamespaces, principal: Principal = ANYBODY

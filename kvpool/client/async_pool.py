@@ -213,7 +213,7 @@ class AsyncPool:
             UnknownNamespace: nobody registered it.
         """
         deadline = time.monotonic() + (timeout_s or self.timeout_s)
-        await self._ensure_registered(namespace, deadline)
+        await self.ensure_registered(namespace, deadline)
         if self._conductor is not None:
             request = m.Lookup(
                 namespace.namespace_id, pack_hashes(hashes), self.host_label, list(exclude)
@@ -559,6 +559,20 @@ class AsyncPool:
         deadline = time.monotonic() + (timeout_s or self.timeout_s)
         return await protection.unprotect(self, namespace, hashes, deadline)
 
+    async def drop(
+        self, namespace: Namespace, hashes: Sequence[bytes], *, timeout_s: float | None = None
+    ) -> dict[str, int]:
+        """Remove blocks for good, protected ones too; returns how many each node had.
+
+        Nobody can pin them any more when this returns; what is leased goes when it is released.
+
+        Raises:
+            InvalidArgument: more than `MAX_HASHES` of them.
+            DeadlineExceeded, Unavailable: a node did not answer; others may have done as asked.
+        """
+        deadline = time.monotonic() + (timeout_s or self.timeout_s)
+        return await protection.drop(self, namespace, hashes, deadline)
+
     async def list_blocks(
         self,
         *,
@@ -770,7 +784,8 @@ class AsyncPool:
             raise ConfigError(f"{what}: a conductor is needed", hint="use conductor=")
         return self._conductor
 
-    async def _ensure_registered(self, namespace: Namespace, deadline: float) -> None:
+    async def ensure_registered(self, namespace: Namespace, deadline: float) -> None:
+        """`register`, unless this client has done so; `deadline` in monotonic seconds."""
         if namespace.namespace_id not in self._known:
             await self.register(namespace, timeout_s=time_left(deadline))
 

@@ -54,6 +54,20 @@ class PinnedBlocks:
         self.wait_s = self.wait_s + lease.wait_s if is_known else -1.0
         self.waited_s += lease.waited_s
 
+    async def renew(self, ttl_s: float, timeout_s: float) -> None:
+        """Hold them for `ttl_s` from now; nodes may grant less. For blocks that are held and not read yet.
+
+        Raises:
+            LeaseExpired: a lease was over, or the blocks were released.
+            DeadlineExceeded, Unavailable: a node did not answer.
+        """
+        if self.is_released:
+            raise LeaseExpired("these blocks were released already")
+        deadline = time.monotonic() + timeout_s
+        for link, lease, _ in self.held:
+            if lease.lease_id:
+                await link.renew(lease, ttl_s, time_left(deadline))
+
     def release(self) -> None:
         """Let them go; a second call does nothing."""
         if not self.is_released:

@@ -239,6 +239,12 @@ class Pool:
         """See `AsyncPool.unprotect`."""
         return self._call(self._pool.unprotect(namespace, hashes, timeout_s=timeout_s), timeout_s)
 
+    def drop(
+        self, namespace: Namespace, hashes: Sequence[bytes], *, timeout_s: float | None = None
+    ) -> dict[str, int]:
+        """See `AsyncPool.drop`."""
+        return self._call(self._pool.drop(namespace, hashes, timeout_s=timeout_s), timeout_s)
+
     def ask_conductor(self, request: m.Message, *, timeout_s: float | None = None) -> Any:
         """See `AsyncPool.ask_conductor`."""
         return self._call(self._pool.ask_conductor(request, timeout_s=timeout_s), timeout_s)

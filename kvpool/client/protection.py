@@ -1,4 +1,4 @@
-"""Protection of blocks over all nodes of a pool; what it means is each node's affair (`tiers.protection`)."""
+"""Keeping blocks, and dropping them, on all nodes of a pool; what that means is each node's affair."""
 
 from __future__ import annotations
 
@@ -38,15 +38,28 @@ async def unprotect(
     return await _ask_all(pool, namespace, request, deadline)
 
 
+async def drop(
+    pool: AsyncPool, namespace: Namespace, hashes: Sequence[bytes], deadline: float
+) -> dict[str, int]:
+    """See `AsyncPool.drop`."""
+    request = m.DropBlocks(namespace.namespace_id, pack_hashes(hashes))
+    return await _ask_all(pool, namespace, request, deadline)
+
+
 async def _ask_all(
-    pool: AsyncPool, namespace: Namespace, request: m.Protect, deadline: float
+    pool: AsyncPool,
+    namespace: Namespace,
+    request: m.Protect | m.DropBlocks,
+    deadline: float,
 ) -> dict[str, int]:
     """The same request to every node at once; the first error is raised when all have answered."""
     node_ids = [info.descriptor.node_id for info in await pool.nodes(timeout_s=time_left(deadline))]
 
     async def ask(node_id: str) -> int:
         link = await pool.link(node_id, deadline)
-        reply: m.ProtectReply = await link.call(request, namespace, time_left(deadline))
+        reply: m.ProtectReply | m.DropBlocksReply = await link.call(
+            request, namespace, time_left(deadline)
+        )
         return reply.count
 
     answers = await asyncio.gather(*map(ask, node_ids), return_exceptions=True)

@@ -293,6 +293,22 @@ class ProtectReply(Reply, frozen=True):
     count: int  # blocks protected so now, or no longer
 
 
+class DropBlocks(Message, frozen=True):
+    """Remove blocks from this node, from all its tiers: their owner has no more use for them.
+
+    What is leased is hidden now and freed when it is let go.
+    """
+
+    namespace_id: bytes
+    hashes: bytes
+
+
+class DropBlocksReply(Reply, frozen=True):
+    """How many stood there."""
+
+    count: int
+
+
 class TierUsage(Reply, frozen=True):
     """Accounting of one tier, in bytes; the states add up to `capacity_bytes` (invariant 7)."""
 
@@ -892,6 +908,7 @@ REPLIES: dict[type[Message], type[Reply]] = {
     Prefetch: PrefetchReply,
     NodeStats: NodeStatsReply,
     Protect: ProtectReply,
+    DropBlocks: DropBlocksReply,
     ListNamespaces: ListNamespacesReply,
     ListBlocks: ListBlocksReply,
     NodeJoin: MemberReply,

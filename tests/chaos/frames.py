@@ -158,6 +158,8 @@ class FrameSource:
         """A request of any type, a node's own more often; large ones are used several times."""
         rng = self._rng
         request = rng.choice(OF_A_NODE if rng.random() < 0.7 else REQUESTS)
+        if request is m.DropBlocks and rng.random() < 0.95:
+            request = m.Pin  # else hardly anything would be left to pin, and no lease to renew
         if all(hint in (int, float, str, bytes, bool) for _, hint in _fields(request)):
             return self._fresh(request)
         made = self._made.setdefault(request, [])

@@ -283,3 +283,25 @@ def test_http_serves_the_same_blocks(cluster: Cluster) -> None:
         assert http.put("/v1/blocks/zz/zz", content=data).status_code == 400
         assert http.get("/healthz").status_code == http.get("/readyz").status_code == 200
         assert "kvpool_tier_bytes" in http.get("/metrics").text
+
+
+def test_dropped_blocks_are_gone_from_every_tier_and_can_be_stored_again(cluster: Cluster) -> None:
+    hashes = chain(7_001, 6)
+    data = some_bytes(7_001, 6)
+    with client(cluster) as pool:
+        pool.put(NAMESPACE, hashes, data)
+        wait_until(lambda: pool.lookup(NAMESPACE, hashes).found == 6, "the index has heard of them")
+        pool.protect(NAMESPACE, hashes[:4], ttl_s=None)
+        with pool.pinned(NAMESPACE, hashes[:1], part=0) as held:
+            assert sum(pool.drop(NAMESPACE, hashes[:4]).values()) == 4
+            out = np.empty((1, SIZE), np.uint8)
+            assert pool.read_pinned(held, out) == 1  # what is leased stands until it is let go
+            assert np.array_equal(out[0], data[0])
+        assert pool.get(NAMESPACE, hashes, np.empty_like(data)).found == 0
+        assert sum(pool.drop(NAMESPACE, hashes[:4]).values()) == 0
+        wait_until(lambda: pool.lookup(NAMESPACE, hashes).found == 0, "the index has heard of it")
+        assert pool.put(NAMESPACE, hashes, data).stored == 4
+        again = np.empty_like(data)
+        wait_until(lambda: pool.get(NAMESPACE, hashes, again).found == 6, "and of what came back")
+        assert np.array_equal(again, data)
+    wait_until(lambda: cluster.is_settled("here"), "nothing leaks")

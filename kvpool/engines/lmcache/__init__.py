@@ -1,0 +1,23 @@
+"""LMCache backends: the L2 adapter of its multi-process server, and the remote connector of its in-process mode.
+
+Named in LMCache's configuration by this module's path. Each half loads its side of LMCache when it is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvpool.engines.lmcache.l2_adapter import KVPoolL2Adapter
+    from kvpool.engines.lmcache.l2_config import KVPoolL2AdapterConfig
+
+__all__ = ["KVPoolL2Adapter", "KVPoolL2AdapterConfig"]
+
+_MODULES = {"KVPoolL2Adapter": "l2_adapter", "KVPoolL2AdapterConfig": "l2_config"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,0 +1,149 @@
+"""From LMCache's names to kvpool's: a namespace for each model, revision and object layout, a hash for each key.
+
+LMCache stores opaque objects: the KV of one chunk of tokens on one rank. Each becomes one block of one part,
+kept byte for byte. Its layout (format, shapes, dtypes) is part of the namespace, so that an object of another
+shape, dtype, chunk size or number of tokens is another block and can never be read in its place. Everything
+else that LMCache's key says (model, chunk hash, rank, world size, object group, salt, tags) goes into the hash.
+
+Pure but for a cache of namespaces. Imports nothing of LMCache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kvpool.engines.lmcache.settings import LMCacheSettings
+from kvpool.errors import InvalidArgument
+from kvpool.hashing import chain_root, object_hash
+from kvpool.layout import MAX_ORDER_CHARS, Layout, Namespace
+
+FORMAT = 1  # of what is hashed; another number makes all that is stored unfindable
+MAX_SPACES = 1024  # namespaces remembered; each costs a hash to make again
+
+
+class ObjectLayout(NamedTuple):
+    """How an object's bytes are laid out: as text, equal only where the bytes are interchangeable."""
+
+    text: str
+    size_bytes: int
+
+
+class Space(NamedTuple):
+    """A namespace, its id (which takes a while to compute), and the root of the hashes of its objects."""
+
+    namespace: Namespace
+    namespace_id: bytes
+    root: bytes
+
+
+class Item(NamedTuple):
+    """One object as the pool knows it. Items of one `row` follow each other as chunks of a prompt do."""
+
+    space: Space
+    name: bytes  # 16 bytes
+    row: bytes  # what their keys have in common, namespace included
+
+    @property
+    def ident(self) -> bytes:
+        """Names it in the whole pool."""
+        return self.space.namespace_id + self.name
+
+
+def object_layout(shapes: Iterable[Any], dtypes: Iterable[Any], form: str = "") -> ObjectLayout:
+    """The layout of an object of one or several tensors, each a shape and a `torch.dtype`, one after the other.
+
+    Args:
+        form: LMCache's memory format where several are in use.
+
+    Raises:
+        InvalidArgument: it has no bytes.
+    """
+    texts, size_bytes = [], 0
+    for shape, dtype in zip(shapes, dtypes, strict=True):
+        count = 1
+        for dimension in shape:
+            count *= int(dimension)
+        size_bytes += count * int(dtype.itemsize)
+        name = str(dtype).removeprefix("torch.")
+        texts.append(f"{name}[{','.join(str(int(d)) for d in shape)}]")
+    if size_bytes < 1:
+        raise InvalidArgument("an object without bytes cannot be stored")
+    text = ";".join(texts)
+    return ObjectLayout(f"{form}:{text}" if form else text, size_bytes)
+
+
+class Keyspace:
+    """Names objects under one set of settings. Every instance with equal ones gives equal names."""
+
+    def __init__(self, settings: LMCacheSettings) -> None:
+        self._settings = settings
+        self._spaces: OrderedDict[tuple[str, str], Space] = OrderedDict()
+
+    def space(self, model: str, layout: ObjectLayout) -> Space:
+        """The namespace of a model's objects of one layout.
+
+        Raises:
+            InvalidArgument: the model has no name, or one that is too long.
+        """
+        known = self._spaces.get((model, layout.text))
+        if known is not None:
+            return known
+        settings = self._settings
+        digest = hashlib.sha256(layout.text.encode()).hexdigest()
+        # One owner has one layout (the pool refuses a second), and a model may have several here.
+        revision = f"{settings.revision}/lmcache-{digest[:16]}"
+        text = f"lmcache:{layout.text}"
+        namespace = Namespace(
+            model,
+            revision,
+            # Bytes, whatever they mean: they must come back as they are, so nothing may be quantised.
+            Layout(
+                "uint8",
+                layers=1,
+                kv_heads=1,
+                head_dim=layout.size_bytes,
+                block_tokens=1,
+                kv_per_token=1,
+                order=text if len(text) <= MAX_ORDER_CHARS else f"lmcache:{digest}",
+            ),
+            settings.tenant,
+            settings.salt.get_secret_value(),
+            settings.hash_algorithm,
+        )
+        root = chain_root(namespace, (f"lmcache-{FORMAT}",))
+        made = Space(namespace, namespace.namespace_id, root)
+        self._spaces[model, layout.text] = made
+        if len(self._spaces) > MAX_SPACES:
+            self._spaces.popitem(last=False)
+        return made
+
+    def server_item(self, key: Any, layout: ObjectLayout) -> Item:
+        """The item of an `ObjectKey` of the multi-process server."""
+        space = self.space(key.model_name, layout)
+        row = msgspec.msgpack.encode(
+            ["object", key.model_name, key.kv_rank, key.object_group_id, key.cache_salt]
+        )
+        return _item(space, row, bytes(key.chunk_hash))
+
+    def engine_item(self, key: Any, layout: ObjectLayout) -> Item:
+        """The item of a `CacheEngineKey` of the in-process mode, or of one layer's."""
+        space = self.space(key.model_name, layout)
+        tags = [[str(name), str(value)] for name, value in key.tags or ()]
+        layer = getattr(key, "layer_id", -1)
+        row = msgspec.msgpack.encode(
+            ["engine", key.model_name, key.world_size, key.worker_id, str(key.dtype), tags, layer]
+        )
+        chunk = key.chunk_hash
+        # Of any length, and of either sign where Python's own hash made it.
+        text = chunk if isinstance(chunk, bytes) else f"{int(chunk):x}".encode()
+        return _item(space, row, text)
+
+
+def _item(space: Space, row: bytes, chunk: bytes) -> Item:
+    name = msgspec.msgpack.encode([row, chunk])
+    return Item(space, object_hash(space.namespace, space.root, name), space.namespace_id + row)

@@ -1,0 +1,413 @@
+"""kvpool as an L2 of LMCache's multi-process server: `--l2-adapter '{"type": "plugin", ...}'`.
+
+A thin shell: LMCache's controllers submit tasks from their threads, the work is done on one event loop
+(`objects`), and each task ends with one result and one signal on its kind's event descriptor. No task raises
+and none is lost: whatever fails is a miss, or an object that was not stored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
+
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.api import KeyEntry, KeyListPage
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+
+from kvpool.engines.lmcache.keys import Item, Keyspace, ObjectLayout, object_layout
+from kvpool.engines.lmcache.l2_config import KVPoolL2AdapterConfig
+from kvpool.engines.lmcache.ledger import Entry, Ledger
+from kvpool.engines.lmcache.locks import Group, LockTable
+from kvpool.engines.lmcache.objects import Held, ObjectStore
+from kvpool.engines.lmcache.outbox import Outbox
+from kvpool.engines.loop_thread import LoopThread
+from kvpool.engines.quiet_log import QuietLog
+from kvpool.engines.reachability import Reachability
+from kvpool.errors import InvalidArgument, KvpoolError, Unavailable
+
+RENEW_AFTER = 1 / 3  # of a lock's lease
+INDEX_DELAY_S = 5.0  # the pool's index hears of a stored object a little later
+
+
+class KVPoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
+    """See LMCache's `L2AdapterInterface`; this says what is particular here.
+
+    A lookup holds what it found by leases of the pool until it is unlocked; they are renewed meanwhile, and
+    let go after `max_lock_s` in any case. The pool evicts by itself: its capacity is unknown to LMCache, and so
+    LMCache's own aggregate eviction of L2 stays off (quotas by salt work, on what this server stored).
+
+    Args:
+        config: from `KVPoolL2AdapterConfig.from_dict`, or the mapping that it takes.
+        l1_memory_desc: not needed: nothing has to be registered beforehand.
+
+    Raises:
+        ValueError: as `KVPoolL2AdapterConfig.from_dict`. ConfigError: a file of TLS cannot be used.
+    """
+
+    def __init__(
+        self, config: KVPoolL2AdapterConfig | Mapping[str, Any], l1_memory_desc: object = None
+    ) -> None:
+        super().__init__(max_capacity_bytes=0)
+        if not isinstance(config, KVPoolL2AdapterConfig):
+            config = KVPoolL2AdapterConfig.from_dict(dict(config))
+        self.settings = settings = config.settings
+        self._log = QuietLog("kvpool.engines.lmcache")
+        self._reachability = Reachability(settings.backoff_s, settings.max_backoff_s)
+        self._keys = Keyspace(settings)
+        self._layouts: dict[tuple[str, int], set[ObjectLayout]] = {}
+        self._locks: LockTable[Held] = LockTable()  # on the loop alone
+        self._ledger = Ledger(settings.max_listed)
+        self._task_ids = itertools.count()
+        self._stores: Outbox[L2StoreResult] = Outbox()
+        self._lookups: Outbox[Bitmap] = Outbox()
+        self._loads: Outbox[Bitmap] = Outbox()
+        self._jobs: set[asyncio.Task[None]] = set()  # on the loop alone
+        self._is_closed = False
+        self._thread = LoopThread("kvpool-lmcache")
+        try:
+            self._thread.start(self._open()).result(10.0)
+        except BaseException:
+            self._thread.stop()
+            raise
+
+    async def _open(self) -> None:
+        pool = self.settings.open_async_pool(self.settings.load_timeout_s)
+        self._pool = pool
+        self._objects = ObjectStore(pool, self._reachability, self._warn)
+        self._store_slots = asyncio.Semaphore(self.settings.max_stores)
+        self._run(self._greet())
+        self._renewer = asyncio.ensure_future(self._renew_locks())
+
+    async def _greet(self) -> None:
+        """Meet the pool before the first request does; start anyway where it is not there."""
+        try:
+            await self._pool.connect(timeout_s=self.settings.lookup_timeout_s)
+        except KvpoolError as error:
+            self._reachability.failed(time.monotonic())
+            self._warn("the pool cannot be reached; all is a miss until it can", error)
+
+    # ------------------------------------------------------------ event descriptors
+
+    def get_store_event_fd(self) -> int:
+        """Signalled once for each store that ended."""
+        return self._stores.fd
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        """Signalled once for each lookup that ended."""
+        return self._lookups.fd
+
+    def get_load_event_fd(self) -> int:
+        """Signalled once for each load that ended."""
+        return self._loads.fd
+
+    # ------------------------------------------------------------ store
+
+    def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
+        """Store objects; the task succeeds when all of them stand in the pool."""
+        task_id = next(self._task_ids)
+        deadline = time.monotonic() + self.settings.store_timeout_s
+        self._submit(
+            self._store(task_id, list(keys), list(objects), deadline),
+            lambda: self._stores.put(task_id, L2StoreResult(False, 0)),
+        )
+        return task_id
+
+    def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
+        """The results of all stores that ended since the last call."""
+        return self._stores.take_all()
+
+    async def _store(
+        self, task_id: int, keys: Sequence[Any], objects: Sequence[Any], deadline: float
+    ) -> None:
+        result = L2StoreResult(False, 0)
+        try:
+            places, items, buffers = self._items_of(keys, objects)
+            async with asyncio.timeout_at(asyncio.get_running_loop().time() + _left(deadline)):
+                await self._store_slots.acquire()
+            try:
+                stored = await self._objects.write(items, buffers, _left(deadline))
+            finally:
+                self._store_slots.release()
+            is_complete = stored.is_complete and len(places) == len(keys)
+            result = L2StoreResult(is_complete, stored.bytes_written)
+            self._note((keys[places[i]], items[i], len(buffers[i])) for i in stored.standing)
+        except TimeoutError as error:
+            self._objects.counters["store_gave_up"] += 1
+            self._warn("a store waited too long for others", error)
+        finally:
+            self._stores.put(task_id, result)
+
+    # ------------------------------------------------------------ lookup
+
+    def submit_lookup_and_lock_task(
+        self, keys: list[Any], group_layout_descs: Mapping[int, Any]
+    ) -> int:
+        """Find objects of the layouts told, and lock what is found. An object of another layout is a miss."""
+        task_id = next(self._task_ids)
+        self._submit(
+            self._lookup(task_id, list(keys), dict(group_layout_descs)),
+            lambda: self._lookups.put(task_id, Bitmap(len(keys))),
+        )
+        return task_id
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
+        """The result of a lookup, once; None: not yet, or had already."""
+        return self._lookups.take(task_id)
+
+    async def _lookup(self, task_id: int, keys: Sequence[Any], descs: Mapping[int, Any]) -> None:
+        bitmap = Bitmap(len(keys))
+        try:
+            layouts = {
+                group: object_layout(desc.shapes, desc.dtypes) for group, desc in descs.items()
+            }
+            places = [i for i, key in enumerate(keys) if key.object_group_id in layouts]
+            items = [self._item(keys[i], layouts[keys[i].object_group_id]) for i in places]
+            settings = self.settings
+            kept, held = await self._objects.hold(
+                items, settings.lock_ttl_s, settings.lookup_timeout_s
+            )
+            until = time.monotonic() + settings.max_lock_s
+            for one in held:
+                self._locks.lock([items[i].ident for i in one.indices], one, until)
+            for place, is_kept in zip(places, kept, strict=True):
+                if is_kept:
+                    bitmap.set(place)
+            if not self._reachability.is_down:
+                self._not_found([i for i, is_kept in zip(items, kept, strict=True) if not is_kept])
+        finally:
+            self._lookups.put(task_id, bitmap)
+
+    def submit_unlock(self, keys: list[Any]) -> None:
+        """Take a lock off each; always succeeds, whatever the keys."""
+        try:
+            self._thread.call_soon(self._unlock, list(keys))
+        except Unavailable:
+            return  # closed: the leases ended with the connection
+
+    def _unlock(self, keys: Sequence[Any]) -> None:
+        # By every layout known for its group: which one was looked up does not show in a key.
+        idents = [item.ident for key in keys for item in self._known_items(key)]
+        for held in self._locks.unlock(idents):
+            held.pinned.release()
+
+    async def _renew_locks(self) -> None:
+        ttl_s = self.settings.lock_ttl_s
+        while True:
+            await asyncio.sleep(ttl_s * RENEW_AFTER)
+            now = time.monotonic()
+            for held in self._locks.expire(now):
+                self._objects.counters["locks_given_up"] += 1
+                held.pinned.release()
+            due = [g for g in self._locks.groups() if g.lease.pinned.deadline < now + ttl_s]
+            await asyncio.gather(*(self._renew(group, ttl_s) for group in due))
+
+    async def _renew(self, group: Group[Held], ttl_s: float) -> None:
+        try:
+            await group.lease.pinned.renew(ttl_s, ttl_s * RENEW_AFTER)
+        except KvpoolError as error:
+            if group.lease.pinned.is_released:
+                return  # it was unlocked meanwhile
+            # What it held may go now; a load will see what is still there.
+            self._objects.counters["locks_lost"] += 1
+            self._locks.drop(group)
+            group.lease.pinned.release()
+            self._warn("a lock was lost", error)
+
+    # ------------------------------------------------------------ load
+
+    def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
+        """Read objects into LMCache's memory; nothing is written to it after the task has ended."""
+        task_id = next(self._task_ids)
+        self._submit(
+            self._load(task_id, list(keys), list(objects)),
+            lambda: self._loads.put(task_id, Bitmap(len(keys))),
+        )
+        return task_id
+
+    def query_load_result(self, task_id: int) -> Bitmap | None:
+        """The result of a load, once; None: not yet, or had already."""
+        return self._loads.take(task_id)
+
+    async def _load(self, task_id: int, keys: Sequence[Any], objects: Sequence[Any]) -> None:
+        bitmap = Bitmap(len(keys))
+        try:
+            places, items, buffers = self._items_of(keys, objects)
+            came = await self._objects.read(items, buffers, self.settings.load_timeout_s)
+            loaded = [i for i, is_here in enumerate(came) if is_here]
+            for i in loaded:
+                bitmap.set(places[i])
+            if loaded:
+                self._note((keys[places[i]], items[i], len(buffers[i])) for i in loaded)
+                self._notify_keys_accessed([keys[places[i]] for i in loaded])
+        finally:
+            self._loads.put(task_id, bitmap)
+
+    # ------------------------------------------------------------ delete, list, status
+
+    def delete(self, keys: list[Any]) -> None:
+        """Remove objects from the whole pool. Locked ones and those of layouts never seen here are left."""
+        timeout_s = self.settings.lookup_timeout_s
+        try:
+            self._thread.start(self._delete(list(keys), timeout_s)).result(timeout_s + 2.0)
+        except (Unavailable, TimeoutError) as error:
+            self._warn("deleting failed", error)
+
+    async def _delete(self, keys: Sequence[Any], timeout_s: float) -> None:
+        items = [item for key in keys for item in self._known_items(key)]
+        items = [item for item in items if not self._locks.is_locked(item.ident)]
+        gone = await self._objects.drop(items, timeout_s)
+        dropped = [item for item, is_gone in zip(items, gone, strict=True) if is_gone]
+        self._tell_gone(self._ledger.remove(dropped))
+
+    def list_l2_keys(
+        self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
+    ) -> KeyListPage:
+        """Keys that this server stored or loaded and that the pool still has; others' it cannot know.
+
+        Raises:
+            ValueError: the page size is not positive, or the cursor is none of ours.
+        """
+        if page_size < 1:
+            raise ValueError(f"page_size must be positive, got {page_size}")
+        if cursor is not None and not (cursor.isascii() and cursor.isdigit()):
+            raise ValueError(f"{cursor!r} is no cursor of this list")
+        page = self._ledger.page(int(cursor or 0), page_size, model_name)
+        standing = self._still_standing(page)
+        entries = tuple(KeyEntry(e.key.to_encoded_object_key(), e.size_bytes) for e in standing)
+        return KeyListPage(entries, str(page[-1].number) if len(page) == page_size else None)
+
+    def _still_standing(self, page: Sequence[Entry]) -> Sequence[Entry]:
+        timeout_s = self.settings.lookup_timeout_s
+        job = self._objects.find([entry.item for entry in page], timeout_s)
+        try:
+            found = self._thread.start(job).result(timeout_s + 2.0)
+        except (Unavailable, TimeoutError):
+            return page
+        if self._reachability.is_down:
+            return page
+        self._not_found([e.item for e, is_there in zip(page, found, strict=True) if not is_there])
+        return [entry for entry, is_there in zip(page, found, strict=True) if is_there]
+
+    def report_status(self) -> dict[str, Any]:
+        """What LMCache's server shows of it at /status."""
+        return {
+            "is_healthy": self._thread.is_alive and not self._reachability.is_down,
+            "type": "KVPoolL2Adapter",
+            "pool": self.settings.node or self.settings.conductor,
+            "is_reachable": not self._reachability.is_down,
+            "locked_key_count": len(self._locks),
+            "known_key_count": len(self._ledger),
+            "counters": dict(self._objects.counters),
+            "peers": [
+                {"node": p.node_id, "transport": p.transport, "read_bytes": p.read_bytes}
+                for p in self._pool.peers()
+            ],
+        }
+
+    def close(self) -> None:
+        """Let tasks end, give back all leases, and stop; a second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        longest_s = max(self.settings.load_timeout_s, self.settings.store_timeout_s)
+        try:
+            self._thread.start(self._close(longest_s)).result(longest_s + 10.0)
+        except (Unavailable, TimeoutError) as error:
+            self._warn("closing took too long", error)
+        self._thread.stop()
+        for outbox in (self._stores, self._lookups, self._loads):
+            outbox.close()
+
+    async def _close(self, longest_s: float) -> None:
+        self._renewer.cancel()
+        # Until a task has ended it may read from or write to LMCache's memory. All have deadlines.
+        if self._jobs:
+            await asyncio.wait(self._jobs, timeout=longest_s)
+        for held in self._locks.expire(float("inf")):
+            held.pinned.release()
+        await self._pool.close()
+
+    # ------------------------------------------------------------ within
+
+    def _submit(self, job: Coroutine[Any, Any, None], give_up: Any) -> None:
+        """Run a task on the loop; where there is none any more, end it here."""
+        try:
+            if self._is_closed:
+                raise Unavailable("the adapter is closed")
+            self._thread.call_soon(self._run, job)
+        except Unavailable as error:
+            job.close()
+            self._warn("a task came after the end", error)
+            give_up()
+
+    def _run(self, job: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(job)
+        self._jobs.add(task)
+        task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        """Every task ends with a result; what it died of is a defect of ours and must be seen."""
+        self._jobs.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._objects.counters["defects"] += 1
+            self._warn("a task died", error)
+
+    def _items_of(
+        self, keys: Sequence[Any], objects: Sequence[Any]
+    ) -> tuple[list[int], list[Item], list[memoryview]]:
+        """Indices, items and buffers of the objects that can be stored as they are."""
+        places: list[int] = []
+        items: list[Item] = []
+        buffers: list[memoryview] = []
+        for place, (key, memory) in enumerate(zip(keys, objects, strict=True)):
+            try:
+                layout = object_layout(memory.get_shapes(), memory.get_dtypes())
+                buffer = memoryview(memory.byte_array)
+                if buffer.nbytes != layout.size_bytes:
+                    raise InvalidArgument(
+                        f"an object of {buffer.nbytes} bytes has the layout {layout.text}",
+                        hint="LMCache's serde is not supported",
+                    )
+                item = self._item(key, layout)
+            except (KvpoolError, TypeError, NotImplementedError) as error:
+                self._objects.counters["refused"] += 1
+                self._warn("an object cannot be stored", error)
+                continue
+            places.append(place)
+            items.append(item)
+            buffers.append(buffer)
+        return places, items, buffers
+
+    def _item(self, key: Any, layout: ObjectLayout) -> Item:
+        self._layouts.setdefault((key.model_name, key.object_group_id), set()).add(layout)
+        return self._keys.server_item(key, layout)
+
+    def _known_items(self, key: Any) -> list[Item]:
+        """The key's items under every layout that was seen for its model and group."""
+        layouts = self._layouts.get((key.model_name, key.object_group_id), ())
+        return [self._keys.server_item(key, layout) for layout in layouts]
+
+    def _note(self, known: Any) -> None:
+        new, forgotten = self._ledger.add(known, time.monotonic())
+        if new:
+            self._notify_keys_stored([e.key for e in new], [e.size_bytes for e in new])
+        self._tell_gone(forgotten)
+
+    def _not_found(self, items: Sequence[Item]) -> None:
+        """The pool has evicted them, or does not know yet that it has them."""
+        self._tell_gone(self._ledger.remove(items, time.monotonic() - INDEX_DELAY_S))
+
+    def _tell_gone(self, entries: Sequence[Entry]) -> None:
+        if entries:
+            self._notify_keys_deleted([e.key for e in entries], [e.size_bytes for e in entries])
+
+    def _warn(self, kind: str, error: BaseException) -> None:
+        self._log.warn(kind, f"{type(error).__name__}: {error}", time.monotonic())
+
+
+def _left(deadline: float) -> float:
+    return max(0.001, deadline - time.monotonic())

@@ -1,0 +1,37 @@
+"""What LMCache's plugin loader makes of `adapter_params`: checked settings, and a help text."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
+
+from kvpool.engines.lmcache.settings import LMCacheSettings
+from kvpool.engines.settings import read_settings
+from kvpool.errors import ConfigError
+
+SOURCE = "adapter_params of the l2-adapter"
+
+
+class KVPoolL2AdapterConfig(L2AdapterConfigBase):  # type: ignore[misc]
+    """`adapter_params`, checked."""
+
+    def __init__(self, settings: LMCacheSettings) -> None:
+        self.settings = settings
+
+    @classmethod
+    def from_dict(cls, given: dict[str, Any]) -> Self:
+        """Raises ValueError: a key is unknown, or a value cannot be accepted."""
+        try:
+            return cls(read_settings(LMCacheSettings, given, SOURCE))
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+
+    @classmethod
+    def help(cls) -> str:
+        """One line for each setting."""
+        fields = LMCacheSettings.model_fields.items()
+        lines = (
+            f"- {name}: {field.description or 'as for kvpool clients'}" for name, field in fields
+        )
+        return "kvpool L2 adapter, adapter_params:\n" + "\n".join(lines)

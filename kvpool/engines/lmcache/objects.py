@@ -1,0 +1,366 @@
+"""LMCache's objects in the pool: find, hold, read and write many at once, with a deadline, and never raise.
+
+Runs on one event loop. LMCache asks for arbitrary sets of objects where the pool thinks in chains: sets are cut
+into runs, and a gap costs one object, not what follows it. Every trouble is a miss or an object not stored,
+counted here; whether the pool is worth asking at all is decided here, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from kvpool.client import AsyncPool
+from kvpool.client.deadlines import time_left
+from kvpool.client.pinning import PinnedBlocks
+from kvpool.engines.lmcache.keys import Item
+from kvpool.engines.reachability import Reachability
+from kvpool.errors import REFUSALS, DeadlineExceeded, KvpoolError, NoRoom, Unavailable
+from kvpool.hashing import pack_hashes
+from kvpool.layout import Namespace
+from kvpool.wire import messages as m
+
+MAX_ASKED = 8192  # hashes in one question to a conductor
+MAX_GAPS = (
+    16  # per run, of blocks that were said to be there; after them the rest is taken for gone
+)
+MAX_PARENTS = 131_072  # remembered predecessors of objects; some 200 bytes each
+Warn = Callable[[str, BaseException], None]  # what happened, and why
+
+
+@dataclass(slots=True, frozen=True)
+class Held:
+    """Objects that stay in place until released, each by its index in what was asked for."""
+
+    pinned: PinnedBlocks
+    indices: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Stored:
+    """What became of a set of objects that was to be stored."""
+
+    standing: list[int] = field(default_factory=list)  # indices of those that the pool now has
+    bytes_written: int = 0  # less for what it had already
+    is_complete: bool = True
+
+
+class ObjectStore:
+    """The pool as a store of objects.
+
+    Args:
+        pool: used on the loop that is running.
+        reachability: shared by all that this process asks.
+        warn: told of every trouble; it bounds what is logged.
+    """
+
+    def __init__(self, pool: AsyncPool, reachability: Reachability, warn: Warn) -> None:
+        self._pool = pool
+        self._reachability = reachability
+        self._warn = warn
+        self._parents: OrderedDict[bytes, bytes] = OrderedDict()  # by ident; of one row
+        self.counters: Counter[str] = Counter()
+
+    def may_ask(self) -> bool:
+        """Whether the pool is to be asked now; counts where it is not."""
+        if self._reachability.may_ask(time.monotonic()):
+            return True
+        self.counters["skipped_while_down"] += 1
+        return False
+
+    # ------------------------------------------------------------ finding
+
+    async def find(self, items: Sequence[Item], timeout_s: float) -> list[bool]:
+        """Which of them stand in the pool; takes no lease. All False where it does not answer."""
+        found = [False] * len(items)
+        if not items or not self.may_ask():
+            return found
+        deadline = time.monotonic() + timeout_s
+        try:
+            for namespace, indices in _by_namespace(items):
+                for start in range(0, len(indices), MAX_ASKED):
+                    part = indices[start : start + MAX_ASKED]
+                    standing = await self._standing(
+                        namespace, [items[i].name for i in part], deadline
+                    )
+                    for index, is_there in zip(part, standing, strict=True):
+                        found[index] = is_there
+        except KvpoolError as error:
+            self._failed("looking up", error)
+            return [False] * len(items)
+        self._answered()
+        return found
+
+    async def _standing(
+        self, namespace: Namespace, names: Sequence[bytes], deadline: float
+    ) -> list[bool]:
+        pool = self._pool
+        await pool.ensure_registered(namespace, deadline)
+        if pool.has_conductor:
+            request = m.Standing(namespace.namespace_id, pack_hashes(names))
+            reply: m.StandingReply = await pool.ask_conductor(
+                request, timeout_s=time_left(deadline)
+            )
+            return [copies > 0 for copies in reply.copies]
+        # A node tells of leading runs alone: go on behind each gap.
+        found: list[bool] = []
+        while len(found) < len(names):
+            rest = names[len(found) :]
+            run = (await pool.lookup(namespace, rest, timeout_s=time_left(deadline))).found
+            found += [True] * run + [False] * (run < len(rest))
+        return found
+
+    async def hold(
+        self, items: Sequence[Item], ttl_s: float, timeout_s: float
+    ) -> tuple[list[bool], list[Held]]:
+        """Find them and take leases on what is there, for `ttl_s`; the caller renews and releases."""
+        deadline = time.monotonic() + timeout_s
+        self._remember_order(items)
+        found = await self.find(items, timeout_s)
+        held: list[Held] = []
+        kept = [False] * len(items)
+        runs = [run for run in _runs(items) for run in _true_runs(run, found)]
+        for outcome in await asyncio.gather(
+            *(self._hold_run(items, run, ttl_s, deadline) for run in runs)
+        ):
+            held += outcome
+        for one in held:
+            for index in one.indices:
+                kept[index] = True
+        self.counters["looked_up"] += len(items)
+        self.counters["held"] += sum(kept)
+        return kept, held
+
+    async def _hold_run(
+        self, items: Sequence[Item], run: Sequence[int], ttl_s: float, deadline: float
+    ) -> list[Held]:
+        held: list[Held] = []
+        rest, namespace = list(run), items[run[0]].space.namespace
+        try:
+            for _ in range(MAX_GAPS):
+                pinned = await self._pool.pin(
+                    namespace,
+                    [items[i].name for i in rest],
+                    ttl_s=ttl_s,
+                    timeout_s=time_left(deadline),
+                )
+                if pinned.found:
+                    held.append(Held(pinned, tuple(rest[: pinned.found])))
+                else:
+                    pinned.release()
+                rest = rest[pinned.found + 1 :]
+                if not rest:
+                    break
+        except KvpoolError as error:
+            self._trouble("holding", error)
+        return held
+
+    # ------------------------------------------------------------ reading
+
+    async def read(
+        self, items: Sequence[Item], buffers: Sequence[Any], timeout_s: float
+    ) -> list[bool]:
+        """Read them into the caller's memory; which of them came. The memory of the others is undefined.
+
+        Nothing is written to it after this has returned: what NIXL might still deliver late goes through
+        memory of our own.
+        """
+        came = [False] * len(items)
+        if not items or not self.may_ask():
+            return came
+        deadline = time.monotonic() + timeout_s
+        await asyncio.gather(
+            *(
+                self._read_run(items, indices, buffers, came, deadline)
+                for _, indices in _by_namespace(items)
+            )
+        )
+        self.counters["loads_asked"] += len(items)
+        self.counters["loaded"] += sum(came)
+        return came
+
+    async def _read_run(
+        self,
+        items: Sequence[Item],
+        indices: Sequence[int],
+        buffers: Sequence[Any],
+        came: list[bool],
+        deadline: float,
+    ) -> None:
+        rest, namespace = list(indices), items[indices[0]].space.namespace
+        try:
+            for _ in range(MAX_GAPS):
+                result = await self._pool.get(
+                    namespace,
+                    [items[i].name for i in rest],
+                    [buffers[i] for i in rest],
+                    timeout_s=time_left(deadline),
+                )
+                self._answered()
+                for index in rest[: result.found]:
+                    came[index] = True
+                if result.found < len(rest):
+                    self.counters[f"miss:{result.miss_reason}"] += 1
+                for transport, count in result.bytes_moved.items():
+                    self.counters[f"bytes_read:{transport}"] += count
+                rest = rest[result.found + 1 :]
+                if not rest:
+                    break
+        except KvpoolError as error:
+            self._failed("loading", error)
+
+    # ------------------------------------------------------------ writing
+
+    async def write(
+        self, items: Sequence[Item], buffers: Sequence[Any], timeout_s: float
+    ) -> Stored:
+        """Write them from the caller's memory."""
+        stored = Stored()
+        if not items:
+            return stored
+        if not self.may_ask():
+            stored.is_complete = False
+            return stored
+        deadline = time.monotonic() + timeout_s
+        await asyncio.gather(
+            *(
+                self._write_run(items, run, buffers, stored, deadline)
+                for rows in _runs(items)
+                for run in self._chains(items, rows)
+            )
+        )
+        stored.standing.sort()
+        return stored
+
+    async def _write_run(
+        self,
+        items: Sequence[Item],
+        run: Sequence[int],
+        buffers: Sequence[Any],
+        stored: Stored,
+        deadline: float,
+    ) -> None:
+        namespace = items[run[0]].space.namespace
+        try:
+            result = await self._pool.put(
+                namespace,
+                [items[i].name for i in run],
+                [buffers[i] for i in run],
+                parent=self._parents.get(items[run[0]].ident, b""),
+                timeout_s=time_left(deadline),
+            )
+        except NoRoom as error:
+            self._answered()
+            stored.is_complete = False
+            self.counters["rejected"] += len(run)
+            self._warn("the pool has no room", error)
+        except KvpoolError as error:
+            stored.is_complete = False
+            self.counters["store_failed"] += len(run)
+            self._failed("storing", error)
+        else:
+            self._answered()
+            # Slots are granted in order: what found no room is the tail.
+            stored.standing += run[: len(run) - result.rejected]
+            stored.bytes_written += sum(result.bytes_moved.values())
+            stored.is_complete &= not result.rejected
+            self.counters["stored"] += result.stored
+            self.counters["existing"] += result.existing + result.in_progress
+            self.counters["rejected"] += result.rejected
+            for transport, count in result.bytes_moved.items():
+                self.counters[f"bytes_written:{transport}"] += count
+
+    async def drop(self, items: Sequence[Item], timeout_s: float) -> list[bool]:
+        """Remove them from the pool; which of them are gone now. What is leased goes when it is released."""
+        gone = [False] * len(items)
+        if not items or not self.may_ask():
+            return gone
+        deadline = time.monotonic() + timeout_s
+        try:
+            for namespace, indices in _by_namespace(items):
+                names = [items[i].name for i in indices]
+                await self._pool.drop(namespace, names, timeout_s=time_left(deadline))
+                for index in indices:
+                    gone[index] = True
+        except KvpoolError as error:
+            self._failed("deleting", error)
+        else:
+            self._answered()
+        self.counters["dropped"] += sum(gone)
+        return gone
+
+    # ------------------------------------------------------------ order
+
+    def _remember_order(self, items: Sequence[Item]) -> None:
+        """Lookups name the chunks of a prompt in order: that tells whose prefix each one is."""
+        for before, after in pairwise(items):
+            if before.row == after.row:
+                self._parents[after.ident] = before.name
+                self._parents.move_to_end(after.ident)
+        while len(self._parents) > MAX_PARENTS:
+            self._parents.popitem(last=False)
+
+    def _chains(self, items: Sequence[Item], run: Sequence[int]) -> Iterable[list[int]]:
+        """Cut a run where one object is known not to follow the other."""
+        chain: list[int] = []
+        for index in run:
+            parent = self._parents.get(items[index].ident)
+            if chain and parent is not None and parent != items[chain[-1]].name:
+                yield chain
+                chain = []
+            chain.append(index)
+        if chain:
+            yield chain
+
+    # ------------------------------------------------------------ troubles
+
+    def _answered(self) -> None:
+        if self._reachability.answered():
+            self.counters["reconnected"] += 1
+
+    def _failed(self, doing: str, error: KvpoolError) -> None:
+        """A call failed as a whole. Where the pool itself did not answer, leave it alone for a while."""
+        if type(error) in (Unavailable, DeadlineExceeded, *REFUSALS):
+            self._reachability.failed(time.monotonic())
+        self._trouble(doing, error)
+
+    def _trouble(self, doing: str, error: KvpoolError) -> None:
+        self.counters[f"error:{error.code}"] += 1
+        self._warn(f"{doing} failed", error)
+
+
+def _by_namespace(items: Sequence[Item]) -> list[tuple[Namespace, list[int]]]:
+    groups: dict[bytes, tuple[Namespace, list[int]]] = {}
+    for index, item in enumerate(items):
+        space = item.space
+        groups.setdefault(space.namespace_id, (space.namespace, []))[1].append(index)
+    return list(groups.values())
+
+
+def _runs(items: Sequence[Item]) -> list[list[int]]:
+    """Indices of items that follow each other and are of one row."""
+    runs: list[list[int]] = []
+    for index, item in enumerate(items):
+        last = items[runs[-1][-1]] if runs else None
+        if last is not None and last.row == item.row:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return runs
+
+
+def _true_runs(run: Sequence[int], found: Sequence[bool]) -> list[list[int]]:
+    """The parts of a run that are there."""
+    parts: list[list[int]] = []
+    for before, index in zip([None, *run[:-1]], run, strict=True):
+        if found[index]:
+            if before is not None and found[before]:
+                parts[-1].append(index)
+            else:
+                parts.append([index])
+    return parts

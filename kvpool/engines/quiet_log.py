@@ -1,0 +1,40 @@
+"""Warnings at a bounded rate: a pool that is down must not fill an engine's log."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+PERIOD_S = 10.0
+
+
+class QuietLog:
+    """Writes a message of each kind once a period, and how many were left out since.
+
+    Args:
+        name: of the logger.
+        period_s: between two messages of one kind.
+    """
+
+    def __init__(self, name: str, period_s: float = PERIOD_S) -> None:
+        self._logger = logging.getLogger(name)
+        self._period_s = period_s
+        self._lock = threading.Lock()
+        self._kinds: dict[str, tuple[float, int]] = {}  # when last written, how many left out since
+
+    def warn(self, kind: str, text: str, now: float) -> bool:
+        """Log `kind: text` unless one of this kind was within the period; returns whether it was written.
+
+        Args:
+            kind: one of a few; what differs from case to case belongs into `text`.
+            now: monotonic seconds.
+        """
+        with self._lock:
+            written_at, left_out = self._kinds.get(kind, (float("-inf"), 0))
+            if now - written_at < self._period_s:
+                self._kinds[kind] = (written_at, left_out + 1)
+                return False
+            self._kinds[kind] = (now, 0)
+        more = f" (and {left_out} like it since the last such line)" if left_out else ""
+        self._logger.warning("%s: %s%s", kind, text, more)
+        return True

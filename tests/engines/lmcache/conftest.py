@@ -1,0 +1,22 @@
+"""A pool of real processes for LMCache's real classes. Nothing of LMCache is stubbed: it runs on CPU as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("lmcache")
+
+from tests.integration.cluster import Cluster
+
+
+@pytest.fixture(scope="package")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One conductor and one node, shared by all tests that break nothing."""
+    running = Cluster(tmp_path_factory.mktemp("lmcache"))
+    with running.fleet:
+        running.start_conductor()
+        running.start_node("n0", "node.dram_bytes=128MiB")
+        running.wait_joined(nodes=1)
+        yield running
