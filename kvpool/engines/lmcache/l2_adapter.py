@@ -33,7 +33,7 @@ RENEW_AFTER = 1 / 3  # of a lock's lease
 INDEX_DELAY_S = 5.0  # the pool's index hears of a stored object a little later
 
 
-class KVPoolL2Adapter(L2AdapterInterface):  # type: ignore[misc]
+class KVPoolL2Adapter(L2AdapterInterface):
     """See LMCache's `L2AdapterInterface`; this says what is particular here.
 
     A lookup holds what it found by leases of the pool until it is unlocked; they are renewed meanwhile, and

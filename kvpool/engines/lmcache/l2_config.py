@@ -13,7 +13,7 @@ from kvpool.errors import ConfigError
 SOURCE = "adapter_params of the l2-adapter"
 
 
-class KVPoolL2AdapterConfig(L2AdapterConfigBase):  # type: ignore[misc]
+class KVPoolL2AdapterConfig(L2AdapterConfigBase):
     """`adapter_params`, checked."""
 
     def __init__(self, settings: LMCacheSettings) -> None:
