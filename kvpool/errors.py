@@ -44,6 +44,12 @@ class ConfigError(KvpoolError):
     http_status = 400
 
 
+class UnsupportedLayout(ConfigError):
+    """An engine's KV cache has an arrangement that is not known for sure; nothing of it may be shared."""
+
+    code = "unsupported_layout"
+
+
 class LayoutMismatch(InvalidArgument):
     """A namespace is known under another layout; its blocks must never mix with these."""
 
