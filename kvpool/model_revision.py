@@ -88,7 +88,7 @@ def revision_of(path: Path) -> str:
         digest.update(hashlib.sha256(_config_identity(config)).digest())
         for file in weights:
             digest.update(hashlib.sha256(file.name.encode()).digest())
-            digest.update(_weights_digest(file))
+            digest.update(file_digest(file))
     except OSError as error:
         raise ModelNotFound(f"the model's files cannot be read: {error}") from error
     revision = digest.hexdigest()
@@ -96,18 +96,8 @@ def revision_of(path: Path) -> str:
     return revision
 
 
-def _config_identity(config: Path) -> bytes:
-    content = config.read_bytes()
-    try:
-        fields = msgspec.json.decode(content, type=dict[str, object])
-    except msgspec.DecodeError as error:
-        raise ModelNotFound(f"{config} is not a JSON object: {error}") from error
-    for name in _CONFIG_NOISE:
-        fields.pop(name, None)
-    return msgspec.json.encode(fields, order="sorted")
-
-
-def _weights_digest(file: Path) -> bytes:
+def file_digest(file: Path) -> bytes:
+    """Of a safetensors file: whole below 1 GiB, else size, header and samples. Raises OSError."""
     size = file.stat().st_size
     digest = hashlib.sha256(size.to_bytes(8, "little"))
     with open(file, "rb") as opened:
@@ -122,6 +112,17 @@ def _weights_digest(file: Path) -> bytes:
             opened.seek(sample * (size - _SAMPLE_BYTES) // (_SAMPLES - 1))
             digest.update(opened.read(_SAMPLE_BYTES))
     return digest.digest()
+
+
+def _config_identity(config: Path) -> bytes:
+    content = config.read_bytes()
+    try:
+        fields = msgspec.json.decode(content, type=dict[str, object])
+    except msgspec.DecodeError as error:
+        raise ModelNotFound(f"{config} is not a JSON object: {error}") from error
+    for name in _CONFIG_NOISE:
+        fields.pop(name, None)
+    return msgspec.json.encode(fields, order="sorted")
 
 
 def _remembered(path: Path, files: list[tuple[str, int, int]]) -> str:

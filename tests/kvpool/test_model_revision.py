@@ -86,13 +86,13 @@ def test_revision_is_remembered_until_a_file_changes(
 ) -> None:
     copy = copy_of(tiny, tmp_path / "copy")
     reads: list[Path] = []
-    digest = model_revision._weights_digest
+    digest = model_revision.file_digest
 
     def counted(file: Path) -> bytes:
         reads.append(file)
         return digest(file)
 
-    monkeypatch.setattr(model_revision, "_weights_digest", counted)
+    monkeypatch.setattr(model_revision, "file_digest", counted)
     for file in copy.iterdir():
         os.utime(file, ns=(1, 1))
     first = revision_of(copy)

@@ -31,6 +31,12 @@ def refuse_unsupported(vllm_config: Any) -> None:
             " layers' KV of a block's last token is not final when the block is",
             hint="ngram works",
         )
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise ConfigError(
+            "KVPoolConnector does not support calculate_kv_scales: each process would scale its KV by what it"
+            " happens to see first",
+            hint="use the scales of the checkpoint",
+        )
     if vllm_config.cache_config.kv_sharing_fast_prefill:
         raise ConfigError(
             "KVPoolConnector does not support kv_sharing_fast_prefill: it leaves layers' KV out"

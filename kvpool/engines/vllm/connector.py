@@ -22,14 +22,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvpool.client.pool import Pool
 from kvpool.engines.vllm import settings as settings_of
 from kvpool.engines.vllm.checks import refuse_unsupported
-from kvpool.engines.vllm.identity import LayoutFacts, model_identity, namespace_of
+from kvpool.engines.vllm.identity import (
+    LayoutFacts,
+    attention_backends,
+    lora_traits,
+    model_identity,
+    namespace_of,
+)
+from kvpool.engines.vllm.lora import LoraVersions
 from kvpool.engines.vllm.metadata import Handshake, StepMetadata, WorkerReport
 from kvpool.engines.vllm.metrics import Figures, PromMetrics, Stats
 from kvpool.engines.vllm.paged_kv import PagedKV
 from kvpool.engines.vllm.reach import Reach
 from kvpool.engines.vllm.scheduler_side import SchedulerSide
 from kvpool.engines.vllm.worker_side import WorkerSide
-from kvpool.errors import ConfigError, LayoutMismatch
+from kvpool.errors import LayoutMismatch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -61,7 +68,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         refuse_unsupported(vllm_config)
         transfer = self._kv_transfer_config
         self._settings = settings_of.read(transfer.kv_connector_extra_config)
-        self._identity = model_identity(vllm_config)
+        self._identity = model_identity(vllm_config, self._settings.revision)
         self.figures = Figures()
         self._pool: Pool | None = None
         self._reach: Reach | None = None
@@ -83,29 +90,23 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 may_load_in_step=not vllm_config.scheduler_config.async_scheduling,
                 ranks=parallel.world_size,
                 figures=self.figures,
+                loras=LoraVersions(lora_traits(vllm_config)),
             )
 
     # ------------------------------------------------------------ worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config, settings = self._vllm_config, self._settings
-        paged = PagedKV.read(kv_caches, self._kv_cache_config)
-        self._facts = _facts(config, paged)
-        namespace = namespace_of(self._identity, self._facts, settings)
-        expected = paged.page_bytes * namespace.layout.block_tokens // paged.page_tokens
-        if namespace.layout.part_bytes != expected:
-            raise ConfigError(
-                f"a block of {namespace.layout.part_bytes} bytes by the model's sizes has {expected}"
-                " in vLLM's memory",
-                hint="this model's KV is not laid out as this connector thinks: please report it",
-            )
+        paged = PagedKV.read(kv_caches, self._kv_cache_config, attention_backends(config))
+        self._facts = paged.facts
+        namespace = namespace_of(self._identity, paged.facts, settings)
         parallel = config.parallel_config
         self._worker = WorkerSide(
             self._connect(),
             namespace,
             paged,
             settings,
-            part=parallel.rank % parallel.tensor_parallel_size,
+            part=paged.facts.part_of(parallel.rank % parallel.tensor_parallel_size),
             is_single_group=len(self._kv_cache_config.kv_cache_groups) == 1,
             figures=self.figures,
             device=next(iter(kv_caches.values())).device,
@@ -264,17 +265,3 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         if self._pool is None:
             self._pool = settings.open_pool(settings.load_timeout_s)
         return self._pool
-
-
-def _facts(config: VllmConfig, paged: PagedKV) -> LayoutFacts:
-    model, parallel = config.model_config, config.parallel_config
-    dtype = str(model.dtype).removeprefix("torch.")
-    return LayoutFacts(
-        order=paged.order,
-        dtype=dtype,
-        kv_heads=model.get_total_num_kv_heads(),
-        head_dim=model.get_head_size(),
-        layers=len(paged.layer_names),
-        page_tokens=paged.page_tokens,
-        ranks=parallel.tensor_parallel_size,
-    )

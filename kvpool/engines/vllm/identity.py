@@ -1,70 +1,240 @@
-"""Whose KV it is: what goes into the namespace, and what else a request's KV depends on."""
+"""Whose KV it is: what goes into the namespace, and what else a request's KV depends on.
+
+Everything that changes a byte of KV, and cannot be seen from the tokens, is named here; what cannot be named for sure
+shares nothing. All of it is content, never a path, and depends neither on the process nor on PYTHONHASHSEED.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import re
+from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from kvpool.engines.vllm.lora import LoraVersions
+from kvpool.engines.vllm.page_layout import LayoutFacts
 from kvpool.engines.vllm.settings import VllmSettings
-from kvpool.layout import Layout, Namespace
+from kvpool.layout import Namespace
 from kvpool.model_revision import model_directory, revision_of
 
+__all__ = [
+    "LayoutFacts",
+    "ModelIdentity",
+    "attention_backends",
+    "extra_keys",
+    "lora_traits",
+    "model_identity",
+    "namespace_of",
+]
 
-class LayoutFacts(msgspec.Struct, frozen=True):
-    """What only a rank knows of how KV is laid out, told to the scheduler; equal on all ranks."""
-
-    order: str
-    dtype: str
-    kv_heads: int
-    head_dim: int
-    layers: int
-    page_tokens: int
-    ranks: int = 1
-    kv_per_token: int = 2
+_FORMAT = 1  # raise it when what goes into the fingerprint changes
+_CONFIG_NOISE = ("_name_or_path", "transformers_version")
+# Drafters without KV of their own: whether they run changes nothing that is stored.
+_DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
+# vLLM's digest of a picture or sound. A name that a client chose says nothing of the content.
+_CONTENT_HASH = re.compile(r"(.*:)?[0-9a-f]{64,128}", re.DOTALL)
 
 
-@dataclass(slots=True, frozen=True)
-class ModelIdentity:
-    """A model by its content."""
+class ModelIdentity(msgspec.Struct, frozen=True):
+    """A model as one vLLM instance runs it.
+
+    Args:
+        model: its name, for people; two models of one name differ in the rest.
+        revision: content hash of its weights and configuration.
+        traits: all else that decides on the KV of given tokens: types, quantization, parallelism, drafters.
+        tp_size: tensor-parallel ranks.
+    """
 
     model: str
     revision: str
+    traits: dict[str, str]
+    tp_size: int = 1
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits over the traits."""
+        text = msgspec.json.encode([_FORMAT, self.traits], order="sorted")
+        return hashlib.sha256(text).hexdigest()[:16]
 
 
-def model_identity(vllm_config: Any) -> ModelIdentity:
-    """Of the model that vLLM serves. Raises `ModelNotFound`."""
+def model_identity(vllm_config: Any, revision: str = "") -> ModelIdentity:
+    """Of the model that vLLM serves.
+
+    Args:
+        revision: of the weights, where the user says it; "": a hash of the model's files.
+
+    Raises:
+        ModelNotFound: its files are not here, and `revision` is empty.
+    """
     config = vllm_config.model_config
-    directory = model_directory(config.model, config.revision)
-    return ModelIdentity(Path(config.model).name, revision_of(directory))
+    traits = {
+        "dtype": str(config.dtype),
+        "kv_dtype": str(vllm_config.cache_config.cache_dtype),
+        "config": _config_hash(config.hf_config),
+        **_model_traits(vllm_config),
+        **_parallel_traits(vllm_config.parallel_config),
+        **_draft_traits(vllm_config.speculative_config),
+    }
+    return ModelIdentity(
+        model=Path(str(config.model).rstrip("/")).name or str(config.model),
+        revision=revision or revision_of(model_directory(config.model, config.revision)),
+        traits=traits,
+        tp_size=vllm_config.parallel_config.tensor_parallel_size,
+    )
 
 
 def namespace_of(identity: ModelIdentity, facts: LayoutFacts, settings: VllmSettings) -> Namespace:
-    """The namespace of all that this instance stores. Raises as `Namespace` and `Layout`."""
-    layout = Layout(
-        facts.dtype,
-        facts.layers,
-        facts.kv_heads,
-        facts.head_dim,
-        settings.block_tokens_for(facts.page_tokens),
-        facts.ranks,
-        facts.kv_per_token,
-        facts.order,
-    )
+    """The namespace of all that this instance stores. Raises as `Namespace` and `Layout`.
+
+    Its revision is that of the weights and the fingerprint of how vLLM runs them.
+    """
     return Namespace(
         settings.model or identity.model,
-        settings.revision or identity.revision,
-        layout,
+        f"{settings.revision or identity.revision}+vllm.{identity.fingerprint}",
+        facts.layout(settings.block_tokens_for(facts.page_tokens), identity.tp_size),
         settings.tenant,
         settings.salt.get_secret_value(),
         settings.hash_algorithm,
     )
 
 
-def extra_keys(request: Any) -> tuple[str, ...] | None:
-    """What else than tokens the KV of a request depends on; None: it is shared with nobody."""
-    if request.mm_features or request.prompt_embeds is not None or request.lora_request is not None:
+def attention_backends(vllm_config: Any) -> str:
+    """Names of the backends that vLLM chose for its layers: each may arrange a page in its own way."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    names = {
+        str(layer.get_attn_backend().get_name())
+        for layer in layers
+        if hasattr(layer, "get_attn_backend")
+    }
+    return ",".join(sorted(names))
+
+
+def lora_traits(vllm_config: Any) -> str:
+    """What decides on an adapter's effect beside its files."""
+    lora = vllm_config.lora_config
+    return "" if lora is None else f"{lora.lora_dtype}/{_text(lora.target_modules)}"
+
+
+def extra_keys(request: Any, loras: LoraVersions, wait_s: float = 0.0) -> tuple[str, ...] | None:
+    """What else than tokens the KV of a request depends on; None: it is shared with nobody.
+
+    Pictures and sounds count with their places; they end up in the chain's root, so that a prompt with them
+    shares nothing with one that begins alike and goes on with others.
+
+    Args:
+        request: vLLM's `Request`.
+        wait_s: for the content of an adapter that has just been seen for the first time.
+    """
+    if request.prompt_embeds is not None or request.prompt_token_ids is None:
         return None
-    return (f"cache_salt:{request.cache_salt}",) if request.cache_salt else ()
+    keys = []
+    if request.lora_request is not None:
+        version = loras.version_of(request.lora_request, wait_s)
+        if version is None:
+            return None
+        keys.append(f"lora:{version}")
+    if request.cache_salt:
+        keys.append(f"cache_salt:{request.cache_salt}")
+    for feature in request.mm_features:
+        if not feature.identifier or not _CONTENT_HASH.fullmatch(feature.identifier):
+            return None
+        place = feature.mm_position
+        keys.append(f"mm:{place.offset}+{place.length}:{feature.modality}:{feature.identifier}")
+    return tuple(keys)
+
+
+def _model_traits(vllm_config: Any) -> dict[str, str]:
+    """Of `ModelConfig`, what changes KV; a setting at its default is left out."""
+    config = vllm_config.model_config
+    traits = {
+        name: _text(value)
+        for name in (
+            "quantization",
+            "quantization_config",
+            "override_attention_dtype",
+            "disable_sliding_window",
+            "model_class_overrides",
+        )
+        if (value := getattr(config, name, None))
+    }
+    rope = getattr(config.hf_text_config, "rope_parameters", None) or getattr(
+        config.hf_text_config, "rope_scaling", None
+    )
+    if isinstance(rope, Mapping) and _is_scaled(rope):
+        # Some scalings choose their factors by the longest sequence that is served.
+        traits["max_model_len"] = str(config.max_model_len)
+    load_format = str(getattr(vllm_config.load_config, "load_format", "auto"))
+    if "dummy" in load_format:
+        traits["dummy_weights"] = str(config.seed)
+    media = config.multimodal_config
+    if media is not None:
+        names = ("mm_processor_kwargs", "video_pruning_rate", "mm_encoder_attn_dtype")
+        traits["media"] = _text({name: getattr(media, name, None) for name in names})
+    return traits
+
+
+def _parallel_traits(parallel: Any) -> dict[str, str]:
+    shape = (
+        parallel.tensor_parallel_size,
+        parallel.pipeline_parallel_size,
+        getattr(parallel, "prefill_context_parallel_size", 1),
+        getattr(parallel, "decode_context_parallel_size", 1),
+    )
+    return {"tp_pp_pcp_dcp": ".".join(map(str, shape))}
+
+
+def _draft_traits(speculative: Any) -> dict[str, str]:
+    """A drafter's KV lies in the same pages, so that its weights matter as the model's do."""
+    if speculative is None or speculative.method in _DRAFTERS_WITHOUT_KV:
+        return {}
+    draft = speculative.draft_model_config
+    traits = {"drafter": str(speculative.method)}
+    if draft is not None:
+        traits["draft_config"] = _config_hash(draft.hf_config)
+        traits["draft_dtype"] = f"{draft.dtype} {draft.quantization} {speculative.kv_cache_dtype}"
+        if draft.model != speculative.target_model_config.model:
+            traits["draft_revision"] = revision_of(model_directory(draft.model, draft.revision))
+    return traits
+
+
+def _is_scaled(rope: Mapping[str, Any]) -> bool:
+    """Whether rotary embeddings are scaled, in any layer type (they may be given for each apart)."""
+    kind = rope.get("rope_type") or rope.get("type")
+    nested = [value for value in rope.values() if isinstance(value, Mapping)]
+    return kind not in (None, "default") or any(_is_scaled(value) for value in nested)
+
+
+def _config_hash(hf_config: Any) -> str:
+    """Of the configuration as vLLM uses it, with what the command line changed in it."""
+    fields = dict(hf_config.to_dict())
+    for name in _CONFIG_NOISE:
+        fields.pop(name, None)
+    return hashlib.sha256(_text(fields).encode()).hexdigest()
+
+
+def _text(value: Any) -> str:
+    return msgspec.json.encode(_plain(value), order="sorted").decode()
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON has it, without an address in memory or an order of hashing."""
+    if isinstance(value, Enum):
+        return str(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(_text(one) for one in value)
+    if hasattr(value, "to_dict"):
+        return _plain(value.to_dict())
+    if hasattr(value, "__dict__"):
+        public = {name: one for name, one in vars(value).items() if not name.startswith("_")}
+        return {"": type(value).__name__, **_plain(public)}
+    return str(value)

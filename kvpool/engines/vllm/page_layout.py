@@ -58,6 +58,10 @@ class LayoutFacts(msgspec.Struct, frozen=True):
     kv_per_token: int
     replicas: int = 1
 
+    def part_of(self, tp_rank: int) -> int:
+        """The part that a tensor-parallel rank reads and writes."""
+        return tp_rank // self.replicas
+
     def layout(self, block_tokens: int, tp_size: int) -> Layout:
         """The layout of blocks of `block_tokens`, a multiple of `page_tokens`, of `tp_size` ranks together.
 
@@ -114,13 +118,17 @@ class PageLayout:
 
 
 def read_page_layout(
-    kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any, packing: str | None = None
+    kv_caches: Mapping[str, torch.Tensor],
+    kv_cache_config: Any,
+    backend: str = "",
+    packing: str | None = None,
 ) -> PageLayout:
     """The layout of registered KV caches.
 
     Args:
         kv_caches: by layer, as vLLM hands them to `register_kv_caches`.
         kv_cache_config: vLLM's `KVCacheConfig` for them.
+        backend: names of the attention backends, each of which may arrange a page in its own way.
         packing: how the kernels arrange a page within; None: as vLLM's CPU backend tells, none elsewhere.
 
     Raises:
@@ -152,7 +160,7 @@ def read_page_layout(
     if packing is None:
         packing = _cpu_packing(spec, shape) if first.device.type == "cpu" else ""
     heads, head_dim, kv_per_token = _content(spec)
-    order = _order(memory, inner, spec, packing, list(tensors))
+    order = _order(memory, inner, spec, f"{backend}/{packing}", list(tensors))
     layer_bytes = prod(axis.size for axis in shape[1:]) * first.element_size()
     facts = LayoutFacts(
         order=order,
@@ -349,7 +357,7 @@ def _order(
     page = ".".join(f"{axis.letter}{axis.size}" for axis in inner)
     content = f"{spec.num_kv_heads}x{spec.head_size}+{spec.head_size_v}"
     layers = hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
-    order = f"vllm-1:{memory}:{page}:{content}:{packing or '-'}:{layers}"
+    order = f"vllm-1:{memory}:{page}:{content}:{packing}:{layers}"
     if len(order) > MAX_ORDER_CHARS:
         raise UnsupportedLayout(f"the layout's description is too long: {order}")
     return order

@@ -74,10 +74,11 @@ class PagedKV:
         cls,
         kv_caches: Mapping[str, torch.Tensor],
         kv_cache_config: Any,
+        backend: str = "",
         packing: str | None = None,
     ) -> Self:
         """See `read_page_layout`. Raises UnsupportedLayout with the reason."""
-        return cls(read_page_layout(kv_caches, kv_cache_config, packing))
+        return cls(read_page_layout(kv_caches, kv_cache_config, backend, packing))
 
     def gather(self, pages: Int64Array, out: torch.Tensor, layers: slice | None = None) -> None:
         """Copy pages into the rows of `out`. On a device: enqueued on the current stream if `out` is there too.

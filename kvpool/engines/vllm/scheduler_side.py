@@ -19,6 +19,7 @@ from kvpool.client.pool import Pool
 from kvpool.engines.vllm.costs import Costs
 from kvpool.engines.vllm.identity import extra_keys
 from kvpool.engines.vllm.lookups import Lookup
+from kvpool.engines.vllm.lora import LoraVersions
 from kvpool.engines.vllm.metadata import LoadJob, SaveJob, StepMetadata, WorkerReport, pages_of
 from kvpool.engines.vllm.metrics import Figures
 from kvpool.engines.vllm.reach import Reach
@@ -84,6 +85,7 @@ class SchedulerSide:
         may_load_in_step: bool,
         ranks: int,
         figures: Figures,
+        loras: LoraVersions,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
@@ -92,6 +94,7 @@ class SchedulerSide:
         self._is_layerwise = settings.layerwise_load and may_load_in_step
         self._ranks = ranks
         self.figures = figures
+        self._loras = loras
         self._clock = clock
         self.costs = Costs(settings.prefill_tokens_per_s)
         self._tracked: dict[str, Tracked] = {}
@@ -123,6 +126,7 @@ class SchedulerSide:
         for tracked in self._tracked.values():
             self._release(tracked)
         self._tracked.clear()
+        self._loras.close()
 
     @property
     def has_pending_saves(self) -> bool:
@@ -141,7 +145,10 @@ class SchedulerSide:
         if self._namespace is None:
             return
         # A session takes back tokens when its next input comes: what was named before is void then.
-        tracked = Tracked(request, None if request.resumable else extra_keys(request))
+        extra = None
+        if not request.resumable:
+            extra = extra_keys(request, self._loras, self._settings.lookup_deadline_s)
+        tracked = Tracked(request, extra)
         self._tracked[request.request_id] = tracked
         if tracked.extra is None:
             self.figures.count("requests_not_shareable")

@@ -161,7 +161,7 @@ def test_no_two_layouts_specs_or_packings_have_one_order() -> None:
                 continue
             for packing in ("vec", "amx"):
                 caches, config = allocate(spec, layout)
-                order = PagedKV.read(caches, config, packing).order
+                order = PagedKV.read(caches, config, packing=packing).order
                 assert len(order) <= 256
                 orders.setdefault(order, f"{name} {layout.name} {packing}")
     # With one head it makes no difference to any byte where the heads' axis stands: of 6 layouts, 2 remain.

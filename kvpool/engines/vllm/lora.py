@@ -1,0 +1,131 @@
+"""Which adapter a request really runs with: its content, as far as that is certain.
+
+vLLM knows adapters by a number, loads them when they are first used, and again after it has dropped one. So a number is
+bound to the content that its files had when it was first seen; once anything about it changes, nobody can say
+what the engine holds under it, and its requests share nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from kvpool.errors import ModelNotFound
+from kvpool.model_revision import file_digest
+
+log = structlog.get_logger(__name__)
+
+_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+_Stamp = tuple[tuple[str, int, int, int], ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Bound:
+    """One number: whose it is, what its files looked like, and their content when it is known."""
+
+    name: str
+    path: str
+    stamp: _Stamp
+    content: Future[str]
+
+
+class LoraVersions:
+    """Versions of adapters by their content.
+
+    Files are read in a thread: the scheduling loop never waits for them, and until a new adapter is known its
+    requests share nothing.
+
+    Args:
+        traits: what else decides on an adapter's effect, e.g. the type that it is loaded as.
+    """
+
+    def __init__(self, traits: str = "") -> None:
+        self._traits = traits
+        self._lock = threading.Lock()
+        self._bound: dict[int, _Bound | None] = {}  # None: nobody can say any more
+        self._readers = ThreadPoolExecutor(1, thread_name_prefix="kvpool-lora")
+
+    def version_of(self, lora: Any, wait_s: float = 0.0) -> str | None:
+        """Name and content of vLLM's `LoRARequest`; None: not known (yet), or not certain.
+
+        Args:
+            wait_s: for an adapter that has just been seen for the first time.
+        """
+        bound = self._bind(lora)
+        if bound is None:
+            return None
+        try:
+            content = bound.content.result(wait_s)
+        except TimeoutError:
+            return None
+        except (OSError, ModelNotFound) as error:
+            log.warning("an adapter's files cannot be read", lora=lora.lora_name, error=str(error))
+            self._give_up(lora.lora_int_id)
+            return None
+        return f"{lora.lora_name}@{content}:{self._traits}:{int(lora.is_3d_lora_weight)}"
+
+    def close(self) -> None:
+        """Read nothing more."""
+        self._readers.shutdown(wait=False, cancel_futures=True)
+
+    def _bind(self, lora: Any) -> _Bound | None:
+        number = lora.lora_int_id
+        if (
+            lora.load_inplace
+        ):  # reloaded whenever it is used: the content may change under a request
+            self._give_up(number)
+            return None
+        stamp = _stamp(lora.lora_path)
+        with self._lock:
+            if number not in self._bound:
+                self._bound[number] = (
+                    _Bound(
+                        lora.lora_name,
+                        lora.lora_path,
+                        stamp,
+                        self._readers.submit(_content, lora.lora_path, stamp),
+                    )
+                    if stamp
+                    else None
+                )
+                if not stamp:
+                    log.warning("no adapter's files on this host", lora=lora.lora_name)
+            bound = self._bound[number]
+        if bound is None:
+            return None
+        if (bound.name, bound.path, bound.stamp) != (lora.lora_name, lora.lora_path, stamp):
+            log.warning("an adapter has changed under its number", lora=lora.lora_name)
+            self._give_up(number)
+            return None
+        return bound
+
+    def _give_up(self, number: int) -> None:
+        with self._lock:
+            self._bound[number] = None
+
+
+def _stamp(path: str) -> _Stamp:
+    found = []
+    for name in _FILES:
+        try:
+            stat = (Path(path).expanduser() / name).stat()
+        except OSError:
+            continue
+        found.append((name, stat.st_size, stat.st_mtime_ns, stat.st_ino))
+    return tuple(found) if len(found) > 1 else ()
+
+
+def _content(path: str, stamp: _Stamp) -> str:
+    digest = hashlib.sha256()
+    for name, *_ in stamp:
+        digest.update(hashlib.sha256(name.encode()).digest())
+        digest.update(file_digest(Path(path).expanduser() / name))
+    if _stamp(path) != stamp:
+        raise ModelNotFound(f"{path} changed while it was read")
+    return digest.hexdigest()
