@@ -87,7 +87,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 self._settings,
                 loads=transfer.is_kv_consumer,
                 saves=transfer.is_kv_producer,
-                may_load_in_step=not vllm_config.scheduler_config.async_scheduling,
+                may_load_in_step=_may_load_in_step(vllm_config),
                 ranks=parallel.world_size,
                 figures=self.figures,
                 loras=LoraVersions(lora_traits(vllm_config)),
@@ -115,17 +115,24 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return Handshake(self._facts) if self._facts is not None else None
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.begin_step(self._step())
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
             self._worker.begin_loads(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        return
+        if self._worker is not None:
+            self._worker.wait_for_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        return
+        if self._worker is not None:
+            self._worker.layer_is_final(layer_name)
 
     def wait_for_save(self) -> None:
         if self._worker is not None:
@@ -232,6 +239,10 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         return self.figures.take()
 
     @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return bool(extra_config.get("layerwise_load") or extra_config.get("layerwise_save"))
+
+    @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats | None:
         return Stats(data)
 
@@ -265,3 +276,14 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         if self._pool is None:
             self._pool = settings.open_pool(settings.load_timeout_s)
         return self._pool
+
+
+def _may_load_in_step(config: VllmConfig) -> bool:
+    """Whether vLLM recovers well from a load that fails in the very step that computes with it.
+
+    With prefix caching others may share the failed pages, and be computed with before they are made good; with
+    asynchronous scheduling the next step is under way.
+    """
+    return not (
+        config.cache_config.enable_prefix_caching or config.scheduler_config.async_scheduling
+    )

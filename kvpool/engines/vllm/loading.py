@@ -16,8 +16,12 @@ from dataclasses import dataclass
 import structlog
 import torch
 
+from kvpool.client.async_pool import AsyncPool
+from kvpool.client.deadlines import time_left
+from kvpool.client.layered import LayeredReader
 from kvpool.client.pool import Pool
 from kvpool.client.reading import GetResult
+from kvpool.engines.vllm.layers import Progress, Slices
 from kvpool.engines.vllm.metadata import LoadJob
 from kvpool.engines.vllm.metrics import Figures
 from kvpool.engines.vllm.paged_kv import PagedKV
@@ -35,6 +39,7 @@ class EndedLoad:
     """What became of a load: all of it, or pages that hold nothing of use."""
 
     request_id: str
+    is_layerwise: bool
     bad_pages: tuple[int, ...]
     size: int
     seconds: float
@@ -72,11 +77,13 @@ class Loader:
         self._blocks = max(1, settings.staging_bytes // self._part_bytes)
         self._buffers: list[torch.Tensor | None] = [None, None]
         self._filled: dict[int, torch.Tensor] = {}  # those of the load under way
-        self._jobs: queue.SimpleQueue[tuple[LoadJob, Moment, bool] | None] = queue.SimpleQueue()
+        self._slices = Slices(paged, self._pages_per_block)
+        self._jobs: queue.SimpleQueue[tuple[LoadJob, Moment, Progress | None] | None]
+        self._jobs = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._ended: list[EndedLoad] = []
         self._in_work = 0
-        self._thread = start_thread("kvpool-load", self._work)
+        self._thread = start_thread("kvpool-load", self._work, device)
 
     @property
     def is_busy(self) -> bool:
@@ -88,11 +95,17 @@ class Loader:
         """Whether the end of some load has not been taken."""
         return bool(self._ended)
 
-    def submit(self, job: LoadJob, is_ours: bool) -> None:
-        """Begin a load; `is_ours`: the scheduler means the namespace that this rank has."""
+    def submit(self, job: LoadJob) -> Progress | None:
+        """Begin a load, once the device has done what was launched so far.
+
+        Returns:
+            How far it is, where the job is layerwise.
+        """
+        progress = Progress(self._paged.layer_names) if job.is_layerwise else None
         with self._lock:
             self._in_work += 1
-        self._jobs.put((job, Moment(self._device), is_ours))
+        self._jobs.put((job, Moment(self._device), progress))
+        return progress
 
     def take_ended(self) -> list[EndedLoad]:
         """Loads that ended since the last call."""
@@ -108,19 +121,22 @@ class Loader:
 
     def _work(self) -> None:
         while (item := self._jobs.get()) is not None:
-            job, moment, is_ours = item
+            job, moment, progress = item
             started = time.monotonic()
             good = 0
             try:
                 moment.wait()
-                if is_ours:
-                    good = self._load(job, started + self._settings.load_timeout_s)
+                deadline = started + self._settings.load_timeout_s
+                if progress is None:
+                    good = self._load(job, deadline)
                 else:
-                    log.error("scheduler and rank disagree on the namespace", part=self._part)
+                    good = self._load_layers(job, progress, deadline)
             except (KvpoolError, RuntimeError, OSError) as error:
                 log.warning("a load failed", request=job.request_id, error=str(error))
             finally:
                 self._end(job, good, time.monotonic() - started)
+                if progress is not None:
+                    progress.end()
 
     def _end(self, job: LoadJob, good: int, seconds: float) -> None:
         first_bad = max(good * self._pages_per_block, job.skip_pages)
@@ -131,7 +147,7 @@ class Loader:
         if bad:
             self._figures.count("loads_failed")
         with self._lock:
-            self._ended.append(EndedLoad(job.request_id, bad, size, seconds))
+            self._ended.append(EndedLoad(job.request_id, job.is_layerwise, bad, size, seconds))
         self._on_end()
 
     def _load(self, job: LoadJob, deadline: float) -> int:
@@ -158,6 +174,49 @@ class Loader:
                     future.cancel()
                     self._buffers[number % 2] = None  # it may still be written
         return good
+
+    def _load_layers(self, job: LoadJob, progress: Progress, deadline: float) -> int:
+        """Load all blocks, group by group of their layers; they count once all are verified."""
+        count = len(job.hashes)
+        buffer = torch.empty((count, self._part_bytes), dtype=torch.uint8)
+        rows = buffer.view(-1, self._paged.page_bytes)[job.skip_pages :]
+        arrived: queue.SimpleQueue[slice | None] = queue.SimpleQueue()
+
+        async def fetch(pool: AsyncPool) -> int:
+            try:
+                pinned = await pool.pin(
+                    self._namespace,
+                    job.hashes,
+                    part=self._part,
+                    segments=job.segments,
+                    timeout_s=time_left(deadline),
+                )
+                if pinned.found < count:
+                    pinned.release()
+                    return 0
+                reader = LayeredReader(pinned, buffer, deadline)
+                try:
+                    for group in self._slices.groups(count):
+                        await reader.read(*self._slices.ranges(group))
+                        arrived.put(group)
+                    if not self._settings.verify_checksums:
+                        return count
+                    return min(await reader.bad_blocks(), default=count)
+                finally:
+                    await reader.close()
+            finally:
+                arrived.put(None)
+
+        future = self._pool.submit(fetch)
+        while (group := arrived.get()) is not None:
+            self._paged.scatter(job.pages[job.skip_pages :], rows, group)
+            self._settle()
+            progress.reach(group.stop)
+        return future.result(max(0.001, deadline - time.monotonic()) + 0.5)
+
+    def _settle(self) -> None:
+        """What this thread has launched on the device is done when this returns."""
+        Moment(self._device).wait()
 
     def _begin(
         self, job: LoadJob, number: int, start: int, end: int, deadline: float
@@ -203,6 +262,7 @@ class Loader:
         pages = job.pages[first : first + found * self._pages_per_block]
         skip = min(len(pages), max(0, job.skip_pages - first))
         self._paged.scatter(pages[skip:], rows[skip:])
+        self._settle()
 
     def _buffer(self, number: int) -> torch.Tensor:
         buffer = self._buffers[number % 2]

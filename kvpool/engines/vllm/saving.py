@@ -8,21 +8,30 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
+import numpy as np
 import structlog
 import torch
 
+from kvpool.client.async_pool import AsyncPool
+from kvpool.client.layered import LayeredWriter
 from kvpool.client.pool import Pool
+from kvpool.engines.vllm.layers import Progress, Slices
 from kvpool.engines.vllm.metadata import SaveJob
 from kvpool.engines.vllm.metrics import Figures
 from kvpool.engines.vllm.paged_kv import PagedKV
 from kvpool.engines.vllm.settings import VllmSettings
 from kvpool.engines.vllm.threads import Moment, start_thread
-from kvpool.errors import KvpoolError
+from kvpool.errors import DeadlineExceeded, KvpoolError
 from kvpool.layout import Namespace
+from kvpool.transports.copying import sum_runs
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 
 class Saver:
@@ -51,11 +60,13 @@ class Saver:
         self._pages_per_block = namespace.layout.block_tokens // paged.page_tokens
         self._blocks = max(1, settings.staging_bytes // self._part_bytes)
         self._buffer: torch.Tensor | None = None
-        self._jobs: queue.SimpleQueue[tuple[SaveJob, Moment] | None] = queue.SimpleQueue()
+        self._slices = Slices(paged, self._pages_per_block)
+        self._jobs: queue.SimpleQueue[tuple[SaveJob, Moment | Progress] | None]
+        self._jobs = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._ended: list[tuple[int, bool]] = []
         self._in_work = 0
-        self._thread = start_thread("kvpool-save", self._work)
+        self._thread = start_thread("kvpool-save", self._work, device)
 
     @property
     def is_busy(self) -> bool:
@@ -67,11 +78,15 @@ class Saver:
         """Whether the end of some save has not been taken."""
         return bool(self._ended)
 
-    def submit(self, job: SaveJob) -> None:
-        """Begin a save, once the device has done what was launched so far."""
+    def submit(self, job: SaveJob, progress: Progress | None = None) -> None:
+        """Begin a save: once the device has done what was launched so far, or of each layer when it is final."""
         with self._lock:
             self._in_work += 1
-        self._jobs.put((job, Moment(self._device)))
+        self._jobs.put((job, progress or Moment(self._device)))
+
+    def takes_layers(self, job: SaveJob) -> bool:
+        """Whether this job can be saved layer by layer: its buffer holds all blocks until the last one."""
+        return len(job.hashes) <= self._blocks
 
     def take_ended(self) -> list[tuple[int, bool]]:
         """Jobs that ended since the last call, each with whether all of it is in the pool."""
@@ -87,12 +102,16 @@ class Saver:
 
     def _work(self) -> None:
         while (item := self._jobs.get()) is not None:
-            job, moment = item
+            job, when = item
             started = time.monotonic()
             is_whole = False
             try:
-                moment.wait()
-                is_whole = self._save(job, started + self._settings.save_timeout_s)
+                deadline = started + self._settings.save_timeout_s
+                if isinstance(when, Progress):
+                    is_whole = self._save_layers(job, when, deadline)
+                else:
+                    when.wait()
+                    is_whole = self._save(job, deadline)
             except (KvpoolError, RuntimeError, OSError) as error:
                 log.warning("a save failed", request=job.request_id, error=str(error))
             finally:
@@ -128,6 +147,57 @@ class Saver:
             if result.rejected:
                 return False
         return True
+
+    def _save_layers(self, job: SaveJob, progress: Progress, deadline: float) -> bool:
+        writer = self._wait(
+            lambda pool: LayeredWriter.open(
+                pool,
+                self._namespace,
+                job.hashes,
+                parent=job.parent,
+                part=self._part,
+                deadline=deadline,
+            ),
+            deadline,
+        )
+        granted = np.array(writer.granted, dtype=np.int64)
+        self._figures.add("blocks_known", len(job.hashes) - len(granted) - writer.rejected)
+        if not len(granted):
+            return not writer.rejected
+        pages = job.pages.reshape(-1, self._pages_per_block)[granted].reshape(-1)
+        rows = self._staging()[: len(granted)]
+        addresses = rows.data_ptr() + np.arange(len(granted), dtype=np.int64) * self._part_bytes
+        sent: Future[None] | None = None
+        try:
+            for group in self._slices.groups(len(granted)):
+                if not progress.wait(group.stop, deadline):
+                    raise DeadlineExceeded("the model did not compute all layers in time")
+                self._paged.gather(pages, rows.view(-1, self._paged.page_bytes), group)
+                if sent is not None:
+                    sent.result(max(0.001, deadline - time.monotonic()) + 0.5)
+                ranges = self._slices.ranges(group)
+                sent = self._pool.submit(
+                    lambda _, ranges=ranges: writer.write(addresses, rows, *ranges)
+                )
+            lengths = np.full(len(granted), self._part_bytes, dtype=np.int64)
+            sums = sum_runs(addresses, lengths)
+            if sent is not None:
+                sent.result(max(0.001, deadline - time.monotonic()) + 0.5)
+            self._wait(lambda _: writer.commit(sums), deadline)
+        except (KvpoolError, TimeoutError) as error:
+            self._buffer = None  # it may still be read
+            late = error if isinstance(error, KvpoolError) else DeadlineExceeded(str(error))
+            self._wait(lambda _: writer.abort(late), time.monotonic() + 2.0)
+            raise late from error
+        self._figures.add("blocks_stored", len(granted))
+        self._figures.add("save_bytes", writer.bytes_written)
+        return not writer.rejected
+
+    def _wait(self, start: Callable[[AsyncPool], Coroutine[Any, Any, T]], deadline: float) -> T:
+        try:
+            return self._pool.submit(start).result(max(0.001, deadline - time.monotonic()) + 0.5)
+        except TimeoutError:
+            raise DeadlineExceeded("the save did not end in time") from None
 
     def _staging(self) -> torch.Tensor:
         if self._buffer is None:

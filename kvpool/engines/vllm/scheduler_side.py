@@ -55,6 +55,7 @@ class Tracked:
     settled_at: int = -1
     save_again_at: float = 0.0  # monotonic seconds; after a save that failed
     is_loading: bool = False
+    is_layerwise: bool = False  # the load
 
 
 @dataclass(slots=True, frozen=True)
@@ -92,6 +93,11 @@ class SchedulerSide:
         self._loads = loads
         self._saves = saves
         self._is_layerwise = settings.layerwise_load and may_load_in_step
+        if settings.layerwise_load and not may_load_in_step:
+            log.warning(
+                "layerwise_load is left out: with prefix caching or asynchronous scheduling vLLM does not"
+                " recover safely from a load that fails in the step that uses it"
+            )
         self._ranks = ranks
         self.figures = figures
         self._loras = loras
@@ -179,11 +185,14 @@ class SchedulerSide:
             self.figures.count("lookups_too_late")
             return 0, False
         tokens = lookup.found * self._block_tokens
-        if self._is_layerwise:
+        tracked.is_layerwise = (
+            self._is_layerwise
+            and self._bytes_of(tokens) <= self._settings.staging_bytes * self._ranks
+        )
+        if tracked.is_layerwise:
             # The step itself must compute something: the last token at least.
-            tokens = min(
-                tokens, (request.num_tokens - 1) // self._block_tokens * self._block_tokens
-            )
+            whole = (request.num_tokens - 1) // self._block_tokens
+            tokens = min(tokens, whole * self._block_tokens)
         new_tokens = tokens - local_tokens
         tracked.local_tokens = local_tokens
         if new_tokens <= 0:
@@ -193,7 +202,7 @@ class SchedulerSide:
             self.figures.count("loads_declined")
             self._no_load(tracked)
             return 0, False
-        return new_tokens, not self._is_layerwise
+        return new_tokens, not tracked.is_layerwise
 
     def on_allocated(self, request: Request, blocks: KVCacheBlocks, new_tokens: int) -> None:
         """See `update_state_after_alloc`."""
@@ -215,7 +224,7 @@ class SchedulerSide:
                 _shifted(lookup.segments, first, last),
                 pages,
                 tracked.local_tokens // self._page_tokens - first * pages_per_block,
-                self._is_layerwise,
+                tracked.is_layerwise,
             )
         )
         tracked.is_loading = True
@@ -257,8 +266,11 @@ class SchedulerSide:
                     tracked.saved = 0  # whatever the pool has not got any more is stored again
             for job_id, count in report.ended_saves.items():
                 self._end_save(job_id, count, job_id in report.dropped_saves)
-        if self._is_layerwise and report is not None:
-            received = received | report.ended_loads
+            received = received | {
+                name
+                for name in report.ended_loads
+                if (tracked := self._tracked.get(name)) is not None and tracked.is_layerwise
+            }
         for request_id in received:
             if (tracked := self._tracked.get(request_id)) is not None:
                 tracked.is_loading = False

@@ -11,12 +11,16 @@ from typing import Any
 import torch
 
 
-def start_thread(name: str, work: Callable[[], None]) -> threading.Thread:
-    """A daemon that may run on any core: vLLM binds its own threads to single ones, and others inherit that."""
+def start_thread(name: str, work: Callable[[], None], device: torch.device) -> threading.Thread:
+    """A daemon for work on `device` that may run on any core: vLLM binds its threads to single ones, and others
+    inherit that.
+    """
 
     def run() -> None:
         with contextlib.suppress(OSError):
             os.sched_setaffinity(threading.get_native_id(), range(os.cpu_count() or 1))
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device)
         work()
 
     thread = threading.Thread(target=run, name=name, daemon=True)

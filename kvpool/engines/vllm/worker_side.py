@@ -6,17 +6,20 @@ The model's thread only hands over and collects; loads and saves run in threads 
 from __future__ import annotations
 
 import threading
+import time
 
 import structlog
 import torch
 
 from kvpool.client.pool import Pool
+from kvpool.engines.vllm.layers import Progress, are_runs
 from kvpool.engines.vllm.loading import Loader
 from kvpool.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvpool.engines.vllm.metrics import Figures
 from kvpool.engines.vllm.paged_kv import PagedKV
 from kvpool.engines.vllm.saving import Saver
 from kvpool.engines.vllm.settings import VllmSettings
+from kvpool.errors import LayoutMismatch
 from kvpool.layout import Namespace
 
 log = structlog.get_logger(__name__)
@@ -47,30 +50,75 @@ class WorkerSide:
         self._is_single_group = is_single_group
         self.figures = figures
         self._changed = threading.Condition()
+        self._settings = settings
+        self._device = device
+        self._names = paged.layer_names
+        self._saves_layers = settings.layerwise_save and are_runs(paged)
+        if settings.layerwise_save and not self._saves_layers:
+            log.warning("layers are not saved one by one: a page mixes them", order=paged.order)
+        self._computing: Progress | None = None  # of the step's layers that are to be saved
+        self._awaited: list[Progress] = []  # of the loads that the step computes with
         self._loader = Loader(pool, namespace, paged, settings, part, figures, self._notify, device)
         self._saver = Saver(pool, namespace, paged, settings, part, figures, self._notify, device)
         self._report = WorkerReport()
         self._failed_pages: set[int] = set()
         self._failed_requests: set[str] = set()
-        self._is_warned = False
 
     def close(self) -> None:
         """End the threads; what is under way is waited for, within its deadline."""
         self._loader.close()
         self._saver.close()
 
+    def begin_step(self, step: StepMetadata) -> None:
+        """See `bind_connector_metadata`: the model has not begun.
+
+        Raises:
+            LayoutMismatch: the scheduler means another namespace.
+        """
+        if step.namespace_id and step.namespace_id != self._namespace.namespace_id:
+            raise LayoutMismatch("scheduler and rank do not agree on the namespace")
+        if self._saves_layers and not step.is_idle:
+            jobs = [job for job in step.saves if self._saver.takes_layers(job)]
+            if jobs:
+                self._computing = Progress(self._names)
+            for job in jobs:
+                self._saver.submit(job, self._computing)
+
     def begin_loads(self, step: StepMetadata) -> None:
         """See `start_load_kv`."""
         for job in step.loads:
-            self._loader.submit(job, step.namespace_id == self._namespace.namespace_id)
+            progress = self._loader.submit(job)
+            if progress is not None:
+                self._awaited.append(progress)
+
+    def wait_for_layer(self, name: str) -> None:
+        """See `wait_for_layer_load`. A load that fails is told after the step; nobody uses its tokens."""
+        deadline = time.monotonic() + self._settings.load_timeout_s
+        for progress in self._awaited:
+            progress.wait_for(name, deadline)
+
+    def layer_is_final(self, name: str) -> None:
+        """See `save_kv_layer`."""
+        if self._computing is not None:
+            self._computing.layer(name, self._device)
 
     def begin_saves(self, step: StepMetadata) -> None:
         """See `wait_for_save`: what the step computed is final once the device is done with it."""
+        by_layers = self._computing is not None
         for job in step.saves:
-            self._saver.submit(job)
+            if not by_layers or not self._saver.takes_layers(job):
+                self._saver.submit(job)
+        if self._computing is not None:
+            self._computing.end(self._device)
+            self._computing = None
 
     def collect(self, step: StepMetadata | None) -> tuple[set[str], set[str]]:
         """Requests whose asynchronous load is over, and those of them that failed."""
+        for (
+            progress
+        ) in self._awaited:  # what the step computed with is good, or told to be bad, now
+            progress.wait_end(time.monotonic() + self._settings.load_timeout_s + 1.0)
+        self._awaited.clear()
         if step is not None and step.is_idle:
             self._rest(step)
         received: set[str] = set()
@@ -84,7 +132,8 @@ class WorkerSide:
                 self._report.failed_loads.add(ended.request_id)
                 failed.add(ended.request_id)
                 self._failed_pages.update(ended.bad_pages)
-            received.add(ended.request_id)
+            if not ended.is_layerwise:
+                received.add(ended.request_id)
         for job_id, is_whole in self._saver.take_ended():
             self._report.ended_saves[job_id] = 1
             if not is_whole:

@@ -47,6 +47,7 @@ def engine(
             "conductor": cluster.conductor["wire"],
             "host_label": "here",
             "tenant": request.node.name,
+            "lookup_deadline_s": 1.0,  # a busy machine shall not make a miss of a hit
         }
         settings |= extra or {}
         if settings.get("node"):
