@@ -164,7 +164,8 @@ class SchedulerSide:
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """See `get_num_new_matched_tokens`."""
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or request.skip_reading_prefix_cache or tracked.extra is None:
+        is_shared = tracked is not None and tracked.extra is not None and self._loads
+        if tracked is None or not is_shared or request.skip_reading_prefix_cache:
             return 0, False
         if tracked.settled_at == local_tokens:
             return 0, False
@@ -172,6 +173,9 @@ class SchedulerSide:
             self._release(tracked)
         lookup = tracked.lookup or self._begin(tracked)
         if lookup is None:
+            if not self._reach.is_well:
+                self.figures.count("lookups_without_pool")
+            tracked.settled_at = local_tokens
             return 0, False
         now = self._clock()
         tracked.asked_until = tracked.asked_until or now + self._settings.lookup_deadline_s
@@ -315,7 +319,6 @@ class SchedulerSide:
         if not blocks:
             return None
         if not self._reach.is_well:
-            self.figures.count("lookups_without_pool")
             return None
         chain = self._chain(tracked, blocks)
         tracked.asked_until = 0.0

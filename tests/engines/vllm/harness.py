@@ -223,6 +223,7 @@ class Engine:
         self.steps += 1
         output = self.scheduler.schedule()
         results = [self._execute(rank, output) for rank in range(self.ranks)]
+        results[0].sampled_token_ids = [self._sample(name) for name in results[0].req_ids]
         merged = self._aggregator.aggregate(results) if self.ranks > 1 else results[0]
         for outputs in self.scheduler.update_from_output(output, merged).values():
             for item in outputs.outputs:
@@ -262,7 +263,6 @@ class Engine:
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={name: i for i, name in enumerate(ids)},
-            sampled_token_ids=[self._sample(name, output) for name in ids],
             kv_connector_output=told,
         )
 
@@ -280,7 +280,7 @@ class Engine:
         page = table[position // self.page_tokens]
         return self.caches[rank][layer, page, :, position % self.page_tokens, :].view(torch.int16)
 
-    def _sample(self, request_id: str, output: SchedulerOutput) -> list[int]:
+    def _sample(self, request_id: str) -> list[int]:
         request = self.scheduler.requests[request_id]
         if request.num_computed_tokens < request.num_tokens:
             return []  # a chunk of the prompt

@@ -1,0 +1,241 @@
+"""What goes wrong with the pool never reaches a request: it is computed, with the same text."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+
+from kvpool.client import AsyncPool
+from kvpool.engines.vllm.loading import Loader
+from kvpool.engines.vllm.version import require_supported
+from kvpool.errors import ConfigError, KvpoolError, LayoutMismatch
+from kvpool.hashing import hash_chain
+from kvpool.layout import Namespace
+from kvpool.transports import Pieces
+from kvpool.transports.shm import ShmTransport
+from tests.engines.vllm.harness import Engine
+from tests.engines.vllm.test_serving import EXPECTED, PROMPT, gate, has_no_leases
+from tests.integration.cluster import Cluster, wait_until
+
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture
+def fragile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A pool to be broken."""
+    cluster = Cluster(tmp_path_factory.mktemp("fragile"))
+    try:
+        cluster.start_conductor("conductor.suspect_after_s=2", "conductor.dead_after_s=3")
+        cluster.start_node("near")
+        cluster.wait_joined(nodes=1)
+        yield cluster
+    finally:
+        cluster.fleet.stop()
+
+
+def namespace(engine: Engine) -> Namespace:
+    space = engine.connector._scheduler._namespace  # type: ignore[union-attr]
+    assert space is not None
+    return space
+
+
+def corrupt(cluster: Cluster, space: Namespace, block: bytes) -> None:
+    """Change the bytes of a block in the memory of the node, behind its back."""
+
+    async def change() -> None:
+        async with AsyncPool(node=cluster.nodes["near"]["wire"], host_label="here") as pool:
+            pinned = await pool.pin(space, [block], part=0)
+            [(link, lease, _)] = pinned.held
+            wrong = np.full(64, 0xA5, dtype=np.uint8)
+            local = np.array([wrong.ctypes.data], dtype=np.int64)
+            pieces = Pieces(local, lease.places, np.array([64], dtype=np.int64), wrong)
+            ShmTransport().write(link.node, pieces, 1.0)
+            pinned.release()
+
+    asyncio.run(change())
+
+
+@pytest.mark.parametrize("options", [{}, {"prefix_caching": False}])
+@pytest.mark.parametrize("extra", [{}, {"layerwise_load": True}])
+def test_wrong_bytes_are_recomputed_and_stored_again(
+    engine: MakeEngine, cluster: Cluster, options: dict[str, Any], extra: dict[str, Any]
+) -> None:
+    first, second = engine(), engine(extra, **options)
+    first.run("a", PROMPT)
+    space = namespace(first)
+    corrupt(cluster, space, hash_chain(space, PROMPT)[2])
+    assert second.run("a", PROMPT) == EXPECTED
+    assert second.totals["loads_failed"] == 1
+    assert second.totals["blocks_stored"] >= 1
+    has_no_leases(cluster)
+    # Nothing of the failed load stays in vLLM's own cache.
+    assert second.run("b", PROMPT) == EXPECTED
+
+
+def test_by_vllms_default_policy_the_request_fails_and_the_connector_said_so(
+    engine: MakeEngine, cluster: Cluster
+) -> None:
+    first = engine()
+    first.run("a", PROMPT)
+    space = namespace(first)
+    corrupt(cluster, space, hash_chain(space, PROMPT)[0])
+    with structlog.testing.capture_logs() as lines:
+        second = engine(policy="fail")
+    assert any(line.get("policy") == "fail" for line in lines)
+    second.run("a", PROMPT)
+    assert second.errors == {"a"}
+
+
+def test_a_node_that_dies_in_mid_load_costs_a_recomputation(
+    engine: MakeEngine, fragile: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra = {"conductor": fragile.conductor["wire"], "load_timeout_s": 3.0}
+    first, second = engine(extra), engine(extra)
+    first.run("a", PROMPT)
+    hold, held = gate(monkeypatch, Loader, "_place")
+    for worker in second.workers:
+        worker._worker._loader._blocks = 1  # type: ignore[union-attr]  # four buffers
+    second.add("a", PROMPT)
+    second.step()
+    assert held.wait(5)
+    fragile.kill("near")
+    hold.set()
+    second.drain()
+    assert second.outputs["a"] == EXPECTED
+    assert second.totals["loads_failed"] == 1
+    assert second.run("b", PROMPT[::-1]) == first.run("b", PROMPT[::-1])
+
+
+def test_a_pool_that_is_not_there_at_start_is_met_when_it_comes(
+    engine: MakeEngine, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    cluster = Cluster(tmp_path_factory.mktemp("late"))
+    try:
+        port = _free_port()
+        with structlog.testing.capture_logs() as lines:
+            one = engine({"conductor": f"127.0.0.1:{port}"})
+        assert any("cannot be reached" in line["event"] for line in lines)
+        assert one.run("a", PROMPT) == EXPECTED
+        assert one.totals["lookups_without_pool"] == 1
+        cluster.start_conductor(port=str(port))
+        cluster.start_node("near")
+        wait_until(lambda: one.connector._reach.is_well, "the pool is met")  # type: ignore[union-attr]
+        one.scheduler.reset_prefix_cache()
+        one.run("b", PROMPT)
+        assert one.totals["blocks_stored"] == 4
+    finally:
+        cluster.fleet.stop()
+
+
+def test_a_pool_lost_while_serving_is_done_without(engine: MakeEngine, fragile: Cluster) -> None:
+    one = engine({"conductor": fragile.conductor["wire"]})
+    one.run("a", PROMPT)
+    for member in list(fragile.fleet.members):
+        fragile.kill(member.name)
+    one.scheduler.reset_prefix_cache()
+    assert one.run("b", PROMPT) == EXPECTED
+    assert one.run("c", [5, *PROMPT]) == engine().run("c", [5, *PROMPT])
+
+
+def test_a_pool_that_does_not_answer_holds_up_the_loop_until_the_deadline_and_no_longer(
+    engine: MakeEngine, fragile: Cluster
+) -> None:
+    deadline_s = 0.05
+    one = engine({"conductor": fragile.conductor["wire"], "lookup_deadline_s": deadline_s})
+    one.run("a", PROMPT)
+    one.scheduler.reset_prefix_cache()
+    before = one.totals["lookup_wait_s"]
+    paused = [member.process.pid for member in fragile.fleet.members]
+    for pid in paused:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        one.add("b", PROMPT)
+        while len(one.outputs["b"]) < 4:
+            one.step()
+    finally:
+        for pid in paused:
+            os.kill(pid, signal.SIGCONT)
+    assert one.outputs["b"] == EXPECTED
+    assert one.totals["lookups_too_late"] == 1
+    assert one.totals["lookup_wait_s"] - before < 3 * deadline_s
+    assert one.connector._scheduler.leases == 0  # type: ignore[union-attr]
+    one.drain()
+
+
+def test_a_save_without_room_is_dropped_and_the_request_served(
+    engine: MakeEngine, cluster: Cluster
+) -> None:
+    one = engine({"max_pending_save_bytes": 0})
+    assert one.run("a", PROMPT) == EXPECTED
+    assert one.totals["saves_put_off"] > 0
+    assert one.totals.get("saves", 0) == 0
+
+
+def test_an_engine_of_another_layout_is_refused_by_name(engine: MakeEngine) -> None:
+    engine()
+    with pytest.raises(LayoutMismatch, match="block_tokens"):
+        engine({"block_tokens": 128})
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({"conducter": "x:1"}, "did you mean 'conductor'"),
+        ({"block_tokens": 100}, "no multiple of vLLM's page of 16 tokens"),
+        ({"lookup_deadline_s": -1}, "lookup_deadline_s"),
+        ({"transport": "tcp"}, "transport"),
+    ],
+)
+def test_settings_that_make_no_sense_are_named(
+    engine: MakeEngine, extra: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        engine(extra)
+
+
+@pytest.mark.parametrize("version", ["0.31.1", "0.33.0", "1.0.0", "0.3.2"])
+def test_another_version_of_vllm_is_refused(version: str) -> None:
+    with pytest.raises(ConfigError, match=r"supported: 0\.32\.x"):
+        require_supported(version)
+
+
+def test_the_installed_version_is_supported() -> None:
+    require_supported()
+
+
+def test_a_saver_that_fails_is_asked_again_later(
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvpool.engines.vllm import scheduler_side
+    from kvpool.engines.vllm.saving import Saver
+
+    monkeypatch.setattr(scheduler_side, "SAVE_AGAIN_S", 0.0)
+    one = engine()
+    original = Saver._save
+
+    def fails(self: Saver, *arguments: Any) -> bool:
+        monkeypatch.setattr(Saver, "_save", original)
+        raise KvpoolError("no")
+
+    monkeypatch.setattr(Saver, "_save", fails)
+    one.add("a", PROMPT, 30)
+    one.step()
+    wait_until(lambda: one.workers[0]._worker._saver.has_ended, "the save fails")  # type: ignore[union-attr]
+    one.drain()
+    assert one.totals["saves_failed"] == 1
+    assert one.totals["blocks_stored"] == 5
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
