@@ -99,8 +99,3 @@ class Slices:
         start = layers.start * layer_bytes
         offsets = [start + page * page_bytes for page in range(self._pages_per_block)]
         return offsets, (layers.stop - layers.start) * layer_bytes
-
-
-def are_runs(paged: PagedKV) -> bool:
-    """Whether a layer's bytes follow each other within a page; else there is nothing to gain by layers."""
-    return paged.order.startswith("page,layer,")

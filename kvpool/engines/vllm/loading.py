@@ -127,7 +127,7 @@ class Loader:
             try:
                 moment.wait()
                 deadline = started + self._settings.load_timeout_s
-                if progress is None:
+                if progress is None or not self._paged.has_layers_in_runs:
                     good = self._load(job, deadline)
                 else:
                     good = self._load_layers(job, progress, deadline)

@@ -80,6 +80,11 @@ class PagedKV:
         """See `read_page_layout`. Raises UnsupportedLayout with the reason."""
         return cls(read_page_layout(kv_caches, kv_cache_config, backend, packing))
 
+    @property
+    def has_layers_in_runs(self) -> bool:
+        """Whether the bytes of a layer follow each other within a row: layer i at `i * layer_bytes`."""
+        return all(view.layer_axis in (None, 1) for view in self._by_layer)
+
     def gather(self, pages: Int64Array, out: torch.Tensor, layers: slice | None = None) -> None:
         """Copy pages into the rows of `out`. On a device: enqueued on the current stream if `out` is there too.
 

@@ -27,7 +27,7 @@ from kvpool.engines.vllm.settings import VllmSettings
 from kvpool.engines.vllm.threads import Moment, start_thread
 from kvpool.errors import DeadlineExceeded, KvpoolError
 from kvpool.layout import Namespace
-from kvpool.transports.copying import sum_runs
+from kvpool.transports.copying import Int64Array, sum_runs
 
 log = structlog.get_logger(__name__)
 
@@ -175,10 +175,7 @@ class Saver:
                 self._paged.gather(pages, rows.view(-1, self._paged.page_bytes), group)
                 if sent is not None:
                     sent.result(max(0.001, deadline - time.monotonic()) + 0.5)
-                ranges = self._slices.ranges(group)
-                sent = self._pool.submit(
-                    lambda _, ranges=ranges: writer.write(addresses, rows, *ranges)
-                )
+                sent = self._send(writer, addresses, rows, group)
             lengths = np.full(len(granted), self._part_bytes, dtype=np.int64)
             sums = sum_runs(addresses, lengths)
             if sent is not None:
@@ -192,6 +189,12 @@ class Saver:
         self._figures.add("blocks_stored", len(granted))
         self._figures.add("save_bytes", writer.bytes_written)
         return not writer.rejected
+
+    def _send(
+        self, writer: LayeredWriter, addresses: Int64Array, rows: torch.Tensor, group: slice
+    ) -> Future[None]:
+        offsets, length = self._slices.ranges(group)
+        return self._pool.submit(lambda _: writer.write(addresses, rows, offsets, length))
 
     def _wait(self, start: Callable[[AsyncPool], Coroutine[Any, Any, T]], deadline: float) -> T:
         try:

@@ -12,7 +12,7 @@ import structlog
 import torch
 
 from kvpool.client.pool import Pool
-from kvpool.engines.vllm.layers import Progress, are_runs
+from kvpool.engines.vllm.layers import Progress
 from kvpool.engines.vllm.loading import Loader
 from kvpool.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvpool.engines.vllm.metrics import Figures
@@ -53,7 +53,7 @@ class WorkerSide:
         self._settings = settings
         self._device = device
         self._names = paged.layer_names
-        self._saves_layers = settings.layerwise_save and are_runs(paged)
+        self._saves_layers = settings.layerwise_save and paged.has_layers_in_runs
         if settings.layerwise_save and not self._saves_layers:
             log.warning("layers are not saved one by one: a page mixes them", order=paged.order)
         self._computing: Progress | None = None  # of the step's layers that are to be saved

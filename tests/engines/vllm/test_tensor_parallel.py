@@ -81,7 +81,7 @@ def test_one_ranks_failed_load_is_computed_again_by_all(
     first.run("a", PROMPT)
     original = Loader._load
     monkeypatch.setattr(
-        Loader, "_load", lambda self, *rest: original(self, *rest) if not self._part else 1
+        Loader, "_load", lambda self, *rest: min(original(self, *rest), 1 if self._part else 4)
     )
     assert second.run("a", PROMPT) == EXPECTED
     assert second.computed_tokens == 300 - 64 + 3
