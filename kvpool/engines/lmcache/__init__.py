@@ -9,12 +9,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvpool.engines.lmcache.connector import KVPoolConnectorAdapter
     from kvpool.engines.lmcache.l2_adapter import KVPoolL2Adapter
     from kvpool.engines.lmcache.l2_config import KVPoolL2AdapterConfig
 
-__all__ = ["KVPoolL2Adapter", "KVPoolL2AdapterConfig"]
+__all__ = ["KVPoolConnectorAdapter", "KVPoolL2Adapter", "KVPoolL2AdapterConfig"]
 
-_MODULES = {"KVPoolL2Adapter": "l2_adapter", "KVPoolL2AdapterConfig": "l2_config"}
+_MODULES = {
+    "KVPoolConnectorAdapter": "connector",
+    "KVPoolL2Adapter": "l2_adapter",
+    "KVPoolL2AdapterConfig": "l2_config",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -78,10 +78,15 @@ def object_layout(shapes: Iterable[Any], dtypes: Iterable[Any], form: str = "") 
 
 
 class Keyspace:
-    """Names objects under one set of settings. Every instance with equal ones gives equal names."""
+    """Names objects under one set of settings. Every instance with equal ones gives equal names.
+
+    Raises:
+        ModelNotFound: the model's files are not where the settings say.
+    """
 
     def __init__(self, settings: LMCacheSettings) -> None:
         self._settings = settings
+        self._weights = settings.weights()
         self._spaces: OrderedDict[tuple[str, str], Space] = OrderedDict()
 
     def space(self, model: str, layout: ObjectLayout) -> Space:
@@ -96,7 +101,7 @@ class Keyspace:
         settings = self._settings
         digest = hashlib.sha256(layout.text.encode()).hexdigest()
         # One owner has one layout (the pool refuses a second), and a model may have several here.
-        revision = f"{settings.revision}/lmcache-{digest[:16]}"
+        revision = f"{self._weights}/lmcache-{digest[:16]}"
         text = f"lmcache:{layout.text}"
         namespace = Namespace(
             model,

@@ -45,7 +45,8 @@ class KVPoolL2Adapter(L2AdapterInterface):
         l1_memory_desc: not needed: nothing has to be registered beforehand.
 
     Raises:
-        ValueError: as `KVPoolL2AdapterConfig.from_dict`. ConfigError: a file of TLS cannot be used.
+        ValueError: as `KVPoolL2AdapterConfig.from_dict`.
+        ConfigError: a file of TLS cannot be used. ModelNotFound: there is nothing at `model_path`.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
 
-from kvpool.engines.lmcache.settings import LMCacheSettings
+from kvpool.engines.lmcache.settings import AdapterSettings
 from kvpool.engines.settings import read_settings
 from kvpool.errors import ConfigError
 
@@ -16,21 +16,21 @@ SOURCE = "adapter_params of the l2-adapter"
 class KVPoolL2AdapterConfig(L2AdapterConfigBase):
     """`adapter_params`, checked."""
 
-    def __init__(self, settings: LMCacheSettings) -> None:
+    def __init__(self, settings: AdapterSettings) -> None:
         self.settings = settings
 
     @classmethod
     def from_dict(cls, given: dict[str, Any]) -> Self:
         """Raises ValueError: a key is unknown, or a value cannot be accepted."""
         try:
-            return cls(read_settings(LMCacheSettings, given, SOURCE))
+            return cls(read_settings(AdapterSettings, given, SOURCE))
         except ConfigError as error:
             raise ValueError(str(error)) from None
 
     @classmethod
     def help(cls) -> str:
         """One line for each setting."""
-        fields = LMCacheSettings.model_fields.items()
+        fields = AdapterSettings.model_fields.items()
         lines = (
             f"- {name}: {field.description or 'as for kvpool clients'}" for name, field in fields
         )

@@ -120,7 +120,7 @@ class ObjectStore:
     ) -> tuple[list[bool], list[Held]]:
         """Find them and take leases on what is there, for `ttl_s`; the caller renews and releases."""
         deadline = time.monotonic() + timeout_s
-        self._remember_order(items)
+        self.remember_order(items)
         found = await self.find(items, timeout_s)
         held: list[Held] = []
         kept = [False] * len(items)
@@ -296,7 +296,7 @@ class ObjectStore:
 
     # ------------------------------------------------------------ order
 
-    def _remember_order(self, items: Sequence[Item]) -> None:
+    def remember_order(self, items: Sequence[Item]) -> None:
         """Lookups name the chunks of a prompt in order: that tells whose prefix each one is."""
         for before, after in pairwise(items):
             if before.row == after.row:
