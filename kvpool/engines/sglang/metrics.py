@@ -1,0 +1,113 @@
+"""What the backend counts: Prometheus, in SGLang's own registry, and what SGLang asks for itself.
+
+SGLang serves the default registry (or, with several processes, the files that it writes to): its `/metrics`
+shows these beside its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter as Tally
+from collections import deque
+from typing import Any
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from kvpool.metrics import LATENCY_BUCKETS
+
+log = logging.getLogger("kvpool.sglang")
+
+PAGES = Counter(
+    "kvpool_sglang_pages",
+    "Pages by operation (lookup, load, store) and what became of them",
+    ["operation", "outcome", "pool", "rank"],
+)
+BYTES = Counter("kvpool_sglang_bytes", "Bytes loaded and stored", ["operation", "pool", "rank"])
+TROUBLE = Counter(
+    "kvpool_sglang_trouble",
+    "Calls that ended as a miss, by reason",
+    ["operation", "reason", "rank"],
+)
+SECONDS = Histogram(
+    "kvpool_sglang_seconds", "Time of a call", ["operation", "rank"], buckets=LATENCY_BUCKETS
+)
+REACHABLE = Gauge(
+    "kvpool_sglang_pool_reachable",
+    "Whether the pool answered last",
+    ["rank"],
+    multiprocess_mode="livemin",
+)
+
+LOG_EVERY_S = 10.0  # of one operation and reason
+MAX_STATS = 1000  # batches between two of SGLang's questions
+
+
+class BackendMetrics:
+    """The counters of one backend.
+
+    Args:
+        rank: tensor-parallel rank, a label.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = str(rank)
+        self._lock = threading.Lock()
+        self._logged_at: dict[tuple[str, str], float] = {}
+        self._unlogged: Tally[tuple[str, str]] = Tally()
+        self._batches: dict[str, deque[tuple[int, float]]] = {
+            name: deque(maxlen=MAX_STATS) for name in ("load", "store")
+        }
+        REACHABLE.labels(self._rank).set(1)
+
+    def pages(self, operation: str, pool: str, **outcomes: int) -> None:
+        """Count pages, e.g. `hit=3, miss=1`."""
+        for outcome, count in outcomes.items():
+            if count:
+                PAGES.labels(operation, outcome, pool, self._rank).inc(count)
+
+    def moved(self, operation: str, pool: str, pages: int, page_bytes: int, took_s: float) -> None:
+        """Count the bytes of a load or store."""
+        if pages:
+            BYTES.labels(operation, pool, self._rank).inc(pages * page_bytes)
+            gb_per_s = pages * page_bytes / max(took_s, 1e-9) / 1e9
+            with self._lock:
+                self._batches[operation].append((pages, gb_per_s))
+
+    def took(self, operation: str, seconds: float) -> None:
+        """Count the time of a call."""
+        SECONDS.labels(operation, self._rank).observe(seconds)
+
+    def reachable(self, is_reachable: bool) -> None:
+        """Say whether the pool answers."""
+        REACHABLE.labels(self._rank).set(is_reachable)
+
+    def trouble(self, operation: str, reason: str, text: str, *, is_a_defect: bool = False) -> None:
+        """Count a call that ended as a miss, and log it unless the same was logged a moment ago."""
+        TROUBLE.labels(operation, reason, self._rank).inc()
+        key, now = (operation, reason), time.monotonic()
+        with self._lock:
+            if now - self._logged_at.get(key, float("-inf")) < LOG_EVERY_S:
+                self._unlogged[key] += 1
+                return
+            self._logged_at[key] = now
+            before = self._unlogged.pop(key, 0)
+        more = f" ({before} more of these since the last line)" if before else ""
+        level = logging.ERROR if is_a_defect else logging.WARNING
+        log.log(level, "kvpool: %s is a miss: %s%s", operation, text, more, exc_info=is_a_defect)
+
+    def for_sglang(self) -> Any:
+        """`StorageMetrics` of the batches since the last call."""
+        from sglang.srt.observability.metrics_collector import StorageMetrics
+
+        with self._lock:
+            taken = {name: list(batches) for name, batches in self._batches.items()}
+            for batches in self._batches.values():
+                batches.clear()
+        return StorageMetrics(
+            prefetch_pgs=[pages for pages, _ in taken["load"]],
+            backup_pgs=[pages for pages, _ in taken["store"]],
+            prefetch_bandwidth=[rate for _, rate in taken["load"]],
+            backup_bandwidth=[rate for _, rate in taken["store"]],
+        )

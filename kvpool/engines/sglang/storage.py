@@ -1,0 +1,443 @@
+"""`KVPoolStorage`: HiCache's storage backend on a pool. See docs/sglang.md.
+
+SGLang's I/O threads die of an exception and of a None: every call here ends with a value, within its deadline,
+and whatever goes wrong is a miss, counted and logged.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+
+from kvpool.engines.reachability import Reachability
+from kvpool.engines.settings import read_settings
+from kvpool.engines.sglang.hits import Wanted, combined_hits
+from kvpool.engines.sglang.identity import identify
+from kvpool.engines.sglang.leases import Leases
+from kvpool.engines.sglang.metrics import BackendMetrics
+from kvpool.engines.sglang.pages import is_logical
+from kvpool.engines.sglang.settings import SOURCE, SGLangSettings
+from kvpool.engines.sglang.spaces import PageSpace, check_supported, page_space
+from kvpool.errors import (
+    REFUSALS,
+    ConfigError,
+    DeadlineExceeded,
+    HashMismatch,
+    KvpoolError,
+    LayoutMismatch,
+    NoRoom,
+    Unavailable,
+    WrongByteCount,
+)
+from kvpool.hashing import MAX_HASHES
+
+log = logging.getLogger("kvpool.sglang")
+T = TypeVar("T")
+
+KV = PoolName.KV.value
+# After these another call would most likely end alike: leave the pool alone for a while.
+_KEEPS_AWAY = (Unavailable, DeadlineExceeded, LayoutMismatch, HashMismatch, *REFUSALS)
+
+
+class KVPoolStorage(HiCacheStorage):
+    """Pages of SGLang's host pools in a kvpool.
+
+    A page is a block, a tensor-parallel rank's share of it a part: a page is a hit once all ranks have stored
+    it, so that ranks find the same. Side pools of hybrid models have namespaces of their own.
+
+    Args:
+        storage_config: SGLang's, with our settings in `extra_config`.
+        kwargs: SGLang passes a dict as the second argument; nothing in it is needed.
+
+    Raises:
+        ConfigError: a setting is wrong, or this instance is one that is not supported. The pool need not be
+            reachable.
+    """
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
+        self._settings = read_settings(SGLangSettings, storage_config.extra_config or {}, SOURCE)
+        check_supported(storage_config, self._settings)
+        self._config = storage_config
+        self._identity = identify(self._settings, storage_config)
+        self._metrics = BackendMetrics(storage_config.tp_rank)
+        self._reads, self._writes = (
+            Reachability(self._settings.backoff_s, self._settings.max_backoff_s) for _ in range(2)
+        )
+        self._spaces: dict[str, PageSpace] = {}
+        self._logical: set[str] = set()  # pools without pages of their own
+        self._is_closed = False
+        self._warned_of_prefix_keys = False
+        self._pool = self._settings.open_pool(self._settings.load_timeout_s)
+        self._leases = Leases(
+            self._pool.release, self._settings.lease_s, self._settings.max_leased_pages
+        )
+
+    # ------------------------------------------------------------ host pools
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """SGLang's main host pool. Raises ConfigError: its pages cannot be stored."""
+        super().register_mem_pool_host(mem_pool_host)
+        self._register(mem_pool_host, KV)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """The main pool or a side pool of a hybrid model, by name. Raises as `register_mem_pool_host`."""
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self._register(host_pool, _text(host_pool_name))
+
+    def on_host_pools_registered(self) -> None:
+        """Make the namespaces known to the pool, which need not be there yet.
+
+        Raises:
+            LayoutMismatch: another instance has given the model another layout, and `on_mismatch` is "refuse".
+            HashMismatch: the pool runs a version that names blocks otherwise.
+        """
+        for space in self._spaces.values():
+            try:
+                self._pool.register(space.namespace, timeout_s=self._settings.lookup_timeout_s)
+            except (LayoutMismatch, HashMismatch):
+                raise
+            except KvpoolError as error:
+                self._unreached(self._reads, "start", error)
+                log.warning("kvpool: SGLang starts without the pool: %s", error)
+                return
+            log.info(
+                "kvpool: pages of %s go to namespace %s, %d bytes each of %d part(s)",
+                space.name,
+                space.namespace.name,
+                space.namespace.layout.part_bytes,
+                space.namespace.layout.tp_size,
+            )
+
+    def _register(self, host_pool: Any, name: str) -> None:
+        known = self._spaces.get(name)
+        if known is not None and known.pages.pool is host_pool:
+            return
+        if is_logical(host_pool):
+            self._logical.add(name)
+            return
+        space = page_space(host_pool, name, self._config, self._settings, self._identity)
+        self._spaces[name] = space
+        self._logical.discard(name)
+        for tensor in space.pages.memory:
+            if tensor.is_contiguous():
+                self._pool.register_memory(tensor)
+
+    # ------------------------------------------------------------ looking up
+
+    def batch_exists(
+        self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> int:
+        """How many leading pages the pool has; they are held for the load that follows."""
+
+        def look_up() -> int:
+            found = self._hold_leading(self._space(KV), keys)
+            self._metrics.pages("lookup", KV, hit=found, miss=len(keys) - found)
+            return found
+
+        return self._guarded("lookup", self._reads, 0, look_up)
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """How many leading pages can be restored from all pools together; what that takes is held."""
+
+        def look_up() -> PoolTransferResult:
+            wanted = Wanted.by(pool_transfers or [])
+            is_anchor = KV in self._logical
+            kv_found = len(keys) if is_anchor else self._hold_leading(self._space(KV), keys)
+            self._metrics.pages("lookup", KV, hit=kv_found, miss=len(keys) - kv_found)
+            found = combined_hits(
+                keys, kv_found, wanted, self._hold_leading_of, self._hold_all_of, self._standing_of
+            )
+            for name, count in found.by_pool.items():
+                if name != KV:
+                    self._metrics.pages("lookup", name, hit=count, miss=kv_found - count)
+            return PoolTransferResult(found.pages, found.by_pool, found.restorable)
+
+        return self._guarded("lookup", self._reads, PoolTransferResult(0, {}, []), look_up)
+
+    def exists(self, key: str) -> bool:
+        """Whether the pool has one page."""
+        return self.batch_exists([key]) == 1
+
+    def _hold_leading_of(self, name: str, keys: Sequence[str]) -> int:
+        return self._hold_leading(self._space(name), keys)
+
+    def _hold_all_of(self, name: str, keys: Sequence[str]) -> bool:
+        return self._hold_leading(self._space(name), keys) == len(keys)
+
+    def _standing_of(self, name: str, keys: Sequence[str]) -> list[bool]:
+        space = self._space(name)
+        timeout_s = self._settings.lookup_timeout_s
+        return self._pool.standing(space.namespace, space.hashes(keys), timeout_s=timeout_s)
+
+    def _hold_leading(self, space: PageSpace, keys: Sequence[str]) -> int:
+        """Lease the leading pages that the pool has, for the load that follows; how many."""
+        hashes = space.hashes(keys[:MAX_HASHES])
+        if not hashes:
+            return 0
+        now = time.monotonic()
+        self._leases.expire(now)
+        if self._leases.holds(hashes, now):
+            return len(hashes)
+        deadline = now + self._settings.lookup_timeout_s
+        # A node that is gone fails the first attempt, and is then left out.
+        for patience_s in (self._settings.lookup_timeout_s / 2, None):
+            try:
+                pinned = self._pool.pin(
+                    space.namespace,
+                    hashes,
+                    ttl_s=self._settings.lease_s,
+                    part=space.part,
+                    timeout_s=patience_s or max(0.001, deadline - time.monotonic()),
+                )
+            except (Unavailable, DeadlineExceeded):
+                if patience_s is None:
+                    raise
+            else:
+                break
+        self._leases.hold(hashes, pinned, time.monotonic())
+        return pinned.found
+
+    # ------------------------------------------------------------ loading and storing
+
+    def batch_get_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        """Load pages into the main host pool, straight from the pool's memory; after the first miss none counts."""
+        return self._load(KV, keys, host_indices)
+
+    def batch_set_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        """Store pages of the main host pool; what is there already, or being stored, counts as stored."""
+        return self._store(KV, keys, host_indices, extra_info)
+
+    def batch_get_v2(
+        self,
+        transfers: list[PoolTransfer],
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> dict[str, list[bool]]:
+        """As `batch_get_v1`, for several pools."""
+        return {t.name: self._load(_text(t.name), t.keys or [], t.host_indices) for t in transfers}
+
+    def batch_set_v2(
+        self,
+        transfers: list[PoolTransfer],
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> dict[str, list[bool]]:
+        """As `batch_set_v1`, for several pools."""
+        return {
+            t.name: self._store(_text(t.name), t.keys or [], t.host_indices, extra_info)
+            for t in transfers
+        }
+
+    def _load(
+        self, name: str, keys: Sequence[str], host_indices: torch.Tensor | None
+    ) -> list[bool]:
+        if name in self._logical:
+            return [True] * len(keys)
+
+        def load() -> list[bool]:
+            space = self._space(name)
+            hashes = space.hashes(keys)
+            try:
+                started = time.monotonic()
+                # Never "disposable": what SGLang did not get it gives to other pages at once, and a transfer
+                # that was given up may still arrive.
+                result = self._pool.get(
+                    space.namespace,
+                    hashes,
+                    space.pages.spans(len(keys), _needed(host_indices, name)),
+                    part=space.part,
+                    timeout_s=self._settings.load_timeout_s,
+                )
+                took_s = time.monotonic() - started
+            finally:
+                self._leases.loaded(hashes)
+            found = result.found
+            self._metrics.pages("load", name, hit=found, miss=len(keys) - found)
+            self._metrics.moved("load", name, found, space.pages.page_bytes, took_s)
+            if found < len(keys):
+                text = f"{len(keys) - found} of {len(keys)} pages of {name}: {result.miss_reason}"
+                self._metrics.trouble("load", result.miss_reason, text)
+            return [True] * found + [False] * (len(keys) - found)
+
+        return self._guarded("load", self._reads, [False] * len(keys), load) if keys else []
+
+    def _store(
+        self,
+        name: str,
+        keys: Sequence[str],
+        host_indices: torch.Tensor | None,
+        extra_info: HiCacheStorageExtraInfo | None,
+    ) -> list[bool]:
+        if name in self._logical:
+            return [True] * len(keys)
+
+        def store() -> list[bool]:
+            space = self._space(name)
+            if not space.is_writer:
+                return [True] * len(keys)  # another rank stores the same bytes
+            started = time.monotonic()
+            try:
+                result = self._pool.put(
+                    space.namespace,
+                    space.hashes(keys),
+                    space.pages.spans(len(keys), _needed(host_indices, name)),
+                    parent=self._parent(space, extra_info),
+                    part=space.part,
+                    timeout_s=self._settings.store_timeout_s,
+                )
+            except NoRoom as error:
+                self._metrics.pages("store", name, rejected=len(keys))
+                self._metrics.trouble("store", error.code, str(error))
+                return [False] * len(keys)
+            took_s = time.monotonic() - started
+            there = len(keys) - result.rejected  # a chain is refused from some page on
+            self._metrics.pages(
+                "store",
+                name,
+                stored=result.stored,
+                existing=result.existing + result.in_progress,
+                rejected=result.rejected,
+            )
+            self._metrics.moved("store", name, result.stored, space.pages.page_bytes, took_s)
+            if result.rejected:
+                text = f"no room for {result.rejected} of {len(keys)} pages of {name}"
+                self._metrics.trouble("store", NoRoom.code, text)
+            return [True] * there + [False] * result.rejected
+
+        return self._guarded("store", self._writes, [False] * len(keys), store) if keys else []
+
+    def _parent(self, space: PageSpace, extra_info: HiCacheStorageExtraInfo | None) -> bytes:
+        """The page before the first, so that prefixes outlive what follows them; b"" where that is not told."""
+        prefix = extra_info.prefix_keys if extra_info is not None else None
+        if prefix:
+            return space.hashes(prefix[-1:])[0]
+        if prefix is None and not self._warned_of_prefix_keys:
+            self._warned_of_prefix_keys = True
+            log.warning(
+                "kvpool: SGLang does not tell which page comes before those stored: set"
+                " hicache_storage_pass_prefix_keys to true, so that suffixes are evicted before their prefixes"
+            )
+        return b""
+
+    # ------------------------------------------------------------ the interface before v1
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+        """A miss: pages move by `batch_get_v1`, which `interface_v1` selects."""
+        return self.batch_get([key])[0]
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[Any]:
+        """Misses; see `get`."""
+        self._metrics.trouble("load", "old_interface", "interface_v1 is not in use")
+        return [None] * len(keys)
+
+    def set(
+        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Not stored; see `get`."""
+        return self.batch_set([key])
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        """Not stored; see `get`."""
+        self._metrics.trouble("store", "old_interface", "interface_v1 is not in use")
+        return False
+
+    # ------------------------------------------------------------ the rest
+
+    def clear(self) -> bool:
+        """Nothing is cleared: a pool belongs to all who use it. What is held for loads is let go."""
+        log.warning("kvpool: the pool is not cleared: other instances use it, too")
+        self._leases.clear()
+        return False
+
+    def get_stats(self) -> Any:
+        """Pages and bandwidths for SGLang's own metrics; None where it does not collect them."""
+        return self._metrics.for_sglang() if self._config.enable_storage_metrics else None
+
+    def close(self) -> None:
+        """Let everything go; a second call does nothing, and calls that still come are misses."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._leases.clear()
+            self._pool.close()
+
+    def _space(self, name: str) -> PageSpace:
+        space = self._spaces.get(name)
+        if space is None:
+            raise ConfigError(f"SGLang has registered no host pool {name!r}")
+        return space
+
+    def _guarded(self, operation: str, reach: Reachability, miss: T, call: Callable[[], T]) -> T:
+        """What `call` returns; `miss` where the pool is known to be down, or anything goes wrong."""
+        started = time.monotonic()
+        if self._is_closed or not reach.may_ask(started):
+            self._metrics.trouble(operation, "pool_down", "the pool did not answer lately")
+            return miss
+        try:
+            result = call()
+        except WrongByteCount as error:
+            self._metrics.trouble(operation, error.code, str(error), is_a_defect=True)
+            return miss
+        except _KEEPS_AWAY as error:
+            self._unreached(reach, operation, error)
+            return miss
+        except KvpoolError as error:
+            self._metrics.trouble(operation, error.code, str(error))
+            return miss
+        except Exception as error:  # noqa: BLE001 - SGLang's thread would die of it, whatever it is
+            self._metrics.trouble(operation, "defect", repr(error), is_a_defect=True)
+            return miss
+        finally:
+            self._metrics.took(operation, time.monotonic() - started)
+        if reach.answered():
+            self._metrics.reachable(True)
+            log.warning("kvpool: the pool answers again")
+        return result
+
+    def _unreached(self, reach: Reachability, operation: str, error: KvpoolError) -> None:
+        reach.failed(time.monotonic())
+        self._metrics.reachable(False)
+        self._metrics.trouble(operation, error.code, str(error))
+
+
+def _text(name: Any) -> str:
+    """A pool's name: SGLang has an enumeration of texts, and takes plain ones."""
+    return str(getattr(name, "value", name))
+
+
+def _needed(host_indices: torch.Tensor | None, name: str) -> torch.Tensor:
+    if host_indices is None:
+        raise WrongByteCount(f"a transfer of {name!r} without host_indices")
+    return host_indices
