@@ -1,7 +1,9 @@
 """Reading blocks from the pool into vLLM's pages, in a thread of its own.
 
-Bytes arrive in a staging buffer, are verified there, and go to their pages in one indexed copy a buffer while the
-next one fills. So a transfer that was given up, and arrives later, never meets pages that vLLM has reused.
+Pages in host memory are read into directly: over shared memory one pass copies and verifies, and the pool's client
+sees to it that no transfer arrives there late. For pages on a device bytes arrive in a staging buffer, are
+verified there, and go to their pages in one indexed copy a buffer while the next one fills. Either way a transfer
+that was given up never meets pages that vLLM has reused.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+import numpy as np
 import structlog
 import torch
 
 from kvpool.client.async_pool import AsyncPool
+from kvpool.client.buffers import BlockSpans
 from kvpool.client.deadlines import time_left
 from kvpool.client.layered import LayeredReader
 from kvpool.client.pool import Pool
@@ -32,6 +36,8 @@ from kvpool.layout import Namespace
 from kvpool.wire import messages as m
 
 log = structlog.get_logger(__name__)
+
+CANCEL_TIMEOUT_S = 5.0  # the client's copies end by their own deadline; for one that cannot
 
 
 @dataclass(slots=True, frozen=True)
@@ -75,8 +81,11 @@ class Loader:
         self._part_bytes = namespace.layout.part_bytes
         self._pages_per_block = namespace.layout.block_tokens // paged.page_tokens
         self._blocks = max(1, settings.staging_bytes // self._part_bytes)
+        self._is_direct = device.type == "cpu"
+        self._spare: torch.Tensor | None = None  # read into in place of pages to be skipped
         self._buffers: list[torch.Tensor | None] = [None, None]
         self._filled: dict[int, torch.Tensor] = {}  # those of the load under way
+        self._under_way: list[threading.Event] = []  # set when nothing writes to pages any more
         self._slices = Slices(paged, self._pages_per_block)
         self._jobs: queue.SimpleQueue[tuple[LoadJob, Moment, Progress | None] | None]
         self._jobs = queue.SimpleQueue()
@@ -173,6 +182,9 @@ class Loader:
                 if not future.done():
                     future.cancel()
                     self._buffers[number % 2] = None  # it may still be written
+            for moment in self._under_way:
+                moment.wait(CANCEL_TIMEOUT_S)
+            self._under_way.clear()
         return good
 
     def _load_layers(self, job: LoadJob, progress: Progress, deadline: float) -> int:
@@ -221,26 +233,51 @@ class Loader:
     def _begin(
         self, job: LoadJob, number: int, start: int, end: int, deadline: float
     ) -> Future[GetResult]:
-        out = self._buffer(number)[: end - start]
         hashes = job.hashes[start:end]
         segments = [
             m.Segment(s.node_id, max(s.start - start, 0), n, s.tier)
             for s in job.segments
             if (n := min(s.start + s.count, end) - max(s.start, start)) > 0
         ]
-        timeout_s = max(0.001, deadline - time.monotonic())
-        return self._pool.submit(
-            lambda pool: pool.get(
-                self._namespace,
-                hashes,
-                out,
-                part=self._part,
-                segments=segments or None,
-                is_disposable=True,
-                verify=self._settings.verify_checksums,
-                timeout_s=timeout_s,
-            )
+        out = (
+            self._spans(job, start, end) if self._is_direct else self._buffer(number)[: end - start]
         )
+        timeout_s = max(0.001, deadline - time.monotonic())
+        has_ended = threading.Event()
+
+        async def read(pool: AsyncPool) -> GetResult:
+            try:
+                return await pool.get(
+                    self._namespace,
+                    hashes,
+                    out,
+                    part=self._part,
+                    segments=segments or None,
+                    is_disposable=not self._is_direct,
+                    verify=self._settings.verify_checksums,
+                    timeout_s=timeout_s,
+                )
+            finally:
+                has_ended.set()
+
+        if self._is_direct:
+            self._under_way.append(has_ended)
+        return self._pool.submit(read)
+
+    def _spans(self, job: LoadJob, start: int, end: int) -> BlockSpans:
+        """The pages of blocks [start, end) in memory; in place of those to be skipped, spare memory."""
+        per_block = self._pages_per_block
+        pages = job.pages[start * per_block : end * per_block]
+        addresses, lengths = self._paged.runs(pages)
+        addresses = addresses.reshape(len(pages), -1)
+        lengths = lengths[: addresses.shape[1]]
+        skip = min(len(pages), max(0, job.skip_pages - start * per_block))
+        if skip:
+            if self._spare is None:
+                self._spare = torch.empty(self._paged.page_bytes, dtype=torch.uint8)
+            addresses[:skip] = self._spare.data_ptr() + np.cumsum(lengths) - lengths
+        blocks = addresses.reshape(end - start, -1)
+        return BlockSpans(blocks, np.tile(lengths, per_block), (self._paged, self._spare))
 
     def _result(self, future: Future[GetResult], number: int, wanted: int, deadline: float) -> int:
         try:
@@ -256,7 +293,9 @@ class Loader:
         return found
 
     def _place(self, job: LoadJob, number: int, start: int, found: int) -> None:
-        """Copy what a buffer holds to its pages."""
+        """Copy what a buffer holds to its pages, unless it was read there."""
+        if self._is_direct:
+            return
         rows = self._filled[number % 2][:found].view(-1, self._paged.page_bytes)
         first = start * self._pages_per_block
         pages = job.pages[first : first + found * self._pages_per_block]
