@@ -34,12 +34,14 @@ from tiers.leases import lease_over
 from tiers.listing import MAX_PAGE
 from tiers.mover import Mover
 from tiers.reservations import reservation_over
+from tiers.runs import CommitRun, ReserveRun
 from tiers.slots import Place
 from tiers.store import Store
 
 log = structlog.get_logger(__name__)
 
 TIER_CODES = {tier: code for code, tier in enumerate(m.TIERS)}
+SLICE = 128  # blocks reserved or committed per turn of the loop: ~5 ms where others are evicted for each
 OURSELVES = "\x01node"  # holds what no tenant does: none has a name with such a character
 MAX_PROTECTION_S = 31_536_000  # a year; longer is for ever
 
@@ -97,6 +99,7 @@ class NodeService:
         self._clock = clock
         self._started = clock()
         self._sessions: Counter[tuple[str, str]] = Counter()  # by tenant and client
+        self._committing: set[asyncio.Task[m.CommitReply]] = set()
         self._cold = ColdPins(store, mover, self.counters, clock=clock)
 
     def expose(self, server: WireServer) -> None:
@@ -165,13 +168,16 @@ class NodeService:
             listener(request.namespace)
         return m.NamespaceReply(namespace_id)
 
-    def reserve(self, request: m.Reserve, client_id: str) -> m.ReserveReply:
+    def reserve(
+        self, request: m.Reserve, client_id: str
+    ) -> m.ReserveReply | Awaitable[m.ReserveReply]:
         """Raises UnknownNamespace, InvalidArgument, BlockTooLarge, Draining."""
         _check_ttl(request.ttl_s)
         self.refuse_writers()
-        granted = self.store.reserve(
+        hashes = unpack_hashes(request.hashes)
+        run = self.store.begin_reserve(
             request.namespace_id,
-            unpack_hashes(request.hashes),
+            hashes,
             request.parent,
             request.part,
             self._holder(request.namespace_id, request.writer_id or client_id),
@@ -179,6 +185,23 @@ class NodeService:
             self._clock(),
             request.tier,
         )
+        if len(hashes) > SLICE:
+            return self._reserve_slices(run, request)
+        self.store.reserve_some(run, SLICE, self._clock())
+        return self._reserved(run, request)
+
+    async def _reserve_slices(self, run: ReserveRun, request: m.Reserve) -> m.ReserveReply:
+        try:
+            while not run.is_done:
+                self.store.reserve_some(run, SLICE, self._clock())
+                await asyncio.sleep(0)
+        except BaseException:  # nobody was told where to write
+            self.store.cancel_reserve(run, self._clock())
+            raise
+        return self._reserved(run, request)
+
+    def _reserved(self, run: ReserveRun, request: m.Reserve) -> m.ReserveReply:
+        granted = self.store.reserved(run)
         if not request.is_mapped:
             self.on_grant()
         return m.ReserveReply(
@@ -200,18 +223,35 @@ class NodeService:
             self.store.renew_reservation(request.reservation_id, request.ttl_s, self._clock())
         )
 
-    def commit(self, request: m.Commit, principal: Principal = ANYBODY) -> m.CommitReply:
+    def commit(
+        self, request: m.Commit, principal: Principal = ANYBODY
+    ) -> m.CommitReply | Awaitable[m.CommitReply]:
         """Raises ReservationGone, InvalidArgument."""
         if not _is_of(self.store.writer_of(request.reservation_id), principal):
             raise reservation_over(request.reservation_id)
-        visible = self.store.commit(
+        checksums = _unpack("<u8", request.checksums)
+        run = self.store.begin_commit(
             request.reservation_id,
-            _unpack("<u8", request.checksums),
+            checksums,
             self._clock(),
             _unpack("<u4", request.indices) if request.indices else None,
         )
+        if len(checksums) > SLICE:
+            # Goes on when the caller leaves: what was begun cannot be taken back.
+            task = asyncio.create_task(self._commit_slices(run), name="commit")
+            self._committing.add(task)
+            task.add_done_callback(self._committing.discard)
+            return asyncio.shield(task)
+        self.store.commit_some(run, SLICE)
         self.mover.wake()
-        return m.CommitReply(len(visible))
+        return m.CommitReply(len(run.visible))
+
+    async def _commit_slices(self, run: CommitRun) -> m.CommitReply:
+        while not run.is_done:
+            self.store.commit_some(run, SLICE)
+            await asyncio.sleep(0)
+        self.mover.wake()
+        return m.CommitReply(len(run.visible))
 
     def abort(self, request: m.Abort, principal: Principal = ANYBODY) -> m.Ok:
         """Gives the slots back, at once or after quarantine; an ended reservation is ignored."""

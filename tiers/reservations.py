@@ -15,23 +15,8 @@ from kvpool.errors import InvalidArgument, ReservationGone
 from kvpool.wire.messages import BlockStatus
 from tiers.blocks import DRAM, HBM, NVME, Block, Copy, Space
 from tiers.residency import Residency
+from tiers.runs import CommitRun, Grant, ReserveRun
 from tiers.slots import Place
-
-
-class Grant:
-    """A live reservation: the copies and parts that its writer may fill. A committed one is None."""
-
-    __slots__ = ("copies", "deadline", "part", "remaining", "reservation_id", "writer_id")
-
-    def __init__(
-        self, reservation_id: int, writer_id: str, copies: list[Copy], part: int, deadline: float
-    ) -> None:
-        self.reservation_id = reservation_id
-        self.writer_id = writer_id
-        self.copies: list[Copy | None] = [*copies]
-        self.part = part
-        self.remaining = len(copies)
-        self.deadline = deadline
 
 
 class Quarantined:
@@ -63,6 +48,7 @@ class ReservationBook:
         self._grants: dict[int, Grant] = {}
         self._by_writer: dict[str, set[int]] = {}
         self._due: list[tuple[float, int]] = []
+        self._committing: dict[CommitRun, None] = {}
         self._quarantine: deque[Quarantined] = deque()  # by `until`: time only moves forward
         # To find the slots of a writer or a reservation; entries go when their slots are free.
         self._of_writer: dict[str, dict[Quarantined, None]] = {}  # dicts: a fixed order
@@ -71,9 +57,9 @@ class ReservationBook:
     def __len__(self) -> int:
         return len(self._grants)
 
-    def values(self) -> list[Grant]:
-        """All live reservations."""
-        return list(self._grants.values())
+    def values(self) -> list[Grant | CommitRun]:
+        """All live reservations, and what was taken from them to be committed."""
+        return [*self._grants.values(), *self._committing]
 
     def writer_of(self, reservation_id: int) -> str | None:
         """Who may write there, or might still in quarantine; None when it is wholly over."""
@@ -87,43 +73,66 @@ class ReservationBook:
         """All slots in quarantine."""
         return [entry for entry in self._quarantine if not entry.is_over]
 
-    def reserve_run(
+    def begin_reserve(
         self,
         space: Space,
         hashes: Sequence[bytes],
         parent: bytes,
         part: int,
         writer_id: str,
+        ttl_s: float,
         deadline: float,
         tier: int = DRAM,
-    ) -> tuple[int, list[int], list[Place]]:
-        """Hold slots for what is not here of a run of one chain.
+    ) -> ReserveRun:
+        """Begin to hold slots for what is not here of a run of one chain: see `reserve_some`.
 
-        Returns the reservation's number (0 when nothing was granted), a `BlockStatus` per block and the
-        places of the granted ones. Neither the run nor what it builds on is evicted to make its room.
-        With tier HBM, what finds no room there is granted in dram; parts of one block stand together.
+        Neither the run nor what it builds on is evicted to make its room. With tier HBM, what finds no room
+        there is granted in dram; parts of one block stand together.
         """
         known = [b for b in map(space.blocks.get, hashes) if b is not None]
-        self._residency.touch([block for block in known if _has_part(block, part)])
+        return ReserveRun(
+            space,
+            hashes,
+            parent,
+            part,
+            writer_id,
+            ttl_s,
+            deadline,
+            tier,
+            self._residency.advance(len(known)),
+            {*known, *_ancestors(space, parent)},
+        )
+
+    def reserve_some(self, run: ReserveRun, count: int) -> None:
+        """Go on with up to `count` blocks of a run; after `NO_ROOM` for one all others have none either.
+
+        Raises:
+            ReservationGone: it ended meanwhile, with its writer or its time.
+        """
+        if run.grant is not None and self._grants.get(run.grant.reservation_id) is not run.grant:
+            raise reservation_over(run.grant.reservation_id)
+        start, part = len(run.statuses), run.part
+        names = run.hashes[start : start + count]
+        here = [b for b in map(run.space.blocks.get, names) if b is not None and _has_part(b, part)]
+        self._residency.touch(here, tick=run.tick)
+        run.tick -= len(here)
+        parent = run.hashes[start - 1] if start else run.parent
         copies: list[Copy] = []
-        places: list[Place] = []
-        statuses: list[int] = []
-        with self._residency.shield({*known, *_ancestors(space, parent)}):
-            for name in hashes:
-                status, copy = self._reserve_part(space, name, parent, part, tier)
+        with self._residency.shield(run.shielded):
+            for name in names:
+                status, copy = self._reserve_part(run.space, name, parent, part, run.tier)
                 if status == BlockStatus.NO_ROOM:
-                    statuses += [status] * (len(hashes) - len(statuses))
+                    run.statuses += [status] * (len(run.hashes) - len(run.statuses))
                     self._residency.counters["no_room"] += 1
                     break
-                statuses.append(status)
+                run.statuses.append(status)
                 if copy is not None and (place := copy.places[part]) is not None:
-                    places.append(place)
+                    run.places.append(place)
                     copies.append(copy)
                 parent = name
-        reservation_id = 0
         if copies:
-            reservation_id = self._grant(copies, part, writer_id, deadline)
-        return reservation_id, statuses, places
+            run.grant = run.grant or self._grant(part, run.writer_id, run.deadline)
+            run.grant.add(copies)
 
     def renew(self, reservation_id: int, ttl_s: float, now: float) -> float:
         """Move the deadline to `now + ttl_s`, never to an earlier time; returns seconds from now.
@@ -135,14 +144,16 @@ class ReservationBook:
         grant.deadline = max(grant.deadline, now + ttl_s)
         return grant.deadline - now
 
-    def commit(
+    def begin_commit(
         self,
         reservation_id: int,
         checksums: Sequence[int],
         indices: Sequence[int] | None,
         now: float,
-    ) -> list[Block]:
-        """Commit granted parts; returns the blocks that became visible, in order. All or nothing.
+    ) -> CommitRun:
+        """Take granted parts out of their reservation, to be committed by `commit_some`. All or nothing.
+
+        Nothing can keep them from it any more, neither the reservation's time nor the end of its writer.
 
         Raises:
             ReservationGone: it is over, or an index was committed before.
@@ -155,7 +166,7 @@ class ReservationBook:
             raise InvalidArgument(f"{len(checksums)} checksums for {len(indices)} blocks")
         if len(set(indices)) != len(indices):
             raise InvalidArgument("an index to commit comes twice")
-        copies: list[Copy] = []
+        copies: list[Copy | None] = []
         for index in indices:
             if not 0 <= index < len(grant.copies):
                 raise InvalidArgument(f"index {index} of {len(grant.copies)} granted blocks")
@@ -165,16 +176,30 @@ class ReservationBook:
                     f"index {index} of reservation {reservation_id} was committed"
                 )
             copies.append(copy)
-        self._residency.touch([copy.block for copy in copies], is_use=False)
-        visible: list[Block] = []
-        for index, copy, checksum in zip(indices, copies, checksums, strict=True):
+        for index in indices:
             grant.copies[index] = None
-            grant.remaining -= 1
-            if self._residency.fill(copy, grant.part, checksum):
-                visible.append(copy.block)
+        grant.remaining -= len(copies)
         if not grant.remaining:
             self._remove(grant)
-        return visible
+        tick = self._residency.advance(len(copies))
+        run = CommitRun(reservation_id, grant.part, copies, checksums, tick)
+        if copies:
+            self._committing[run] = None
+        return run
+
+    def commit_some(self, run: CommitRun, count: int) -> None:
+        """Commit the next `count` parts of a run; blocks become visible one after the other."""
+        end = min(run.done + count, len(run.copies))
+        batch = [copy for copy in run.copies[run.done : end] if copy is not None]
+        self._residency.touch([copy.block for copy in batch], is_use=False, tick=run.tick)
+        run.tick -= len(batch)
+        for number, copy in enumerate(batch, run.done):
+            run.copies[number] = None
+            if self._residency.fill(copy, run.part, run.checksums[number]):
+                run.visible.append(copy.block.name)
+        run.done = end
+        if run.is_done:
+            self._committing.pop(run, None)
 
     def abort(self, reservation_id: int, *, writer_stopped: bool, now: float) -> None:
         """Give back what is not committed: free when the writer stopped, else to quarantine.
@@ -219,13 +244,13 @@ class ReservationBook:
 
     # ------------------------------------------------------------ within
 
-    def _grant(self, copies: list[Copy], part: int, writer_id: str, deadline: float) -> int:
+    def _grant(self, part: int, writer_id: str, deadline: float) -> Grant:
         reservation_id = self._next_id
         self._next_id += 1
-        self._grants[reservation_id] = Grant(reservation_id, writer_id, copies, part, deadline)
+        grant = self._grants[reservation_id] = Grant(reservation_id, writer_id, part, deadline)
         self._by_writer.setdefault(writer_id, set()).add(reservation_id)
         heappush(self._due, (deadline, reservation_id))
-        return reservation_id
+        return grant
 
     def _reserve_part(
         self, space: Space, name: bytes, parent: bytes, part: int, tier: int

@@ -84,9 +84,16 @@ class Residency:
         """Give out later ticks than this one from now on."""
         self._tick = max(self._tick, tick)
 
-    def touch(self, blocks: Sequence[Block], *, is_use: bool = True) -> None:
-        """Note a use, or the arrival, of a run of one chain: its head counts as the most recent."""
-        tick = self.advance(len(blocks))
+    def touch(
+        self, blocks: Sequence[Block], *, is_use: bool = True, tick: int | None = None
+    ) -> None:
+        """Note a use, or the arrival, of a run of one chain: its head counts as the most recent.
+
+        Args:
+            tick: of the first of them, where `advance` gave it for the longer run that they are a part of.
+        """
+        if tick is None:
+            tick = self.advance(len(blocks))
         for block in blocks:
             block.last_use = tick
             tick -= 1

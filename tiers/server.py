@@ -30,6 +30,7 @@ from tiers import uses
 from tiers.adapters import grpc_server, http_app
 from tiers.arena import Arena, ArenaServer
 from tiers.arenas import ArenaSet, arena_unit, make_arena, make_arenas
+from tiers.collecting import keep_collections_short
 from tiers.device_arena import HBM_ARENA_ID, DeviceArena
 from tiers.devices import Devices, open_devices
 from tiers.draining import Drainer
@@ -206,6 +207,7 @@ class _Node:
         )
         self.tasks.append(asyncio.create_task(mover.run(), name="mover"))
         self.tasks += security.tasks()
+        self.tasks.append(asyncio.create_task(keep_collections_short(), name="collections"))
         if config.conductor is not None:
             self._reporter = Reporter(
                 service, config.conductor, self._descriptor, security.credentials

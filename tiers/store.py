@@ -43,6 +43,7 @@ from tiers.recovery import Protection, Use
 from tiers.reservations import ReservationBook
 from tiers.residency import Residency
 from tiers.retirement import RetirementBook
+from tiers.runs import CommitRun, ReserveRun
 from tiers.slot_pool import SlotPool, pool_of
 from tiers.slots import Place, SlotAllocator, StoreCorrupt
 
@@ -342,19 +343,58 @@ class Store:
             UnknownNamespace, InvalidArgument: too many hashes, not 16 bytes each, no such part or tier, or
                 a ttl that is not positive.
         """
+        run = self.begin_reserve(namespace_id, hashes, parent, part, writer_id, ttl_s, now, tier)
+        self.reserve_some(run, len(hashes), now)
+        return self.reserved(run)
+
+    def begin_reserve(
+        self,
+        namespace_id: bytes,
+        hashes: Sequence[bytes],
+        parent: bytes,
+        part: int,
+        writer_id: str,
+        ttl_s: float,
+        now: float,
+        tier: str = "",
+    ) -> ReserveRun:
+        """As `reserve`, for a run so long that others shall be served in between.
+
+        Call `reserve_some` until it `is_done`, then `reserved`; or `cancel_reserve`.
+
+        Raises: as `reserve`.
+        """
         space = self._space(namespace_id, len(hashes))
         ttl_s = _ttl(ttl_s, self.config.max_reservation_s)
         if not 0 <= part < space.tp_size:
             raise InvalidArgument(f"part {part} of {space.tp_size}")
         if len(parent) not in (0, HASH_BYTES) or any(len(name) != HASH_BYTES for name in hashes):
             raise InvalidArgument(f"block hashes have {HASH_BYTES} bytes each")
+        return self._reservations.begin_reserve(
+            space, hashes, parent, part, writer_id, ttl_s, now + ttl_s, self._memory_tier(tier)
+        )
+
+    def reserve_some(self, run: ReserveRun, count: int, now: float) -> None:
+        """Go on with up to `count` blocks of a run.
+
+        Raises:
+            ReservationGone: it ended meanwhile, with its writer or its time.
+        """
         self.expire(now)
-        reservation_id, statuses, places = self._reservations.reserve_run(
-            space, hashes, parent, part, writer_id, now + ttl_s, self._memory_tier(tier)
-        )
+        self._reservations.reserve_some(run, count)
+
+    def reserved(self, run: ReserveRun) -> Reservation:
+        """What became of a run that is done."""
+        reservation_id = run.grant.reservation_id if run.grant is not None else 0
+        slot_bytes = run.space.slot_bytes[DRAM]
         return Reservation(
-            reservation_id, statuses, places, space.slot_bytes[DRAM], ttl_s, now + ttl_s
+            reservation_id, run.statuses, run.places, slot_bytes, run.ttl_s, run.deadline
         )
+
+    def cancel_reserve(self, run: ReserveRun, now: float) -> None:
+        """Give up a run of which nobody was told: what it holds is free at once."""
+        if run.grant is not None:
+            self.abort(run.grant.reservation_id, True, now)
 
     def writer_of(self, reservation_id: int) -> str | None:
         """Whose a reservation is, or was while its slots are in quarantine; None when it is wholly over."""
@@ -387,9 +427,30 @@ class Store:
             ReservationGone: it is over, or an index was committed before.
             InvalidArgument: an index does not exist or comes twice, or the checksums are not one for each.
         """
-        blocks = self._reservations.commit(reservation_id, checksums, indices, now)
+        run = self.begin_commit(reservation_id, checksums, now, indices)
+        self.commit_some(run, len(checksums))
+        return run.visible
+
+    def begin_commit(
+        self,
+        reservation_id: int,
+        checksums: Sequence[int],
+        now: float,
+        indices: Sequence[int] | None = None,
+    ) -> CommitRun:
+        """As `commit`, for so many that others shall be served in between: call `commit_some` until it `is_done`.
+
+        From here on it cannot fail, whatever becomes of the reservation and its writer.
+
+        Raises: as `commit`.
+        """
+        run = self._reservations.begin_commit(reservation_id, checksums, indices, now)
         self._residency.counters["committed"] += len(checksums)
-        return [block.name for block in blocks]
+        return run
+
+    def commit_some(self, run: CommitRun, count: int) -> None:
+        """Commit the next `count` blocks of a run; they become visible in order."""
+        self._reservations.commit_some(run, count)
 
     def abort(self, reservation_id: int, writer_stopped: bool, now: float) -> None:
         """Give a reservation back: its slots are free if the writer stopped, else in quarantine.

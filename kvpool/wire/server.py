@@ -443,6 +443,7 @@ class _Connection(asyncio.Protocol):
             task.cancel()
         for callback in self.session.closing:
             callback()
+        self.session.closing.clear()  # they know the session: no cycle is left to be collected
         self._transport = None
 
     def tasks(self) -> list[asyncio.Task[None]]:
