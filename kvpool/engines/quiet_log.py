@@ -22,7 +22,7 @@ class QuietLog:
         self._lock = threading.Lock()
         self._kinds: dict[str, tuple[float, int]] = {}  # when last written, how many left out since
 
-    def warn(self, kind: str, text: str, now: float) -> bool:
+    def report(self, kind: str, text: str, now: float) -> bool:
         """Log `kind: text` unless one of this kind was within the period; returns whether it was written.
 
         Args:

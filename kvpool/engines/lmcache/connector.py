@@ -20,7 +20,7 @@ from lmcache.v1.storage_backend.connector import (
 )
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
-from kvpool.engines.lmcache.keys import Item, Keyspace, ObjectLayout, object_layout
+from kvpool.engines.lmcache.keys import Item, Keyspace, layout_of, object_layout
 from kvpool.engines.lmcache.ledger import Ledger
 from kvpool.engines.lmcache.objects import ObjectStore
 from kvpool.engines.lmcache.settings import ConnectorSettings
@@ -254,7 +254,7 @@ class KVPoolConnector(RemoteConnector):
         kept: list[Any] = []
         buffers: list[memoryview] = []
         for key, memory in zip(keys, objects, strict=True):
-            layout = _layout_of(memory)
+            layout = layout_of(memory, memory.get_memory_format().name)
             buffer = memoryview(memory.byte_array)
             if layout != self._layout or buffer.nbytes != layout.size_bytes:
                 self._objects.counters["refused"] += 1
@@ -341,14 +341,7 @@ class KVPoolConnector(RemoteConnector):
             return otherwise
 
     def _warn(self, kind: str, error: BaseException) -> None:
-        self._log.warn(kind, f"{type(error).__name__}: {error}", time.monotonic())
-
-
-def _layout_of(memory: Any) -> ObjectLayout:
-    meta = memory.metadata
-    shapes = meta.shapes or [meta.shape]
-    dtypes = meta.dtypes or [meta.dtype]
-    return object_layout(shapes, dtypes, memory.get_memory_format().name)
+        self._log.report(kind, f"{type(error).__name__}: {error}", time.monotonic())
 
 
 async def _to_the_end(job: Future[Any]) -> None:

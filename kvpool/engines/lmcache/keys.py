@@ -77,6 +77,12 @@ def object_layout(shapes: Iterable[Any], dtypes: Iterable[Any], form: str = "") 
     return ObjectLayout(f"{form}:{text}" if form else text, size_bytes)
 
 
+def layout_of(memory: Any, form: str = "") -> ObjectLayout:
+    """The layout of an LMCache memory object. Raises as `object_layout`."""
+    meta = memory.metadata
+    return object_layout(meta.shapes or [meta.shape], meta.dtypes or [meta.dtype], form)
+
+
 class Keyspace:
     """Names objects under one set of settings. Every instance with equal ones gives equal names.
 

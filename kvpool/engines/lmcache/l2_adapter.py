@@ -18,7 +18,7 @@ from lmcache.v1.distributed.api import KeyEntry, KeyListPage
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
-from kvpool.engines.lmcache.keys import Item, Keyspace, ObjectLayout, object_layout
+from kvpool.engines.lmcache.keys import Item, Keyspace, ObjectLayout, layout_of, object_layout
 from kvpool.engines.lmcache.l2_config import KVPoolL2AdapterConfig
 from kvpool.engines.lmcache.ledger import Entry, Ledger
 from kvpool.engines.lmcache.locks import Group, LockTable
@@ -59,7 +59,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
         self._log = QuietLog("kvpool.engines.lmcache")
         self._reachability = Reachability(settings.backoff_s, settings.max_backoff_s)
         self._keys = Keyspace(settings)
-        self._layouts: dict[tuple[str, int], set[ObjectLayout]] = {}
+        self._layouts: dict[tuple[str, int], dict[ObjectLayout, None]] = {}  # by model and group
         self._locks: LockTable[Held] = LockTable()  # on the loop alone
         self._ledger = Ledger(settings.max_listed)
         self._task_ids = itertools.count()
@@ -162,11 +162,14 @@ class KVPoolL2Adapter(L2AdapterInterface):
     async def _lookup(self, task_id: int, keys: Sequence[Any], descs: Mapping[int, Any]) -> None:
         bitmap = Bitmap(len(keys))
         try:
-            layouts = {
-                group: object_layout(desc.shapes, desc.dtypes) for group, desc in descs.items()
+            told = {
+                group: object_layout(desc.shapes, desc.dtypes)
+                for group, desc in descs.items()
+                if desc.shapes  # LMCache's own benchmark tells of none
             }
-            places = [i for i, key in enumerate(keys) if key.object_group_id in layouts]
-            items = [self._item(keys[i], layouts[keys[i].object_group_id]) for i in places]
+            layouts = [told.get(key.object_group_id) or self._last_layout(key) for key in keys]
+            places = [i for i, layout in enumerate(layouts) if layout is not None]
+            items = [self._item(keys[i], layout) for i, layout in enumerate(layouts) if layout]
             settings = self.settings
             kept, held = await self._objects.hold(
                 items, settings.lock_ttl_s, settings.lookup_timeout_s
@@ -366,7 +369,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
         buffers: list[memoryview] = []
         for place, (key, memory) in enumerate(zip(keys, objects, strict=True)):
             try:
-                layout = object_layout(memory.get_shapes(), memory.get_dtypes())
+                layout = layout_of(memory)
                 buffer = memoryview(memory.byte_array)
                 if buffer.nbytes != layout.size_bytes:
                     raise InvalidArgument(
@@ -384,8 +387,14 @@ class KVPoolL2Adapter(L2AdapterInterface):
         return places, items, buffers
 
     def _item(self, key: Any, layout: ObjectLayout) -> Item:
-        self._layouts.setdefault((key.model_name, key.object_group_id), set()).add(layout)
+        known = self._layouts.setdefault((key.model_name, key.object_group_id), {})
+        known.setdefault(layout)
         return self._keys.server_item(key, layout)
+
+    def _last_layout(self, key: Any) -> ObjectLayout | None:
+        """The newest layout seen for the key's model and group, for callers that tell none."""
+        known = self._layouts.get((key.model_name, key.object_group_id))
+        return next(reversed(known)) if known else None
 
     def _known_items(self, key: Any) -> list[Item]:
         """The key's items under every layout that was seen for its model and group."""
@@ -407,7 +416,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
             self._notify_keys_deleted([e.key for e in entries], [e.size_bytes for e in entries])
 
     def _warn(self, kind: str, error: BaseException) -> None:
-        self._log.warn(kind, f"{type(error).__name__}: {error}", time.monotonic())
+        self._log.report(kind, f"{type(error).__name__}: {error}", time.monotonic())
 
 
 def _left(deadline: float) -> float:

@@ -292,3 +292,21 @@ def test_the_revision_is_read_off_the_models_files_where_none_is_given(
     other = {**options, "model_path": str(tmp_path / "b")}
     with engine(other, model_name=str(tmp_path / "a")) as e:
         assert not e.backend.contains(e.key(900))
+
+
+def test_the_configuration_in_the_documentation_works(cluster: Cluster, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs/lmcache.md").read_text()
+    text = page.partition("```yaml\n")[2].partition("```")[0]
+    written = tmp_path / "lmcache.yaml"
+    written.write_text(text.replace("127.0.0.1:7800", cluster.conductor["wire"]))
+    config = LMCacheEngineConfig.from_file(str(written))
+    config.max_local_cpu_size = 0.05
+    e = Engine(config)
+    e.connector.settings = e.connector.settings.model_copy(update={"lookup_timeout_s": 5.0})
+    try:
+        e.put([e.key(1000)])
+        memory = e.backend.get_blocking(e.key(1000))
+        assert np.array_equal(bytes_of(memory), content(e.key(1000)))
+        memory.ref_count_down()
+    finally:
+        e.close()

@@ -1,0 +1,26 @@
+"""A trouble that repeats is logged at a bounded rate, and what was left out is counted."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from kvpool.engines.quiet_log import QuietLog
+
+
+def test_each_kind_is_written_once_a_period_with_what_was_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log = QuietLog("kvpool.tests.quiet", period_s=10.0)
+    with caplog.at_level(logging.WARNING, "kvpool.tests.quiet"):
+        assert log.report("down", "first", 0.0)
+        assert not any(log.report("down", "again", 1.0 + n) for n in range(5))
+        assert log.report("full", "another kind", 2.0)
+        assert log.report("down", "later", 10.0)
+    texts = [record.getMessage() for record in caplog.records]
+    assert texts == [
+        "down: first",
+        "full: another kind",
+        "down: later (and 5 like it since the last such line)",
+    ]
