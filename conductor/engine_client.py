@@ -30,6 +30,7 @@ from kvpool.errors import (
     brief,
 )
 from kvpool.wire import messages as m
+from kvpool.wire.client import Undo
 
 CONNECT_TIMEOUT_S = 2.0
 MAX_ERROR_BYTES = 4096  # of an error's body; the rest is not read
@@ -118,7 +119,9 @@ class EngineClient:
 
     # ------------------------------------------------------------ requests
 
-    async def call(self, request: m.Message, timeout_s: float) -> m.PrefillReply:
+    async def call(
+        self, request: m.Message, timeout_s: float, undo: Undo | None = None
+    ) -> m.PrefillReply:
         """Have it compute a prompt; its connector stores the KV.
 
         Raises:

@@ -12,12 +12,13 @@ from conductor.membership import Member, State
 from kvpool.credentials import NO_CREDENTIALS, Credentials
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
+from kvpool.wire.client import Undo
 
 
 class Link(Protocol):
     """What can be asked of a member, whatever it speaks; see `kvpool.wire.WireClient`."""
 
-    async def call(self, request: m.Message, timeout_s: float) -> Any: ...
+    async def call(self, request: m.Message, timeout_s: float, undo: Undo | None = None) -> Any: ...
 
     async def send(self, request: m.Message) -> None: ...
 
@@ -58,9 +59,13 @@ class Links:
         return client
 
     async def call_node(
-        self, node: Member[m.NodeDescriptor, Any], request: m.Message, within_s: float
+        self,
+        node: Member[m.NodeDescriptor, Any],
+        request: m.Message,
+        within_s: float,
+        undo: Undo | None = None,
     ) -> Any:
-        """A node's answer.
+        """A node's answer. `undo`: see `WireClient.call`.
 
         Raises:
             DeadlineExceeded: none within `within_s`.
@@ -70,7 +75,7 @@ class Links:
         async with self._cluster.watches.waiting(
             f"node {node.member_id}", lambda: nodes.why_lost(node.member_id, node.epoch), within_s
         ):
-            return await self.to(node.descriptor.address).call(request, within_s)
+            return await self.to(node.descriptor.address).call(request, within_s, undo)
 
     async def call_worker(
         self, worker: Member[m.WorkerDescriptor, Any], request: m.Message, within_s: float

@@ -20,6 +20,7 @@ from conductor.links import Links
 from conductor.membership import Member
 from conductor.requests import Decision
 from conductor.segments import cut, extend
+from kvpool.client.node_link import abort_late
 from kvpool.errors import KvpoolError, Unavailable
 from kvpool.golden import registration
 from kvpool.hashing import pack_hashes, token_bytes
@@ -161,7 +162,7 @@ class RemotePrefill:
         )
         timeout_s = min(RESERVE_TIMEOUT_S, within_s)
         await self._call(node, registration(job.namespace), timeout_s)
-        reply: m.ReserveReply = await self._call(node, request, timeout_s)
+        reply: m.ReserveReply = await self._links.call_node(node, request, timeout_s, abort_late)
         statuses = reply.statuses
         if m.BlockStatus.NO_ROOM in statuses:
             if reply.reservation_id:

@@ -166,6 +166,11 @@ class Space:
         self.children: tuple[dict[bytes, int], ...] = tuple({} for _ in TIER_NAMES)
         self.kept_children: dict[bytes, int] = {}  # parent hash -> how many of them are protected
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing of it is here, nor on its way here."""
+        return not self.blocks and not self.kept_children and not any(self.children)
+
 
 class StoreEvent(NamedTuple):
     """A whole copy appeared in a tier ("stored") or left it ("removed")."""

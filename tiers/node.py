@@ -163,7 +163,12 @@ class NodeService:
     def register_namespace(self, request: m.RegisterNamespace) -> m.NamespaceReply:
         """Raises LayoutMismatch, HashMismatch, BlockTooLarge."""
         check_proof(request.namespace, request.proof)
-        namespace_id = self.store.register_namespace(request.namespace, self._clock())
+        try:
+            namespace_id = self.store.register_namespace(request.namespace, self._clock())
+        except NoRoom:
+            if not self.store.forget_idle_namespace(request.namespace.tenant):
+                raise
+            namespace_id = self.store.register_namespace(request.namespace, self._clock())
         for listener in self.on_namespace:
             listener(request.namespace)
         return m.NamespaceReply(namespace_id)

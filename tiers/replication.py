@@ -12,6 +12,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -42,17 +43,14 @@ log = structlog.get_logger(__name__)
 WRITER = "\x01replication"  # no tenant can have a name with such a character (`kvpool.auth`)
 BATCH_BYTES = 16 << 20  # copied per reservation: what a source that dies can cost at most
 MAX_AT_ONCE = 2  # more would only share the same wire, and hold more slots
+# A source that stops in mid-transfer holds a thread until the read's deadline, also when whoever asked has left:
+# of a batch, which takes a fraction of a second, nobody waits longer, and no other thread of the node is held.
+BATCH_S = 15.0
+THREADS = 2 * MAX_AT_ONCE
 MAX_LINKS = 64
 
 Fetch = Callable[[NodeLink, Pieces, float], Awaitable[Sums]]
 """Brings leased bytes into our memory and sums each piece there. The seam for fabrics where the owner should push."""
-
-
-async def pull(link: NodeLink, pieces: Pieces, timeout_s: float) -> Sums:
-    """One-sided read by the node that shall hold the copy."""
-    return await asyncio.to_thread(
-        lambda: link.transport.read_and_sum(link.node, pieces, timeout_s)
-    )
 
 
 @dataclass(slots=True)
@@ -95,7 +93,7 @@ class Replicator:
         node_id, host: of this node.
         transports: to the others; closed by `close`.
         wake: called after a commit (there may be something to demote).
-        fetch: how the bytes come.
+        fetch: how the bytes come; None: by a one-sided read of this node's.
         credentials: shown to the other nodes.
     """
 
@@ -108,7 +106,7 @@ class Replicator:
         transports: Transports,
         wake: Callable[[], None],
         *,
-        fetch: Fetch = pull,
+        fetch: Fetch | None = None,
         credentials: Credentials = NO_CREDENTIALS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -119,7 +117,8 @@ class Replicator:
         self._arenas = ArenaSet.of(arenas)
         self._transports = transports
         self._wake = wake
-        self._fetch = fetch
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvpool-replicate")
+        self._fetch = fetch or self._pull
         self._credentials = credentials
         self._clock = clock
         self._client_id = str(uuid.uuid4())
@@ -166,7 +165,18 @@ class Replicator:
         for link in self._links.values():
             await link.close()
         self._links.clear()
+        self._threads.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._transports.close)
+
+    async def _pull(self, link: NodeLink, pieces: Pieces, timeout_s: float) -> Sums:
+        """One-sided read by the node that shall hold the copy."""
+        until = self._clock() + timeout_s
+
+        def read() -> Sums:
+            left_s = max(0.001, until - self._clock())  # it may have waited for a thread
+            return link.transport.read_and_sum(link.node, pieces, left_s)
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, read)
 
     # ------------------------------------------------------------ one run after the other
 
@@ -283,7 +293,8 @@ class Replicator:
             )
             run.is_late_write_possible = link.transport.may_write_late
             started = self._clock()
-            sums = await self._fetch(link, pieces, max(0.001, deadline - started))
+            left = min(max(0.001, deadline - started), BATCH_S)
+            sums = await self._fetch(link, pieces, left)
             link.read_rate.note(pieces.total_bytes, self._clock() - started)
             run.is_late_write_possible = False
             await keeper.end()

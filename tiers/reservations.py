@@ -111,6 +111,8 @@ class ReservationBook:
         """
         if run.grant is not None and self._grants.get(run.grant.reservation_id) is not run.grant:
             raise reservation_over(run.grant.reservation_id)
+        if self._residency.spaces.get(run.space.namespace_id) is not run.space:
+            raise reservation_over(0)  # it was forgotten before anything of it was here
         start, part = len(run.statuses), run.part
         names = run.hashes[start : start + count]
         here = [b for b in map(run.space.blocks.get, names) if b is not None and _has_part(b, part)]

@@ -139,6 +139,26 @@ class Store:
         spaces[namespace_id] = Space(namespace, slot_bytes, account, on_disk)
         return namespace_id
 
+    def forget_idle_namespace(self, tenant: str) -> bool:
+        """Make room for another namespace: forget the oldest one of which nothing is here.
+
+        One of this tenant before one of others; who still uses it registers it again. False: there is none.
+        """
+        held = {block.space for block in self._residency.detached}  # dropped, and still read
+        idle = [
+            (space.namespace.tenant != tenant, number, namespace_id)
+            for number, (namespace_id, space) in enumerate(self._residency.spaces.items())
+            if space.is_idle and space not in held
+        ]
+        if not idle:
+            return False
+        is_others, _, namespace_id = min(idle)
+        if is_others and len(self._residency.spaces) < self.config.max_namespaces:
+            return False  # it is the tenant that has too many
+        del self._residency.spaces[namespace_id]
+        self._residency.counters["namespaces_forgotten"] += 1
+        return True
+
     def namespaces(self) -> list[Namespace]:
         """The namespaces known, in the order of their registration."""
         return [space.namespace for space in self._residency.spaces.values()]

@@ -38,6 +38,7 @@ from kvpool.transports import Pieces, Transport, Transports
 from kvpool.transports.copying import Int64Array, Sums
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
+from kvpool.wire.client import Undo
 
 T = TypeVar("T")
 
@@ -202,14 +203,16 @@ class NodeLink:
         self.node = node
         self._arena_ids = frozenset(arena.arena_id for arena in node.arenas)
 
-    async def call(self, request: Any, namespace: Namespace, timeout_s: float) -> Any:
+    async def call(
+        self, request: Any, namespace: Namespace, timeout_s: float, undo: Undo | None = None
+    ) -> Any:
         """A call that names `namespace`; registers it first where the node does not know it."""
         deadline = time.monotonic() + timeout_s
         try:
-            return await self.wire.call(request, timeout_s)
+            return await self.wire.call(request, timeout_s, undo)
         except UnknownNamespace:
             await self.wire.call(registration(namespace), time_left(deadline))
-            return await self.wire.call(request, time_left(deadline))
+            return await self.wire.call(request, time_left(deadline), undo)
 
     async def pin(
         self,
@@ -242,8 +245,7 @@ class NodeLink:
             is_mapped=self._is_mapped(tier),
         )
         reply: m.PinReply = await self._kept(
-            self.call(request, namespace, timeout_s),
-            lambda late: m.Release([late.lease_id]) if late.lease_id else None,
+            self.call(request, namespace, timeout_s, release_late), release_late
         )
         return Lease(
             reply.lease_id,
@@ -258,9 +260,7 @@ class NodeLink:
             reply.waited_s,
         )
 
-    async def _kept(
-        self, call: Coroutine[Any, Any, Any], undo: Callable[[Any], m.Message | None]
-    ) -> Any:
+    async def _kept(self, call: Coroutine[Any, Any, Any], undo: Undo) -> Any:
         """The reply of a call that grants something; if the caller is cancelled meanwhile, undone later."""
         task = asyncio.ensure_future(call)
         try:
@@ -483,8 +483,7 @@ class NodeLink:
             self._is_mapped(tier),
         )
         reply: m.ReserveReply = await self._kept(
-            self.call(request, namespace, timeout_s),
-            lambda late: m.Abort(late.reservation_id, True) if late.reservation_id else None,
+            self.call(request, namespace, timeout_s, abort_late), abort_late
         )
         return reservation_of(reply, asked)
 
@@ -531,6 +530,16 @@ class NodeLink:
     async def close(self) -> None:
         """Close the control connection; the node ends what this client held."""
         await self.wire.close()
+
+
+def release_late(late: m.PinReply) -> m.Message | None:
+    """What undoes a pin of whose lease nobody was told."""
+    return m.Release([late.lease_id]) if late.lease_id else None
+
+
+def abort_late(late: m.ReserveReply) -> m.Message | None:
+    """What undoes a reservation of which nobody was told: nobody writes there."""
+    return m.Abort(late.reservation_id, True) if late.reservation_id else None
 
 
 def reservation_of(reply: m.ReserveReply, asked: float) -> Reservation:

@@ -11,7 +11,7 @@ import itertools
 import socket
 import ssl
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, cast
 
 from kvpool.credentials import NO_CREDENTIALS, Credentials
@@ -38,9 +38,12 @@ from kvpool.wire.messages import (
     Hello,
     HelloReply,
     Message,
+    Reply,
 )
 
 CONNECT_BACKOFF_S = 0.2  # after a refused connection, fail fast for this long
+MAX_UNDO = 1024  # calls in work and given up whose late answers are remembered to be taken back
+Undo = Callable[[Any], Message | None]
 
 
 class WireClient:
@@ -85,8 +88,12 @@ class WireClient:
         """Whether a connection stands now."""
         return self._protocol is not None and self._protocol.is_open
 
-    async def call(self, request: Message, timeout_s: float) -> Any:
+    async def call(self, request: Message, timeout_s: float, undo: Undo | None = None) -> Any:
         """Send `request` and return its reply (the type that `REPLIES` names).
+
+        Args:
+            undo: what to send when the reply comes after the call was given up: of what it grants, nobody
+                would know.
 
         Raises:
             DeadlineExceeded: no answer within `timeout_s`.
@@ -99,7 +106,7 @@ class WireClient:
         protocol = self._protocol
         if protocol is None or not protocol.is_open:
             protocol = await self._connect(timeout_s)
-        return await protocol.call(request, timeout_s)
+        return await protocol.call(request, timeout_s, undo)
 
     async def send(self, request: Message) -> None:
         """Send one-way: no answer, no guarantee. Needs a standing connection or opens one."""
@@ -209,6 +216,7 @@ class _Protocol(asyncio.Protocol):
         self._ids = itertools.count(1)
         self._calls: dict[int, tuple[asyncio.Future[Any], Any]] = {}
         self._streams: dict[int, tuple[asyncio.Queue[Any], Any, Any]] = {}
+        self._undo: dict[int, tuple[Any, Undo]] = {}  # of calls in work and given up, with decoders
         self._transport: asyncio.Transport | None = None
         self.is_open = False
 
@@ -224,20 +232,26 @@ class _Protocol(asyncio.Protocol):
             raise Unavailable(f"the connection to {self._address} is closed")
         self._transport.write(encode_frame(request_id, kind, request))
 
-    async def call(self, request: Message, timeout_s: float) -> Any:
+    async def call(self, request: Message, timeout_s: float, undo: Undo | None = None) -> Any:
         loop = asyncio.get_running_loop()
         request_id = next(self._ids) & 0xFFFF_FFFF
         future: asyncio.Future[Any] = loop.create_future()
         decoder = decoder_for(REPLIES[type(request)])
         self.write(request_id, Kind.REQUEST, request)
         self._calls[request_id] = (future, decoder)
+        if undo is not None:
+            self._undo[request_id] = (decoder, undo)
         timer = loop.call_later(
             timeout_s, self._expire, request_id, type(request).__name__, timeout_s
         )
         try:
-            return await future
+            reply = await future
+            self._undo.pop(request_id, None)
+            return reply
         except asyncio.CancelledError:
             self._cancel(request_id)
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self._take_back(request_id, future.result())  # it came in the same turn
             raise
         finally:
             timer.cancel()
@@ -252,6 +266,8 @@ class _Protocol(asyncio.Protocol):
             self._cancel(request_id)
 
     def _cancel(self, request_id: int) -> None:
+        while len(self._undo) > MAX_UNDO:  # of calls that the server cancelled there is no answer
+            del self._undo[next(iter(self._undo))]
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(encode_frame(request_id, Kind.CANCEL, None))
 
@@ -307,7 +323,16 @@ class _Protocol(asyncio.Protocol):
             queue.put_nowait((not is_item, answer))
         elif request_id == 0 and kind == Kind.ERROR:
             self._fail(self._decode(kind, body, None))
-        # else: the answer to a call that was given up
+        elif request_id in self._undo:  # the answer to a call that was given up
+            answer = self._decode(kind, body, self._undo[request_id][0])
+            self._take_back(request_id, answer)
+
+    def _take_back(self, request_id: int, answer: Any) -> None:
+        """Nobody waits for this answer any more: have what it grants, if it does, taken back."""
+        _, undo = self._undo.pop(request_id, (None, None))
+        message = undo(answer) if undo is not None and isinstance(answer, Reply) else None
+        if message is not None and self.is_open:
+            self.write(0, Kind.ONE_WAY, message)
 
     def _decode(self, kind: int, body: memoryview, decoder: Any) -> Any:
         """What a frame carries. An unreadable one is the error of its own call, not of its neighbours."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ from kvpool.transports.shm import ShmTransport
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
 from tests.integration.cluster import LAYOUT, NAMESPACE, Cluster, wait_until
+from tiers import replication
 from tiers.arena import Arena
 from tiers.replication import Replicator
 from tiers.slots import SlotAllocator
@@ -362,9 +364,9 @@ async def test_slots_into_which_a_copy_may_still_arrive_are_quarantined(
     transports = Transports(f"test-{transport}-{is_cancelled}", forced=transport)
     replicator = Replicator("me", "here", store, [arena], transports, lambda: None, fetch=fetch)
     packed = pack_hashes(hashes)
-    request = m.Replicate(NAMESPACE.namespace_id, packed, b"", info.descriptor, 5.0)
+    request = m.Replicate(NAMESPACE.namespace_id, packed, b"", info.descriptor, 40.0)
     copying = asyncio.create_task(replicator.replicate(request))
-    await asyncio.wait_for(fetching.wait(), 5)
+    await asyncio.wait_for(fetching.wait(), 40)  # NIXL is loaded first
     if is_cancelled:
         copying.cancel()
     [outcome] = await asyncio.gather(copying, return_exceptions=True)
@@ -376,6 +378,46 @@ async def test_slots_into_which_a_copy_may_still_arrive_are_quarantined(
     [dram] = store.usage()
     assert (dram.quarantined_bytes > 0, dram.reserved_bytes) == (is_quarantined, 0)
     store.check_integrity()
+    await replicator.close()
+    arena.close()
+
+
+async def test_a_source_that_stops_in_mid_transfer_holds_few_threads_and_none_for_long(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replication, "BATCH_S", 0.5)
+    hashes = chain(13, 4)
+    async with AsyncPool(node=cluster.nodes["a"]["wire"], host_label="here") as pool:
+        await pool.put(NAMESPACE, hashes, some_bytes(13, 4))
+        [info] = await pool.nodes()
+    reading: list[str] = []
+
+    def hangs(_self: Any, _node: Any, _pieces: Pieces, timeout_s: float) -> Any:
+        reading.append(threading.current_thread().name)
+        time.sleep(timeout_s)  # nothing comes
+        raise DeadlineExceeded("not over")
+
+    monkeypatch.setattr(ShmTransport, "read_and_sum", hangs)
+    arena = Arena(0, 8 << 20)
+    store = Store(SlotAllocator(arena.size_bytes, 1 << 20, 0))
+    store.register_namespace(NAMESPACE, time.monotonic())
+    transports = Transports("test-frozen", forced="shm")
+    replicator = Replicator("me", "here", store, [arena], transports, lambda: None)
+    request = m.Replicate(NAMESPACE.namespace_id, pack_hashes(hashes), b"", info.descriptor, 3000.0)
+    for _ in range(6):  # whoever asked gives up at once, again and again
+        begun = len(reading)
+        copying = asyncio.create_task(replicator.replicate(request))
+        deadline = time.monotonic() + 10
+        while len(reading) == begun and not copying.done():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.005)
+        copying.cancel()
+        await asyncio.gather(copying, return_exceptions=True)
+        store.expire(time.monotonic() + 1e6)  # what may still arrive was waited for
+    assert {name.rpartition("_")[0] for name in reading} == {"kvpool-replicate"}
+    assert len(set(reading)) <= replication.THREADS
+    reply = await asyncio.wait_for(replicator.replicate(request), 10)  # asked for 3,000 s
+    assert (reply.stored, reply.reason) == (0, "deadline")
     await replicator.close()
     arena.close()
 
