@@ -34,6 +34,22 @@ class PeerMissing(KvpoolError):
 
 def mooncake(order: dict[str, Any]) -> dict[str, Any]:
     """Mooncake Store over TCP: its master, a process that lends a segment, and a client."""
+    with (
+        tempfile.TemporaryDirectory(prefix="kvpool-peer-") as logs,
+        mooncake_master(Path(logs)) as rpc,
+    ):
+        segment = _client({"role": "segment", "master": rpc})
+        with _process(segment, Path(logs) / "segment.log") as lender:
+            _wait_for_line(lender, "mooncake's segment")
+            result = _run({**order, "role": "mooncake", "master": rpc})
+    return {
+        "how": "Mooncake Store, protocol tcp, registered buffers, batch_put_from and batch_get_into"
+    } | result
+
+
+@contextlib.contextmanager
+def mooncake_master(directory: Path) -> Iterator[int]:
+    """A running master of Mooncake Store; gives its port. Raises PeerMissing."""
     spec = importlib.util.find_spec("mooncake")
     if spec is None or spec.origin is None:
         raise PeerMissing("pip install mooncake-transfer-engine-non-cuda")
@@ -41,20 +57,10 @@ def mooncake(order: dict[str, Any]) -> dict[str, Any]:
     if not master.is_file():
         raise PeerMissing("the installed mooncake has no mooncake_master")
     rpc, metrics = _free_port(), _free_port()
-    with tempfile.TemporaryDirectory(prefix="kvpool-peer-") as logs:
-        command = [str(master), f"--rpc_port={rpc}", f"--metrics_port={metrics}"]
-        with (
-            _process(command, Path(logs) / "master.log") as server,
-            _process(
-                _client({"role": "segment", "master": rpc}), Path(logs) / "segment.log"
-            ) as lender,
-        ):
-            _wait_for_port(rpc, server, "mooncake_master")
-            _wait_for_line(lender, "mooncake's segment")
-            result = _run({**order, "role": "mooncake", "master": rpc})
-    return {
-        "how": "Mooncake Store, protocol tcp, registered buffers, batch_put_from and batch_get_into"
-    } | result
+    command = [str(master), f"--rpc_port={rpc}", f"--metrics_port={metrics}"]
+    with _process(command, directory / "master.log") as server:
+        _wait_for_port(rpc, server, "mooncake_master")
+        yield rpc
 
 
 def redis(order: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from kvpool.bench.peers import PEERS, PeerMissing
+from kvpool.cli.bench_vllm import vllm
 from kvpool.cli.output import console, error_console, print_json, print_table
 from kvpool.errors import InvalidArgument, KvpoolError
 from kvpool.fleet import Fleet
@@ -28,12 +29,13 @@ WAYS: dict[str, tuple[str, dict[str, str]]] = {
     "nixl-tcp": ("nixl", {"UCX_TLS": "tcp"}),
 }
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Measure the store.")
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Measure the store and engines.")
+app.command()(vllm)
 
 
 @app.callback()
 def _group() -> None:
-    """Measure the store on this machine."""
+    """Measure the store, and engines with it, on this machine."""
 
 
 @app.command()

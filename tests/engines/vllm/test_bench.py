@@ -1,0 +1,157 @@
+"""The benchmark's own logic, with engines that only remember; figures of real ones are for `kvpool bench vllm`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvpool.bench import vllm_engine, vllm_run
+from kvpool.bench.peers import PeerMissing
+from kvpool.bench.vllm_backends import Backend
+from kvpool.bench.vllm_engine import EngineFailed
+from kvpool.bench.vllm_run import Bench, Order
+from kvpool.cli.app import app
+
+SIZES = (128, 256)
+MISS_S, STORE_S, LOCAL_S = 1.0, 0.2, 0.1
+
+
+class FakeEngine:
+    """Knows the prompts that it served, and those that a store named in `transfer` has."""
+
+    stores: dict[str, set[tuple[int, ...]]]
+    forgets = True
+
+    def __init__(self, model: Path, transfer: dict[str, Any] | None, log: Path, **_: Any) -> None:
+        self._store = self.stores.setdefault(transfer["name"], set()) if transfer else set()
+        self._is_leaky = bool(transfer) and transfer["name"] == "leaky"  # type: ignore[index]
+        self._own: set[tuple[int, ...]] = set()
+
+    def __enter__(self) -> FakeEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def ready(self) -> None:
+        return
+
+    def forget(self) -> None:
+        if not self._is_leaky:
+            self._own.clear()
+
+    def generate(self, prompt: Sequence[int]) -> dict[str, Any]:
+        key = tuple(prompt)
+        whole = len(key) // 128 * 128
+        where = "local" if key in self._own else "external" if key in self._store else ""
+        self._own.add(key)
+        self._store.add(key)
+        found = {name: whole if name == where else 0 for name in ("local", "external")}
+        ttft_s = {"": MISS_S, "external": STORE_S, "local": LOCAL_S}[where]
+        return {"ttft_s": ttft_s, "output": [key[0]], "loaded": found["external"], **found}
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> float:
+        for prompt in prompts:
+            self.generate(prompt)
+        return float(len(prompts))
+
+
+def fake(name: str, is_shared: bool = True) -> Callable[[Path, int], Any]:
+    @contextlib.contextmanager
+    def open_(directory: Path, store_bytes: int) -> Iterator[Backend]:
+        yield Backend({"name": name}, is_shared=is_shared)
+
+    return open_
+
+
+@contextlib.contextmanager
+def missing(directory: Path, store_bytes: int) -> Iterator[Backend]:
+    raise PeerMissing("pip install it")
+    yield
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    monkeypatch.setattr(FakeEngine, "stores", {}, raising=False)
+    monkeypatch.setattr(vllm_run, "BenchEngine", FakeEngine)
+    monkeypatch.setattr(vllm_run, "kvpool", fake("kvpool"))
+    monkeypatch.setattr(vllm_run, "SETTLE_S", 0.0)
+
+    def run(peers: dict[str, Any], repeats: int = 2, saving_tokens: int = 0) -> dict[str, Any]:
+        monkeypatch.setattr(vllm_run, "PEERS", peers)
+        order = Order(tmp_path, SIZES, repeats, list(peers), saving_tokens)
+        return Bench(order, tmp_path, lambda _: None).run()
+
+    return run
+
+
+def test_each_way_is_measured_for_each_length(bench: Callable[..., dict[str, Any]]) -> None:
+    report = bench({"other": fake("other"), "within": fake("within", is_shared=False)})
+    assert [row["prompt_tokens"] for row in report["rows"]] == [size + 64 for size in SIZES]
+    for row, size in zip(report["rows"], SIZES, strict=True):
+        assert row["recompute_ttft_s"] == MISS_S
+        assert row["pool_ttft_s"] == STORE_S
+        assert row["local_prefix_hit_ttft_s"] == LOCAL_S
+        assert row["outputs_equal"]
+        assert row["tokens_from_pool"] == row["tokens_from_local_cache"] == size
+    assert report["rows"][0]["peers"] == {"other": STORE_S, "within": STORE_S}
+
+
+def test_a_peer_whose_hits_are_not_its_own_or_that_is_missing_gets_a_reason_and_no_figure(
+    bench: Callable[..., dict[str, Any]],
+) -> None:
+    report = bench({"leaky": fake("leaky", is_shared=False), "gone": missing, "fine": fake("fine")})
+    assert "vLLM's own cache" in report["not_measured"]["leaky"]
+    assert report["not_measured"]["gone"] == "pip install it"
+    assert [list(row["peers"]) for row in report["rows"]] == [["fine"], ["fine"]]
+
+
+def test_a_pool_that_gives_nothing_is_an_error_not_a_row(
+    bench: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeEngine, "prefill", lambda *_: 1.0)  # nothing is stored
+    with pytest.raises(EngineFailed, match="of 128 tokens it gave 0"):
+        bench({})
+
+
+def test_the_cost_of_saving_is_the_ratio_of_the_two_sides(
+    bench: Callable[..., dict[str, Any]],
+) -> None:
+    saving = bench({}, saving_tokens=128)["saving"]
+    assert saving["prefill_time_ratio"] == saving["lowest"] == saving["highest"] == 1.0
+
+
+def test_the_reason_of_a_failed_start_is_the_first_error_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_engine.sys, "executable", "/bin/sh")
+    log = tmp_path / "log"
+    with (
+        vllm_engine.BenchEngine(tmp_path, None, log, cache_gib=1) as engine,
+        pytest.raises(EngineFailed, match="it ended"),
+    ):
+        engine.ready()
+    log.write_text("INFO x\nValueError: the cause\nRuntimeError: see above\n")
+    assert engine._reason() == "ValueError: the cause"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tokens", "1000"], "multiples of 128"),
+        (["--tokens", "8192"], "multiples of 128 up to"),
+        (["--peers", "moncake"], "mooncake"),
+    ],
+)
+def test_lengths_and_peers_that_cannot_be_are_refused(
+    arguments: list[str], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    result = CliRunner().invoke(app, ["bench", "vllm", "--model", str(tmp_path), *arguments])
+    assert result.exit_code != 0
+    assert said in f"{result.output}{result.exception}"
