@@ -285,6 +285,12 @@ def test_what_may_not_hold_all_kv_is_refused_with_the_reason(reason: str) -> Non
         PagedKV.read(caches, config)
 
 
+def test_windowed_layers_of_a_group_that_keeps_all_tokens_are_served() -> None:
+    # What vLLM makes of a model with windows when its hybrid cache manager is off.
+    caches, config = allocate(replace(FULL, sliding_window=64), KVCacheLayout.LBHNC)
+    assert PagedKV.read(caches, config).layer_names == LAYERS
+
+
 def test_several_groups_are_refused_and_the_way_out_is_named() -> None:
     caches, config = allocate(FULL, KVCacheLayout.LBHNC)
     config.kv_cache_groups.append(KVCacheGroupSpec(["other"], SLIDING))
