@@ -15,7 +15,8 @@ from conductor.cluster import Cluster
 from conductor.engine_client import Encode, EngineClient
 from conductor.links import Links
 from kvpool.engine_entry import EngineServer
-from kvpool.errors import KvpoolError
+from kvpool.errors import KvpoolError, Unavailable, brief
+from kvpool.layout import Namespace
 from kvpool.wire import messages as m
 
 log = structlog.get_logger(__name__)
@@ -68,7 +69,8 @@ class EngineServers:
             context = await client.check(patience_s)
             load = await client.load(patience_s)
             if self._cluster.worker_heartbeat(m.WorkerHeartbeat(worker_id, EPOCH, load)).resync:
-                self._cluster.worker_join(m.WorkerJoin(_descriptor(entry, context)))
+                namespace = self._namespace(entry)
+                self._cluster.worker_join(m.WorkerJoin(_descriptor(entry, context, namespace)))
                 self._cluster.worker_heartbeat(m.WorkerHeartbeat(worker_id, EPOCH, load))
         except KvpoolError as error:
             self._cluster.counters["engine_servers:not_well"] += 1
@@ -80,20 +82,43 @@ class EngineServers:
             log.info("engine server is well", worker=worker_id, url=entry.base_url)
         self._well[worker_id] = True
 
+    def _namespace(self, entry: EngineServer) -> Namespace:
+        """Whose blocks its connector makes: as it is written, or as the pool knows it.
+
+        Raises:
+            Unavailable: the pool knows none that it could be, or several.
+        """
+        if entry.is_described:
+            return entry.namespace()
+        known = self._cluster.namespaces.of(
+            entry.named, entry.tenant, entry.salt.get_secret_value()
+        )
+        fitting = [namespace for namespace in known if entry.is_of(namespace)]
+        if len(fitting) == 1:
+            return fitting[0]
+        names = ", ".join(namespace.revision for namespace in fitting)
+        raise Unavailable(
+            f"of the model {entry.named} the pool knows "
+            + (f"several namespaces: {brief(names)}" if fitting else "no namespace yet"),
+            hint="give the revision of the one meant: see `kvpool engines`"
+            if fitting
+            else "the engine's connector registers it when it starts",
+        )
+
 
 def is_engine_server(worker: m.WorkerDescriptor) -> bool:
     """Whether this worker is such a server: its own connector moves its KV."""
     return worker.address.startswith(("http://", "https://"))
 
 
-def _descriptor(entry: EngineServer, context: int) -> m.WorkerDescriptor:
+def _descriptor(entry: EngineServer, context: int, namespace: Namespace) -> m.WorkerDescriptor:
     return m.WorkerDescriptor(
         entry.worker_id,
         EPOCH,
         entry.role,
         entry.host,
         entry.base_url,
-        entry.namespace(),
+        namespace,
         entry.model,
         entry.max_model_tokens or context or UNKNOWN_CONTEXT,
         entry.base_url,

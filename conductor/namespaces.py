@@ -84,6 +84,11 @@ class KnownNamespaces:
                 break
         return found[:limit]
 
+    def of(self, model: str, tenant: str, salt: str) -> list[Namespace]:
+        """Those of one model, tenant and salt, the latest first."""
+        owners = reversed(self._owners.get((model, tenant, salt), {}))
+        return [namespace for owner in owners for namespace in self._by_owner[owner].values()]
+
     def __getitem__(self, namespace_id: bytes) -> Namespace:
         return self._by_id[namespace_id]
 

@@ -37,11 +37,19 @@ class EngineServer(BaseModel):
     kv_events: str = Field("", max_length=512, description="as worker.kv_events")
     kv_replay: str = Field("", max_length=512, description="as worker.kv_replay")
     namespace_model: str = Field("", max_length=512, description='in the namespace; "": model')
-    revision: str = Field(min_length=1, max_length=512, description="of the weights")
+    revision: str = Field(
+        "",
+        max_length=512,
+        description='of the weights; "" only without layers: any that the pool knows',
+    )
     dtype: str = "bfloat16"
-    layers: int
-    kv_heads: int
-    head_dim: int
+    layers: int = Field(
+        0,
+        ge=0,
+        description="0: all of the layout is that of the namespace which its connector registered",
+    )
+    kv_heads: int = 0
+    head_dim: int = 0
     block_tokens: int = 64
     tp_size: int = 1
     kv_per_token: int = 2
@@ -65,8 +73,25 @@ class EngineServer(BaseModel):
         """The label of its host."""
         return self.host_label or urlsplit(self.url).hostname or ""
 
+    @property
+    def is_described(self) -> bool:
+        """Whether the namespace stands here, and need not be looked for among those that the pool knows."""
+        return self.layers > 0
+
+    def is_of(self, namespace: Namespace) -> bool:
+        """Whether this may be its connector's namespace, as far as the entry says."""
+        return (
+            (namespace.model, namespace.tenant, namespace.salt, namespace.hash_algorithm)
+            == (self.named, self.tenant, self.salt.get_secret_value(), self.hash_algorithm)
+        ) and namespace.revision.startswith(self.revision)
+
+    @property
+    def named(self) -> str:
+        """The model's name in the namespace."""
+        return self.namespace_model or self.model
+
     def namespace(self) -> Namespace:
-        """Whose blocks its connector reads and writes.
+        """Whose blocks its connector reads and writes, where that `is_described`.
 
         Raises:
             InvalidArgument: the layout makes no sense.
@@ -82,7 +107,7 @@ class EngineServer(BaseModel):
             self.order,
         )
         return Namespace(
-            self.namespace_model or self.model,
+            self.named,
             self.revision,
             layout,
             self.tenant,
@@ -97,6 +122,8 @@ class EngineServer(BaseModel):
             raise ValueError(f"{self.url!r} is no http:// or https:// address")
         if address.username is not None or address.query:
             raise ValueError("the url of an engine holds no password and no query: see api_key")
+        if not self.is_described:
+            return self
         try:
             self.namespace()
         except InvalidArgument as error:

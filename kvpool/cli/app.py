@@ -48,6 +48,7 @@ COMMANDS: dict[str, Registered] = {
         "kvpool.cli.explain:explain", "Say why a request was served as it was, and what it missed."
     ),
     "ls": Registered("kvpool.cli.ls:ls", "List namespaces and blocks, node by node."),
+    "engines": Registered("kvpool.cli.engines:engines", "List engines' namespaces."),
     "stats": Registered("kvpool.cli.pool_commands:stats", "Show nodes, tiers, and hits."),
     "bench": Registered("kvpool.cli.bench:app", "Measure the store beside memcpy and its peers."),
     "protect": Registered("kvpool.cli.protection:protect", "Keep a prompt's blocks in the pool."),

@@ -117,7 +117,10 @@ async def pin(
                 )
             except KvpoolError as error:
                 waited_s = time.monotonic() - asked
-                pool.note_failure(segment.node_id, namespace, run, error, waited_s)
+                if is_guess:  # what was known of the node may be old
+                    pool.forget_node(segment.node_id, error)
+                else:
+                    pool.note_failure(segment.node_id, namespace, run, error, waited_s)
                 raise
             pool.misses.answered(segment.node_id)
             pinned.add(link, lease, segment.start)

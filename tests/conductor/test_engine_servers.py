@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from conductor.engine_client import EngineClient
@@ -17,6 +18,7 @@ from conductor.scheduler import IDLE
 from kvpool.config import load_settings, parse_override
 from kvpool.engine_entry import EngineServer
 from kvpool.errors import ConfigError
+from kvpool.golden import registration
 from kvpool.hashing import hash_chain, pack_hashes
 from kvpool.wire import messages as m
 from tests.conductor.engine_server import ScriptedServer, engine_servers
@@ -225,6 +227,49 @@ async def test_a_server_that_is_not_well_gets_nothing_until_it_is() -> None:
             "suspected when it is ill again",
         )
         assert (await running.ask()).json()["kvpool"]["decode_worker"] == well.worker_id
+
+
+async def test_a_servers_namespace_is_the_one_that_its_connector_registered() -> None:
+    server = ScriptedServer()
+    plain = {"layers": 0, "kv_heads": 0, "head_dim": 0, "revision": ""}
+    async with (
+        engine_servers(server),
+        conductor(
+            engines=[server.entry(role="both", **plain)], engine_check_s=0.05, membership=PATIENT
+        ) as running,
+    ):
+        await until(
+            lambda: running.counters.get("engine_servers:not_well", 0) > 1, "nobody knows it at first"
+        )
+        running.cluster.register_namespace(registration(NAMESPACE))
+        await until(lambda: len(running.cluster.workers) == 1, "it joins")
+        assert running.cluster.workers.get(server.worker_id).descriptor.namespace == NAMESPACE  # type: ignore[union-attr]
+        await running.ask(kvpool={"decode_worker": server.worker_id})
+        assert len(server.seen) == 1
+
+
+async def test_of_several_namespaces_the_revision_says_which_is_a_servers() -> None:
+    server = ScriptedServer()
+    plain = {"layers": 0, "kv_heads": 0, "head_dim": 0}
+    other = msgspec.structs.replace(NAMESPACE, revision="r-2")
+    for revision, is_known in (("", False), ("r-", True)):
+        async with (
+            engine_servers(server),
+            conductor(
+                engines=[server.entry(revision=revision, **plain)],
+                engine_check_s=0.05,
+                membership=PATIENT,
+            ) as running,
+        ):
+            for space in (NAMESPACE, other):
+                running.cluster.register_namespace(registration(space))
+            if is_known:
+                await until(lambda: len(running.cluster.workers) == 1, "it joins")
+                joined = running.cluster.workers.get(server.worker_id)
+                assert joined.descriptor.namespace == other  # type: ignore[union-attr]
+            else:
+                await until(lambda: running.counters.get("engine_servers:not_well", 0) > 2, "told apart")
+                assert not len(running.cluster.workers)
 
 
 async def test_a_server_of_another_model_or_with_another_key_does_not_join() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -31,9 +31,12 @@ from kvpool.engines.vllm.metrics import Figures
 from kvpool.engines.vllm.paged_kv import PagedKV
 from kvpool.engines.vllm.settings import VllmSettings
 from kvpool.engines.vllm.threads import Moment, start_thread
-from kvpool.errors import DeadlineExceeded, KvpoolError
+from kvpool.errors import DeadlineExceeded, KvpoolError, StaleEpoch, Unavailable
 from kvpool.layout import Namespace
 from kvpool.wire import messages as m
+
+# Reasons of a miss that say more of what this client knew than of the pool; no transfer was under way.
+OLD_NEWS = (StaleEpoch.code, Unavailable.code, "failed_recently")
 
 log = structlog.get_logger(__name__)
 
@@ -163,7 +166,7 @@ class Loader:
         """Load as many leading blocks as can be had; returns how many."""
         count = len(job.hashes)
         edges = [*range(0, count, self._blocks), count]
-        futures: list[Future[GetResult]] = []
+        futures: list[Future[int]] = []
         good = 0
         try:
             futures.append(self._begin(job, 0, edges[0], edges[1], deadline))
@@ -232,31 +235,43 @@ class Loader:
 
     def _begin(
         self, job: LoadJob, number: int, start: int, end: int, deadline: float
-    ) -> Future[GetResult]:
+    ) -> Future[int]:
+        """Begin to read blocks [start, end); gives how many leading ones were read."""
         hashes = job.hashes[start:end]
         segments = [
             m.Segment(s.node_id, max(s.start - start, 0), n, s.tier)
             for s in job.segments
             if (n := min(s.start + s.count, end) - max(s.start, start)) > 0
         ]
-        out = (
-            self._spans(job, start, end) if self._is_direct else self._buffer(number)[: end - start]
-        )
-        timeout_s = max(0.001, deadline - time.monotonic())
+        buffer = None if self._is_direct else self._buffer(number)
         has_ended = threading.Event()
 
-        async def read(pool: AsyncPool) -> GetResult:
+        async def get(pool: AsyncPool, first: int, where: Sequence[m.Segment] | None) -> GetResult:
+            out = (
+                self._spans(job, start + first, end)
+                if buffer is None
+                else buffer[first : end - start]
+            )
+            return await pool.get(
+                self._namespace,
+                hashes[first:],
+                out,
+                part=self._part,
+                segments=where,
+                is_disposable=buffer is not None,
+                verify=self._settings.verify_checksums,
+                timeout_s=time_left(deadline),
+            )
+
+        async def read(pool: AsyncPool) -> int:
             try:
-                return await pool.get(
-                    self._namespace,
-                    hashes,
-                    out,
-                    part=self._part,
-                    segments=segments or None,
-                    is_disposable=not self._is_direct,
-                    verify=self._settings.verify_checksums,
-                    timeout_s=timeout_s,
-                )
+                result = await get(pool, 0, segments or None)
+                found = result.found
+                if found < len(hashes) and pool.has_conductor and result.miss_reason in OLD_NEWS:
+                    # The scheduler's client has met the node since it restarted, ours may not have.
+                    await pool.connect(timeout_s=time_left(deadline))
+                    found += (await get(pool, found, None)).found
+                return found
             finally:
                 has_ended.set()
 
@@ -279,9 +294,9 @@ class Loader:
         blocks = addresses.reshape(end - start, -1)
         return BlockSpans(blocks, np.tile(lengths, per_block), (self._paged, self._spare))
 
-    def _result(self, future: Future[GetResult], number: int, wanted: int, deadline: float) -> int:
+    def _result(self, future: Future[int], number: int, wanted: int, deadline: float) -> int:
         try:
-            found = future.result(max(0.001, deadline - time.monotonic()) + 0.5).found
+            found = future.result(max(0.001, deadline - time.monotonic()) + 0.5)
         except TimeoutError:
             self._buffers[number % 2] = None
             raise DeadlineExceeded("the load did not end in time") from None

@@ -56,6 +56,7 @@ class Tracked:
     save_again_at: float = 0.0  # monotonic seconds; after a save that failed
     is_loading: bool = False
     is_layerwise: bool = False  # the load
+    has_failed: bool = False  # a load: another one would be as likely to
 
 
 @dataclass(slots=True, frozen=True)
@@ -167,7 +168,7 @@ class SchedulerSide:
         is_shared = tracked is not None and tracked.extra is not None and self._loads
         if tracked is None or not is_shared or request.skip_reading_prefix_cache:
             return 0, False
-        if tracked.settled_at == local_tokens:
+        if tracked.settled_at == local_tokens or tracked.has_failed:
             return 0, False
         if tracked.lookup is not None and tracked.lookup.is_over:
             self._release(tracked)
@@ -268,6 +269,7 @@ class SchedulerSide:
             for request_id in report.failed_loads:
                 if (tracked := self._tracked.get(request_id)) is not None:
                     tracked.saved = 0  # whatever the pool has not got any more is stored again
+                    tracked.has_failed = True
             for job_id, count in report.ended_saves.items():
                 self._end_save(job_id, count, job_id in report.dropped_saves)
             received = received | {

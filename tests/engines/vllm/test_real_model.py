@@ -1,7 +1,7 @@
 """vLLM itself with SmolLM2 on CPU: outputs are equal token by token to vLLM's own hit of the same split.
 
-bf16 depends on how a prompt is cut into pieces, so a hit in the pool is compared with a hit in vLLM's own
-prefix cache, never with a cold run.
+What is computed depends, in the last bits, on how a prompt is cut into pieces, so a hit in the pool is compared with
+a hit in vLLM's own prefix cache, not with a cold run; and in float32, where a batch does not decide on a token.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from kvpool import Pool, hash_chain
 from tests.engines.vllm.engine_process import EngineProcess
-from tests.integration.cluster import Cluster
+from tests.integration.cluster import Cluster, wait_until
 from workers.model_files import default_cache_dir, prepare_model
 
 pytestmark = pytest.mark.model
@@ -33,20 +34,18 @@ def tokens(model: Path) -> list[int]:
     return list(AutoTokenizer.from_pretrained(model)(DOCUMENT)["input_ids"])
 
 
+NODE = ("node.dram_bytes=384MiB", "node.slab_bytes=32MiB", "node.node_id=phoenix")
+
+
 @pytest.fixture(scope="module")
-def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cluster = Cluster(tmp_path_factory.mktemp("real-pool"))
+    nvme = tmp_path_factory.mktemp("nvme")
     try:
-        cluster.start_conductor()
-        nvme = tmp_path_factory.mktemp("nvme")
-        cluster.start_node(
-            "near",
-            "node.dram_bytes=192MiB",
-            "node.slab_bytes=16MiB",
-            f"node.nvme_directory={nvme}",
-            "node.nvme_bytes=512MiB",
-        )
+        cluster.start_conductor("conductor.suspect_after_s=2", "conductor.dead_after_s=4")
+        cluster.start_node("near", *NODE, f"node.nvme_directory={nvme}", "node.nvme_bytes=512MiB")
         cluster.wait_joined(nodes=1)
+        cluster.nvme = nvme  # type: ignore[attr-defined]
         yield cluster
     finally:
         cluster.fleet.stop()
@@ -54,12 +53,16 @@ def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def engines(
-    model: Path, roomy: Cluster, tmp_path_factory: pytest.TempPathFactory
+    model: Path, pool: Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[EngineProcess, EngineProcess]]:
-    """Two of one namespace: chunked prefill, and hash seeds that are not those of the other."""
+    """Two of one namespace, with chunked prefill; their hash seeds differ."""
     logs = tmp_path_factory.mktemp("engines")
-    extra: dict[str, Any] = {"conductor": roomy.conductor["wire"], "host_label": "here"}
-    extra["staging_bytes"] = "6MiB"  # several buffers a load
+    extra: dict[str, Any] = {
+        "conductor": pool.conductor["wire"],
+        "host_label": "here",
+        "staging_bytes": "12MiB",  # two blocks a buffer: loads and saves take several
+        "lookup_deadline_s": 1.0,  # a busy machine shall not make a miss of a hit
+    }
     started = [
         EngineProcess(
             model,
@@ -67,6 +70,7 @@ def engines(
             logs / f"{name}.log",
             env={"PYTHONHASHSEED": seed},
             max_num_batched_tokens=512,
+            dtype="float32",
         )
         for name, seed in (("first", "1"), ("second", "2"))
     ]
@@ -77,16 +81,87 @@ def engines(
             one.close()
 
 
-def test_another_process_finds_what_one_has_computed(
+@pytest.fixture(scope="module")
+def served(
     engines: tuple[EngineProcess, EngineProcess], tokens: list[int]
-) -> None:
-    first, second = engines
+) -> tuple[list[int], list[list[int]]]:
+    """A prompt that the first engine has computed and stored, and what follows it after a local hit."""
+    first, _ = engines
     prompt = tokens[: 7 * PAGE + 50]
-    cold = first.generate([prompt])
-    assert cold["external"] == 0
+    assert first.generate([prompt])["external"] == 0
     assert first.call("settle")["blocks_stored"] == 7
     own = first.generate([prompt])
     assert (own["external"], own["local"]) == (0, 7 * PAGE)
-    found = second.generate([prompt])
+    return prompt, own["outputs"]
+
+
+def test_another_process_finds_what_one_has_computed(
+    engines: tuple[EngineProcess, EngineProcess], served: tuple[list[int], list[list[int]]]
+) -> None:
+    prompt, outputs = served
+    found = engines[1].generate([prompt])
     assert (found["external"], found["local"]) == (7 * PAGE, 0)
+    assert found["outputs"] == outputs
+
+
+def test_a_batch_of_overlapping_prompts(
+    engines: tuple[EngineProcess, EngineProcess], served: tuple[list[int], list[list[int]]]
+) -> None:
+    first, second = engines
+    prompt, _ = served
+    # All share the document's beginning; some of each stands in the pool.
+    batch = [[*prompt[: n * PAGE + 30], *range(1000, 1040)] for n in (2, 3, 3, 5)]
+    own = first.generate(batch)
+    assert (own["external"], own["local"]) == (0, 13 * PAGE)
+    assert second.call("reset")
+    found = second.generate(batch)
+    assert found["external"] + found["local"] == 13 * PAGE
+    assert found["external"] >= 5 * PAGE
     assert found["outputs"] == own["outputs"]
+
+
+def test_after_a_restart_of_the_node_blocks_come_from_nvme(
+    engines: tuple[EngineProcess, EngineProcess],
+    served: tuple[list[int], list[list[int]]],
+    pool: Cluster,
+) -> None:
+    _, second = engines
+    prompt, outputs = served
+    wait_until(
+        lambda: pool.node_stats("near")["counters"].get("demoted", 0) >= 7, "all stand on NVMe"
+    )
+    pool.kill("near")
+    files = f"node.nvme_directory={pool.nvme}"  # type: ignore[attr-defined]
+    pool.start_node("again", *NODE, files, "node.nvme_bytes=512MiB")
+    with Pool(conductor=pool.conductor["wire"]) as client:
+        [space] = client.namespaces()
+        hashes = hash_chain(space, prompt)
+        wait_until(lambda: client.lookup(space, hashes).found == 7, "the node has told what it has")
+    assert second.call("reset")
+    found = second.generate([prompt])
+    assert found["external"] == 7 * PAGE
+    assert found["outputs"] == outputs
+    assert pool.node_stats("again")["counters"]["promoted"] >= 7
+
+
+def test_a_node_killed_in_mid_load(
+    engines: tuple[EngineProcess, EngineProcess],
+    served: tuple[list[int], list[list[int]]],
+    pool: Cluster,
+) -> None:
+    _, second = engines
+    prompt, outputs = served
+    before = second.call("figures").get("loads_failed", 0)
+    assert second.call("reset")
+    assert second.call("hold_loads", after=1)
+    second.send("generate", prompts=[prompt], max_tokens=8)
+    assert second.receive() == "held"
+    pool.kill("again")
+    second.send("go_on")
+    found = second.receive()
+    assert second.call("figures")["loads_failed"] == before + 1
+    assert found["outputs"] == outputs
+    # The pool is gone; what is in vLLM's own memory serves on, and so does computing.
+    assert second.generate([prompt])["outputs"] == outputs
+    assert second.call("reset")
+    assert second.generate([prompt[: 2 * PAGE]])["external"] == 0
