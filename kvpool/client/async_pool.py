@@ -13,8 +13,8 @@ import socket
 import time
 import uuid
 from array import array
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, Literal, Self, get_args
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, Literal, Self, TypeVar, get_args
 
 from kvpool.client import copies, discovery, listing, pinning, protection
 from kvpool.client.buffers import placed, span
@@ -47,6 +47,8 @@ from kvpool.resharding import Plan, TensorParallelRank, plan_part, plan_read, pl
 from kvpool.transports import TransportName, Transports
 from kvpool.wire import FailoverClient, WireClient, split_addresses
 from kvpool.wire import messages as m
+
+T = TypeVar("T")
 
 MemoryTier = Literal["", "dram", "hbm"]  # where a caller wants to read or write; "" is dram
 NODES_TTL_S = 1.0  # how long a list of nodes is trusted
@@ -669,6 +671,34 @@ class AsyncPool:
             if info.descriptor.node_id == node_id:
                 return self.link_to(info.descriptor)
         raise Unavailable(f"the pool has no node {node_id!r} now")
+
+    async def at_node(
+        self, node_id: str, deadline: float, call: Callable[[NodeLink], Awaitable[T]]
+    ) -> tuple[NodeLink, T]:
+        """Call a node: once more where it proves to have restarted since it was met, and is met afresh.
+
+        Returns:
+            The connection that was used in the end, and what `call` gave.
+
+        Raises: as `link` and `call`.
+        """
+        link = await self.link(node_id, deadline)
+        try:
+            return link, await call(link)
+        except (Draining, NoTransport):
+            raise
+        except Unavailable as error:  # StaleEpoch is one
+            if self._conductor is None:
+                raise
+            self.forget_node(node_id, error)
+            try:
+                fresh = await self.link(node_id, deadline)
+            except KvpoolError:
+                raise error from None
+            if fresh.node.epoch == link.node.epoch:
+                raise
+            self.misses.forget_node(node_id)
+        return fresh, await call(fresh)
 
     def link_to(self, node: m.NodeDescriptor) -> NodeLink:
         """The connection to the node described (same id and epoch: the standing one)."""

@@ -4,6 +4,7 @@ for a while.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -105,15 +106,19 @@ async def pin(
             limit_s = max(MIN_WAIT_S, max_wait_s - pinned.waited_s) if max_wait_s else 0.0
             asked = time.monotonic()
             try:
-                link = await pool.link(segment.node_id, deadline)
-                lease = await link.pin(
-                    namespace,
-                    run[:wanted],
-                    ttl_s=ttl_s,
-                    timeout_s=time_left(deadline),
-                    parts=parts,
-                    max_wait_s=limit_s,
-                    tier=tier,
+                link, lease = await pool.at_node(
+                    segment.node_id,
+                    deadline,
+                    functools.partial(
+                        _pin_at,
+                        namespace=namespace,
+                        hashes=run[:wanted],
+                        ttl_s=ttl_s,
+                        deadline=deadline,
+                        parts=parts,
+                        max_wait_s=limit_s,
+                        tier=tier,
+                    ),
                 )
             except KvpoolError as error:
                 waited_s = time.monotonic() - asked
@@ -134,6 +139,12 @@ async def pin(
         pinned.release()
         raise
     return pinned
+
+
+async def _pin_at(
+    link: NodeLink, *, namespace: Namespace, deadline: float, **options: Any
+) -> Lease:
+    return await link.pin(namespace, timeout_s=time_left(deadline), **options)
 
 
 async def read(pool: AsyncPool, pinned: PinnedBlocks, out: Any, deadline: float) -> int:

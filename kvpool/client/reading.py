@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvpool.client.node_link import Moved, WrongBytes
+from kvpool.client.node_link import Lease, Moved, NodeLink, WrongBytes
 from kvpool.errors import (
     DeadlineExceeded,
     KvpoolError,
@@ -212,11 +212,11 @@ class ChainReader:
         max_wait_s = self._max_wait_s
         if max_wait_s:
             max_wait_s = max(MIN_WAIT_S, max_wait_s - self._waited_s)
-        try:
-            link = await pool.link(node_id, self._deadline)
+
+        async def pin(link: NodeLink) -> Lease:
             if self._verify:
                 await link.check_verifiable(self._plan, patience_s)
-            lease = await link.pin(
+            return await link.pin(
                 namespace,
                 hashes,
                 ttl_s=max(1.0, left + 1.0),
@@ -226,6 +226,9 @@ class ChainReader:
                 # Pieces of parts can be compared with their checksums in mapped memory only.
                 tier=self._tier if self._plan.is_whole else "",
             )
+
+        try:
+            link, lease = await pool.at_node(node_id, self._deadline, pin)
         except UnverifiableRead as error:
             self._refusal = error
             return _Piece(0, (), "", error.code)

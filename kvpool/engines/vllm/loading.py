@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -24,19 +24,15 @@ from kvpool.client.buffers import BlockSpans
 from kvpool.client.deadlines import time_left
 from kvpool.client.layered import LayeredReader
 from kvpool.client.pool import Pool
-from kvpool.client.reading import GetResult
 from kvpool.engines.vllm.layers import Progress, Slices
 from kvpool.engines.vllm.metadata import LoadJob
 from kvpool.engines.vllm.metrics import Figures
 from kvpool.engines.vllm.paged_kv import PagedKV
 from kvpool.engines.vllm.settings import VllmSettings
 from kvpool.engines.vllm.threads import Moment, start_thread
-from kvpool.errors import DeadlineExceeded, KvpoolError, StaleEpoch, Unavailable
+from kvpool.errors import DeadlineExceeded, KvpoolError
 from kvpool.layout import Namespace
 from kvpool.wire import messages as m
-
-# Reasons of a miss that say more of what this client knew than of the pool; no transfer was under way.
-OLD_NEWS = (StaleEpoch.code, Unavailable.code, "failed_recently")
 
 log = structlog.get_logger(__name__)
 
@@ -243,35 +239,24 @@ class Loader:
             for s in job.segments
             if (n := min(s.start + s.count, end) - max(s.start, start)) > 0
         ]
-        buffer = None if self._is_direct else self._buffer(number)
+        out = (
+            self._spans(job, start, end) if self._is_direct else self._buffer(number)[: end - start]
+        )
         has_ended = threading.Event()
-
-        async def get(pool: AsyncPool, first: int, where: Sequence[m.Segment] | None) -> GetResult:
-            out = (
-                self._spans(job, start + first, end)
-                if buffer is None
-                else buffer[first : end - start]
-            )
-            return await pool.get(
-                self._namespace,
-                hashes[first:],
-                out,
-                part=self._part,
-                segments=where,
-                is_disposable=buffer is not None,
-                verify=self._settings.verify_checksums,
-                timeout_s=time_left(deadline),
-            )
 
         async def read(pool: AsyncPool) -> int:
             try:
-                result = await get(pool, 0, segments or None)
-                found = result.found
-                if found < len(hashes) and pool.has_conductor and result.miss_reason in OLD_NEWS:
-                    # The scheduler's client has met the node since it restarted, ours may not have.
-                    await pool.connect(timeout_s=time_left(deadline))
-                    found += (await get(pool, found, None)).found
-                return found
+                result = await pool.get(
+                    self._namespace,
+                    hashes,
+                    out,
+                    part=self._part,
+                    segments=segments or None,
+                    is_disposable=not self._is_direct,
+                    verify=self._settings.verify_checksums,
+                    timeout_s=time_left(deadline),
+                )
+                return result.found
             finally:
                 has_ended.set()
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import structlog
 
-from kvpool.client import AsyncPool
+from kvpool.client import AsyncPool, Pool
 from kvpool.engines.vllm.loading import Loader
 from kvpool.engines.vllm.version import require_supported
 from kvpool.errors import ConfigError, KvpoolError, LayoutMismatch
@@ -227,7 +227,7 @@ def test_a_saver_that_fails_is_asked_again_later(
     monkeypatch.setattr(Saver, "_save", fails)
     one.add("a", PROMPT, 30)
     one.step()
-    wait_until(lambda: one.workers[0]._worker._saver.has_ended, "the save fails")  # type: ignore[union-attr]
+    wait_until(lambda: one.totals.get("saves_failed"), "the save fails")
     one.drain()
     assert one.totals["saves_failed"] == 1
     assert one.totals["blocks_stored"] == 5
@@ -239,3 +239,33 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def test_a_node_that_has_restarted_is_read_from_at_once(
+    engine: MakeEngine, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    cluster = Cluster(tmp_path_factory.mktemp("phoenix"))
+    disk = tmp_path_factory.mktemp("disk")
+    settings = ("node.node_id=phoenix", f"node.nvme_directory={disk}", "node.nvme_bytes=64MiB")
+    try:
+        cluster.start_conductor()
+        cluster.start_node("near", *settings)
+        cluster.wait_joined(nodes=1)
+        extra = {"conductor": cluster.conductor["wire"]}
+        first, second = engine(extra), engine(extra)
+        first.run("a", PROMPT)
+        second.run("b", PROMPT)  # it knows the node, and how to reach it
+        space = namespace(first)
+        hashes = hash_chain(space, PROMPT)
+        wait_until(lambda: cluster.node_stats("near")["counters"].get("demoted", 0) >= 4, "on NVMe")
+        cluster.kill("near")
+        cluster.start_node("again", *settings)
+        with Pool(conductor=cluster.conductor["wire"]) as pool:
+            wait_until(lambda: pool.lookup(space, hashes).found == 4, "the node has told")
+        second.scheduler.reset_prefix_cache()
+        before = second.totals["loaded_tokens"]
+        assert second.run("c", PROMPT) == EXPECTED
+        assert second.totals["loaded_tokens"] - before == 256
+        assert second.totals.get("loads_failed", 0) == 0
+    finally:
+        cluster.fleet.stop()

@@ -34,7 +34,7 @@ def tokens(model: Path) -> list[int]:
     return list(AutoTokenizer.from_pretrained(model)(DOCUMENT)["input_ids"])
 
 
-NODE = ("node.dram_bytes=384MiB", "node.slab_bytes=32MiB", "node.node_id=phoenix")
+NODE = ("node.dram_bytes=160MiB", "node.slab_bytes=8MiB", "node.node_id=phoenix")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     nvme = tmp_path_factory.mktemp("nvme")
     try:
         cluster.start_conductor("conductor.suspect_after_s=2", "conductor.dead_after_s=4")
-        cluster.start_node("near", *NODE, f"node.nvme_directory={nvme}", "node.nvme_bytes=512MiB")
+        cluster.start_node("near", *NODE, f"node.nvme_directory={nvme}", "node.nvme_bytes=256MiB")
         cluster.wait_joined(nodes=1)
         cluster.nvme = nvme  # type: ignore[attr-defined]
         yield cluster
@@ -71,6 +71,7 @@ def engines(
             env={"PYTHONHASHSEED": seed},
             max_num_batched_tokens=512,
             dtype="float32",
+            num_gpu_blocks_override=48,
         )
         for name, seed in (("first", "1"), ("second", "2"))
     ]
@@ -132,13 +133,17 @@ def test_after_a_restart_of_the_node_blocks_come_from_nvme(
     )
     pool.kill("near")
     files = f"node.nvme_directory={pool.nvme}"  # type: ignore[attr-defined]
-    pool.start_node("again", *NODE, files, "node.nvme_bytes=512MiB")
+    pool.start_node("again", *NODE, files, "node.nvme_bytes=256MiB")
     with Pool(conductor=pool.conductor["wire"]) as client:
         [space] = client.namespaces()
         hashes = hash_chain(space, prompt)
         wait_until(lambda: client.lookup(space, hashes).found == 7, "the node has told what it has")
     assert second.call("reset")
     found = second.generate([prompt])
+    print("FIG", second.call("figures"), second.log)
+    import shutil
+
+    shutil.copy(second.log, "/tmp/kv/vllm_second.log")
     assert found["external"] == 7 * PAGE
     assert found["outputs"] == outputs
     assert pool.node_stats("again")["counters"]["promoted"] >= 7
