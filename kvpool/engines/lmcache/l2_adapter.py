@@ -18,10 +18,11 @@ from lmcache.v1.distributed.api import KeyEntry, KeyListPage
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
-from kvpool.engines.lmcache.keys import Item, Keyspace, ObjectLayout, layout_of, object_layout
+from kvpool.engines.lmcache.keys import Item, Keyspace, layout_of, object_layout
 from kvpool.engines.lmcache.l2_config import KVPoolL2AdapterConfig
 from kvpool.engines.lmcache.ledger import Entry, Ledger
 from kvpool.engines.lmcache.locks import Group, LockTable
+from kvpool.engines.lmcache.object_names import ObjectNames
 from kvpool.engines.lmcache.objects import Held, ObjectStore
 from kvpool.engines.lmcache.outbox import Outbox
 from kvpool.engines.loop_thread import LoopThread
@@ -58,8 +59,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
         self.settings = settings = config.settings
         self._log = QuietLog("kvpool.engines.lmcache")
         self._reachability = Reachability(settings.backoff_s, settings.max_backoff_s)
-        self._keys = Keyspace(settings)
-        self._layouts: dict[tuple[str, int], dict[ObjectLayout, None]] = {}  # by model and group
+        self._names = ObjectNames(Keyspace(settings))
         self._locks: LockTable[Held] = LockTable()  # on the loop alone
         self._ledger = Ledger(settings.max_listed)
         self._task_ids = itertools.count()
@@ -167,9 +167,13 @@ class KVPoolL2Adapter(L2AdapterInterface):
                 for group, desc in descs.items()
                 if desc.shapes  # LMCache's own benchmark tells of none
             }
-            layouts = [told.get(key.object_group_id) or self._last_layout(key) for key in keys]
+            layouts = [
+                told.get(key.object_group_id) or self._names.last_layout(key) for key in keys
+            ]
             places = [i for i, layout in enumerate(layouts) if layout is not None]
-            items = [self._item(keys[i], layout) for i, layout in enumerate(layouts) if layout]
+            items = [
+                self._names.item(keys[i], layout) for i, layout in enumerate(layouts) if layout
+            ]
             settings = self.settings
             kept, held = await self._objects.hold(
                 items, settings.lock_ttl_s, settings.lookup_timeout_s
@@ -194,7 +198,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
 
     def _unlock(self, keys: Sequence[Any]) -> None:
         # By every layout known for its group: which one was looked up does not show in a key.
-        idents = [item.ident for key in keys for item in self._known_items(key)]
+        idents = [item.ident for key in keys for item in self._names.all_of(key)]
         for held in self._locks.unlock(idents):
             held.pinned.release()
 
@@ -261,7 +265,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
             self._warn("deleting failed", error)
 
     async def _delete(self, keys: Sequence[Any], timeout_s: float) -> None:
-        items = [item for key in keys for item in self._known_items(key)]
+        items = [item for key in keys for item in self._names.all_of(key)]
         items = [item for item in items if not self._locks.is_locked(item.ident)]
         gone = await self._objects.drop(items, timeout_s)
         dropped = [item for item, is_gone in zip(items, gone, strict=True) if is_gone]
@@ -306,11 +310,14 @@ class KVPoolL2Adapter(L2AdapterInterface):
             "locked_key_count": len(self._locks),
             "known_key_count": len(self._ledger),
             "counters": dict(self._objects.counters),
-            "peers": [
-                {"node": p.node_id, "transport": p.transport, "read_bytes": p.read_bytes}
-                for p in self._pool.peers()
-            ],
+            "peers": self._peers(),
         }
+
+    def _peers(self) -> list[dict[str, Any]]:
+        try:
+            return self._thread.start(self._objects.peers()).result(1.0)
+        except (Unavailable, TimeoutError):
+            return []
 
     def close(self) -> None:
         """Let tasks end, give back all leases, and stop; a second call does nothing."""
@@ -376,7 +383,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
                         f"an object of {buffer.nbytes} bytes has the layout {layout.text}",
                         hint="LMCache's serde is not supported",
                     )
-                item = self._item(key, layout)
+                item = self._names.item(key, layout)
             except (KvpoolError, TypeError, NotImplementedError) as error:
                 self._objects.counters["refused"] += 1
                 self._warn("an object cannot be stored", error)
@@ -385,21 +392,6 @@ class KVPoolL2Adapter(L2AdapterInterface):
             items.append(item)
             buffers.append(buffer)
         return places, items, buffers
-
-    def _item(self, key: Any, layout: ObjectLayout) -> Item:
-        known = self._layouts.setdefault((key.model_name, key.object_group_id), {})
-        known.setdefault(layout)
-        return self._keys.server_item(key, layout)
-
-    def _last_layout(self, key: Any) -> ObjectLayout | None:
-        """The newest layout seen for the key's model and group, for callers that tell none."""
-        known = self._layouts.get((key.model_name, key.object_group_id))
-        return next(reversed(known)) if known else None
-
-    def _known_items(self, key: Any) -> list[Item]:
-        """The key's items under every layout that was seen for its model and group."""
-        layouts = self._layouts.get((key.model_name, key.object_group_id), ())
-        return [self._keys.server_item(key, layout) for layout in layouts]
 
     def _note(self, known: Any) -> None:
         new, forgotten = self._ledger.add(known, time.monotonic())

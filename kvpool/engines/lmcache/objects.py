@@ -294,14 +294,28 @@ class ObjectStore:
         self.counters["dropped"] += sum(gone)
         return gone
 
+    async def peers(self) -> list[dict[str, Any]]:
+        """How each node was reached, and how much was read from it and written to it."""
+        return [
+            {
+                "node": peer.node_id,
+                "transport": peer.transport,
+                "read_bytes": peer.read_bytes,
+                "written_bytes": peer.written_bytes,
+            }
+            for peer in self._pool.peers()
+        ]
+
     # ------------------------------------------------------------ order
 
     def remember_order(self, items: Sequence[Item]) -> None:
         """Lookups name the chunks of a prompt in order: that tells whose prefix each one is."""
-        for before, after in pairwise(items):
-            if before.row == after.row:
-                self._parents[after.ident] = before.name
-                self._parents.move_to_end(after.ident)
+        for run in _runs(items):
+            self._parents.setdefault(items[run[0]].ident, b"")
+            for before, after in pairwise(run):
+                self._parents[items[after].ident] = items[before].name
+            for index in run:
+                self._parents.move_to_end(items[index].ident)
         while len(self._parents) > MAX_PARENTS:
             self._parents.popitem(last=False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -240,19 +241,26 @@ def test_without_a_pool_all_is_a_miss_at_once() -> None:
         assert e.cpu.memory_allocator.memcheck()
 
 
-def test_a_read_that_lmcache_gave_up_ends_before_its_memory_is_freed(cluster: Cluster) -> None:
+def test_a_read_that_lmcache_gave_up_keeps_its_memory_until_it_has_ended(cluster: Cluster) -> None:
     with engine(where(cluster)) as e:
         keys = [e.key(n) for n in range(800, 816)]
         e.put(keys)
+        wait_until(lambda: all_is_free(e), "nothing of LMCache's memory is held")
 
         async def give_up() -> None:
             task = asyncio.ensure_future(e.connector.batched_get(keys))
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # it allocates before it first waits
+            assert not all_is_free(e)
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
 
-        asyncio.run_coroutine_threadsafe(give_up(), e.loop).result(10)
+        cluster.kill("n0", signal.SIGSTOP)
+        try:
+            asyncio.run_coroutine_threadsafe(give_up(), e.loop).result(10)
+            assert not all_is_free(e)
+        finally:
+            cluster.kill("n0", signal.SIGCONT)
         wait_until(lambda: all_is_free(e), "the memory goes back when the read has ended")
 
 

@@ -15,10 +15,14 @@ from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.l2_adapters import create_l2_adapter
 from lmcache.v1.memory_allocators.host_memory_allocator import HostMemoryAllocator
 
+from kvpool import Pool
 from kvpool.engines.lmcache import KVPoolL2AdapterConfig
+from kvpool.engines.lmcache.keys import Keyspace, object_layout
 from tests.engines.lmcache import server_side as s
 from tests.engines.lmcache.driver import GROUPS, Driver
 from tests.integration.cluster import Cluster, wait_until
+
+LAYOUT = object_layout(s.LAYOUT.shapes, s.LAYOUT.dtypes)
 
 
 @pytest.fixture(scope="module")
@@ -301,6 +305,25 @@ def test_an_object_narrowed_to_fewer_bytes_is_refused(driver: Driver) -> None:
     driver.wait_known(keys[:1])
     assert driver.lookup(keys) == [True, False]
     assert s.counters(driver.adapter)["refused"] == 1
+
+
+def test_objects_are_chained_in_the_order_in_which_they_were_looked_up(
+    driver: Driver, cluster: Cluster
+) -> None:
+    model = "tests/chained"
+    one, two = (s.keys(seed, 8, model_name=model) for seed in (35, 36))
+    driver.lookup(one)
+    driver.lookup(two)
+    driver.store(one[:4])
+    driver.store([*one[4:], *two])  # of two prompts in one task, as LMCache's listener gathers them
+    with Pool(conductor=cluster.conductor["wire"], host_label="here") as pool:
+        [node] = pool.list_blocks(model=model)
+    [listing] = node.namespaces
+    parents = {block.block_hash: block.parent for block in listing.blocks}
+    keyspace = Keyspace(driver.adapter.settings)
+    for keys in (one, two):
+        names = [keyspace.server_item(key, LAYOUT).name for key in keys]
+        assert [parents[name] for name in names] == [b"", *names[:-1]]
 
 
 # ---------------------------------------------------------------- delete, list, usage
