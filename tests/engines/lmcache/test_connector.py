@@ -258,6 +258,8 @@ def test_a_read_that_lmcache_gave_up_keeps_its_memory_until_it_has_ended(cluster
         cluster.kill("n0", signal.SIGSTOP)
         try:
             asyncio.run_coroutine_threadsafe(give_up(), e.loop).result(10)
+            for _ in range(20):  # turns of the connector's loop, in which it could let go
+                e.connector._thread.start(asyncio.sleep(0)).result(10)
             assert not all_is_free(e)
         finally:
             cluster.kill("n0", signal.SIGCONT)

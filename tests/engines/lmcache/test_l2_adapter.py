@@ -186,7 +186,7 @@ def test_a_lock_is_a_lease_from_lookup_to_unlock(driver: Driver, cluster: Cluste
     driver.assert_loads(keys[:4])
     assert leases(cluster) == 1
     driver.adapter.submit_unlock(keys[:4])
-    wait_until(lambda: not leases(cluster), "unlocked objects are let go")
+    wait_until(lambda: not leases(cluster), "unlocked objects are let go", 5)
 
 
 def test_two_lookups_of_one_object_need_two_unlocks(driver: Driver, cluster: Cluster) -> None:
@@ -197,9 +197,9 @@ def test_two_lookups_of_one_object_need_two_unlocks(driver: Driver, cluster: Clu
     driver.lookup(keys)
     assert leases(cluster) == 2
     driver.adapter.submit_unlock(keys)
-    wait_until(lambda: leases(cluster) == 1, "one of two is left")
+    wait_until(lambda: leases(cluster) == 1, "one of two is left", 5)
     driver.adapter.submit_unlock(keys)
-    wait_until(lambda: not leases(cluster), "none is left")
+    wait_until(lambda: not leases(cluster), "none is left", 5)
 
 
 def test_unlocking_what_was_never_locked_does_nothing(driver: Driver, cluster: Cluster) -> None:
@@ -211,7 +211,7 @@ def test_unlocking_what_was_never_locked_does_nothing(driver: Driver, cluster: C
     assert driver.lookup(keys) == [True] * 3
     assert leases(cluster) == 1
     driver.adapter.submit_unlock([*s.keys(24, 2), *keys, *keys])
-    wait_until(lambda: not leases(cluster), "the known ones are unlocked")
+    wait_until(lambda: not leases(cluster), "the known ones are unlocked", 5)
     assert "defects" not in s.counters(driver.adapter)
 
 
@@ -240,7 +240,7 @@ def test_leases_end_with_the_adapter(cluster: Cluster, allocator: HostMemoryAllo
         wait_until(lambda: not leases(cluster), "no lease is left of what went before")
         driver.lookup(keys)
         assert leases(cluster) == 1
-    wait_until(lambda: not leases(cluster), "closing lets go")
+    wait_until(lambda: not leases(cluster), "closing lets go", 5)
 
 
 # ---------------------------------------------------------------- keys

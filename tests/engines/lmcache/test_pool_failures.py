@@ -105,16 +105,20 @@ def test_an_adapter_older_than_the_pool_finds_it_when_it_comes(world: World) -> 
 
 
 def test_a_full_pool_rejects_and_takes_again_what_fits_after_unlocking(world: World) -> None:
-    fits = s.keys(51, 64)  # 1 MiB
+    fits = s.keys(51, 56)  # of the 64 that there is room for
     more = s.keys(52, 16)
     with s.adapter(s.parameters(world.cluster, host_label="small")) as adapter:
         driver = Driver(adapter, world.driver.allocator)
         assert driver.store(fits[:32]).is_successful()
         assert driver.store(fits[32:]).is_successful()
         assert all(driver.lookup(fits))
+        # Room for eight is left: they are stored, and the rest is rejected.
         rejected = driver.try_store(more)
         assert not rejected.is_successful()
-        assert s.counters(adapter)["rejected"] > 0
+        assert rejected.bytes_transferred() == 0  # as LMCache counts a store that failed
+        assert s.counters(adapter)["rejected"] == 8
+        driver.wait_known(more[:8])
+        assert adapter.get_usage().total_bytes_used == 64 * s.CHUNK_BYTES
         driver.assert_loads(fits)  # what was locked stands
         adapter.submit_unlock(fits)
         wait_until(lambda: driver.try_store(more).is_successful(), "there is room again")
