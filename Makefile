@@ -3,7 +3,7 @@
 # make check   linters, formatter, types, import rules
 # make demo    the demo             (ARGS is passed on)
 # make bench   the store beside memcpy and its peers
-# make bench-scheduler  scheduling strategies on one trace, with engines that sleep (ARGS="--trace FILE")
+# make bench-scheduler  strategies, overload and roles on one trace, with engines that sleep (ARGS="--trace FILE")
 #
 # On a machine without a GPU, PyTorch's CPU index (PIP_EXTRA_INDEX_URL) saves several GB of CUDA libraries.
 

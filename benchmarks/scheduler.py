@@ -1,12 +1,17 @@
-"""Scheduling strategies side by side: one trace, real processes, the real pool; only the engines sleep.
+"""Scheduling on real processes and the real pool; only the engines sleep: strategies, admission, roles.
 
     python -m benchmarks.scheduler [--trace conversation_trace.jsonl] [--strategies kv-centric,random,...]
+    python -m benchmarks.scheduler --only overload,roles
 
-Each strategy gets a pool of its own: 3 nodes on 3 pretended hosts and 8 fake-engine workers (4 prefill, 4
-decode), which take the time that a cost model says and verify every byte of KV that they load. The trace is
-Mooncake's format (`timestamp` ms, `input_length`, `output_length`, `hash_ids` of 512 tokens each); tokens are
-scaled down by 8, so that a block of the trace is one of 64 tokens, and arrivals are scaled to `--seconds`.
-Without a trace a synthetic one of many-turn conversations is used. Writes bench-scheduler.json and .png.
+Each run gets a pool of its own: 3 nodes on 3 pretended hosts and 8 fake-engine workers (4 prefill, 4 decode),
+which take the time that a cost model says and verify every byte of KV that they load. The trace is Mooncake's
+format (`timestamp` ms, `input_length`, `output_length`, `hash_ids` of 512 tokens each); tokens are scaled
+down by 8, so that a block of the trace is one of 64 tokens, and arrivals are scaled to `--seconds`. Without a
+trace a synthetic one of many-turn conversations is used. Writes bench-scheduler.json and .png:
+
+    strategies   the trace, one strategy after the other, without objectives
+    overload     the same trace `--overload` times as fast, with objectives: refusing early, and never
+    roles        long prompts, then long answers: the role controller, and the split left as it is
 """
 
 from __future__ import annotations
@@ -14,295 +19,215 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import random
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 
+from benchmarks.fake_pool import HOSTS, start_pool
+from benchmarks.traffic import Measured, Request, read_trace, replay, steady, summary, synthetic
 from kvpool.fleet import Fleet
 
-SHRINK = 8
-BLOCK_TOKENS = 64
-HOSTS = ("h0", "h1", "h2")
-PREFILLERS, DECODERS = 4, 4
 STRATEGIES = "kv-centric,cache-aware,least-loaded,random"
-MODEL = "fake"
-ENGINE = (
-    "fake_engine.prefill_base_s=0.01",
-    "fake_engine.prefill_token_s=2.5e-4",
-    "fake_engine.prefill_attention_s=1e-7",
-    "fake_engine.tpot_base_s=0.02",
-    "fake_engine.tpot_sequence_s=0.001",
-    "fake_engine.bytes_per_token=4096",
+PARTS = "strategies,overload,roles"
+PREFILLERS, DECODERS = 4, 4
+SLO = tuple[float, float]  # TTFT and TPOT, seconds
+# A decode step of n sequences takes 20 ms and 10 for each: 8 at once are as many as 0.1 s allow.
+ROLES_ENGINE = ("fake_engine.tpot_sequence_s=0.01", "fake_engine.bytes_per_token=256")
+ROLES_LIMITS = (
+    "conductor.roles_window_s=4",
+    "conductor.roles_hold_s=0.5",
+    "conductor.roles_cooldown_s=2",
+    "conductor.roles_min_requests=5",
 )
+ROLES_SLO: SLO = (2.0, 0.12)
+# Else decode workers prefill while prefill workers are busy, and the other way round nobody helps anybody.
+ALL_REMOTE = "rules: [{name: apart, match: {min_prompt_tokens: 64}, mode: disaggregated}]\n"
+LOOK_S = 0.5
 
 
-@dataclass(slots=True, frozen=True)
-class Request:
-    """One request of a trace, scaled."""
+def run(
+    settings: Sequence[str],
+    requests: Sequence[Request],
+    name: str,
+    slo: SLO,
+    *,
+    prefill: int = PREFILLERS,
+    decode: int = DECODERS,
+    engine: Sequence[str] = (),
+    hosts: Sequence[str] = HOSTS,
+) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
+    """A fresh pool and all the requests.
 
-    at_s: float
-    tokens: list[int]
-    output_tokens: int
-
-
-@dataclass(slots=True)
-class Measured:
-    """What a client saw of one request."""
-
-    status: str
-    ttft_s: float = 0.0
-    tpot_s: float = 0.0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-
-
-def read_trace(path: Path, skip: int, count: int, seconds: float) -> list[Request]:
-    """`count` requests of a trace file after the first `skip`, spread over `seconds`."""
-    with path.open() as lines:
-        rows = [json.loads(line) for _, line in zip(range(skip + count), lines, strict=False)]
-    return scaled(rows[skip:], seconds)
-
-
-def synthetic(count: int, seconds: float, seed: int = 1) -> list[Request]:
-    """Conversations of a few turns over some shared system prompts, as rows of a trace."""
-    chance = random.Random(seed)
-    rows: list[dict[str, Any]] = []
-    next_id = 100
-    open_chats: list[list[int]] = []
-    for number in range(count):
-        if open_chats and chance.random() < 0.6:
-            ids = open_chats.pop(chance.randrange(len(open_chats)))
-        else:
-            ids = list(range(10 * chance.randrange(4), 10 * chance.randrange(4) + 4))
-        grown = [*ids, *range(next_id, next_id + chance.randint(2, 14))]
-        next_id = grown[-1] + 1
-        rows.append(
-            {
-                "timestamp": number * 100,
-                "input_length": 512 * len(grown) - chance.randrange(500),
-                "output_length": chance.randint(30, 600),
-                "hash_ids": grown,
-            }
-        )
-        open_chats.append(grown)
-    return scaled(rows, seconds)
-
-
-def scaled(rows: Sequence[dict[str, Any]], seconds: float) -> list[Request]:
-    """Rows of a trace as requests with token ids."""
-    first = rows[0]["timestamp"]
-    span = max(1, rows[-1]["timestamp"] - first)
-    requests = []
-    for row in rows:
-        tokens = [token for block in row["hash_ids"] for token in _tokens_of(block)]
-        length = max(1, min(len(tokens), row["input_length"] // SHRINK))
-        at_s = (row["timestamp"] - first) / span * seconds
-        requests.append(Request(at_s, tokens[:length], max(2, row["output_length"] // SHRINK // 2)))
-    return requests
-
-
-def _tokens_of(block: int) -> list[int]:
-    """The tokens that stand for one block of the trace."""
-    start = block * 7919
-    return [(start + 31 * i) % 100_000 for i in range(BLOCK_TOKENS)]
-
-
-def start_pool(fleet: Fleet, strategy: str, settings: Sequence[str]) -> str:
-    """Conductor, nodes and workers; returns the gateway's address."""
-    free = ("--wire-port", "0", "--http-port", "0")
-    chosen = [*settings, *([f"conductor.strategy={strategy}"] if strategy else [])]
-    conductor = fleet.start("conductor", [*_sets(chosen), "conductor", *free, "--grpc-port", "0"])
-    nodes = [
-        fleet.launch(
-            f"node-{host}",
-            [
-                *_sets(("node.slab_bytes=16MiB",)),
-                *("node", *free, "--grpc-port", "0", "--dram", "640MiB"),
-                *("--host-label", host, "--conductor", conductor["wire"]),
-            ],
-        )
-        for host in HOSTS
-    ]
-    for node in nodes:
-        fleet.wait_ready(node, 60)
-    roles = ["prefill"] * PREFILLERS + ["decode"] * DECODERS
-    workers = []
-    for number, role in enumerate(roles):
-        sets = ("worker.engine=fake", "worker.max_concurrent=256", *ENGINE)
-        workers.append(
-            fleet.launch(
-                f"worker-{number}",
-                [
-                    *_sets((*sets, "worker.max_model_tokens=262144")),
-                    *("worker", *free, "--role", role, "--model-name", MODEL),
-                    *("--host-label", HOSTS[number % len(HOSTS)]),
-                    *("--conductor", conductor["wire"]),
-                ],
-            )
-        )
-    for worker in workers:
-        fleet.wait_ready(worker, 120)
-    address = f"http://{conductor['http']}"
-    deadline = time.monotonic() + 30
-    while len(httpx.get(f"{address}/v1/stats").json()["workers"]) < len(roles):
-        if time.monotonic() > deadline:
-            raise RuntimeError("not all workers joined")
-        time.sleep(0.1)
-    return address
-
-
-def _sets(settings: Sequence[str]) -> list[str]:
-    return [text for setting in settings for text in ("--set", setting)]
-
-
-async def replay(address: str, requests: Sequence[Request]) -> list[Measured]:
-    """Send every request at its time; returns what became of each."""
-    limits = httpx.Limits(max_connections=512, max_keepalive_connections=64)
-    async with httpx.AsyncClient(base_url=address, timeout=120, limits=limits) as client:
-        start = time.monotonic() + 0.5
-
-        async def one(request: Request) -> Measured:
-            body = json.dumps(
-                {
-                    "model": MODEL,
-                    "prompt": request.tokens,
-                    "max_tokens": request.output_tokens,
-                    "temperature": 0,
-                    "stream": True,
-                    "stream_options": {"include_usage": True},
-                    "kvpool": {"return_token_ids": True},
-                }
-            )
-            await asyncio.sleep(max(0.0, start + request.at_s - time.monotonic()))
-            return await send(client, body, request)
-
-        return list(await asyncio.gather(*(one(request) for request in requests)))
-
-
-async def send(client: httpx.AsyncClient, body: str, request: Request) -> Measured:
-    """One streamed completion, timed."""
-    asked = time.monotonic()
-    first = last = 0.0
-    usage: dict[str, Any] = {}
-    try:
-        async with client.stream("POST", "/v1/completions", content=body) as answer:
-            if answer.status_code != 200:
-                await answer.aread()
-                return Measured(f"http {answer.status_code}")
-            async for line in answer.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                last = time.monotonic()
-                first = first or last
-                item = json.loads(line[6:])
-                if "error" in item:
-                    return Measured(f"error {item['error'].get('code', '')}")
-                usage = item.get("usage") or usage
-    except httpx.HTTPError as error:
-        return Measured(type(error).__name__)
-    details = usage.get("prompt_tokens_details") or {}
-    return Measured(
-        "ok",
-        first - asked,
-        (last - first) / max(1, request.output_tokens - 1),
-        len(request.tokens),
-        details.get("cached_tokens", 0),
-    )
-
-
-def summary(
-    name: str, measured: Sequence[Measured], elapsed_s: float, slo: tuple[float, float]
-) -> dict[str, Any]:
-    """One strategy's row. Goodput counts requests that met both objectives, a second of the run."""
-    served = [m for m in measured if m.status == "ok"]
-    ttft = np.array([m.ttft_s for m in served] or [0.0])
-    good = sum(m.ttft_s <= slo[0] and m.tpot_s <= slo[1] for m in served)
-    prompt = sum(m.prompt_tokens for m in served)
-    return {
-        "name": name,
-        "mean_ttft_s": round(float(ttft.mean()), 4),
-        "p50_ttft_s": round(float(np.percentile(ttft, 50)), 4),
-        "p90_ttft_s": round(float(np.percentile(ttft, 90)), 4),
-        "p99_ttft_s": round(float(np.percentile(ttft, 99)), 4),
-        "mean_tpot_s": round(float(np.mean([m.tpot_s for m in served] or [0.0])), 4),
-        "hit_ratio": round(sum(m.cached_tokens for m in served) / max(1, prompt), 4),
-        "goodput_per_s": round(good / elapsed_s, 3),
-        "rejected": sum(m.status in ("http 429", "http 503") for m in measured),
-        "failed": sum(m.status not in ("ok", "http 429", "http 503") for m in measured),
-    }
-
-
-def run_strategy(
-    strategy: str, requests: Sequence[Request], settings: Sequence[str], slo: tuple[float, float]
-) -> dict[str, Any]:
-    """A fresh pool, the whole trace, one row."""
+    Returns:
+        The row; how many workers had which role, look by look; and the role controller's moves.
+    """
     with tempfile.TemporaryDirectory() as logs, Fleet(Path(logs)) as fleet:
-        address = start_pool(fleet, strategy, settings)
+        address = start_pool(
+            fleet, settings, prefill=prefill, decode=decode, engine=engine, hosts=hosts
+        )
+        measured, looks, moves = asyncio.run(_watched(address, requests))
+        return summary(name, measured, requests[-1].at_s, slo), looks, moves
+
+
+async def _watched(
+    address: str, requests: Sequence[Request]
+) -> tuple[list[Measured], list[dict[str, Any]], list[dict[str, Any]]]:
+    """Replay, and look at the roles meanwhile."""
+    looks: list[dict[str, Any]] = []
+    last: dict[str, Any] = {}
+
+    async def look() -> None:
         started = time.monotonic()
-        measured = asyncio.run(replay(address, requests))
-        return summary(strategy or "default", measured, time.monotonic() - started, slo)
+        async with httpx.AsyncClient(base_url=address, timeout=10) as client:
+            while True:
+                last.update((await client.get("/v1/scaling")).json())
+                at_s = round(time.monotonic() - started, 1)
+                roles = {role: last["instances"][role] for role in ("prefill", "decode")}
+                looks.append({"at_s": at_s, **roles})
+                await asyncio.sleep(LOOK_S)
+
+    looking = asyncio.create_task(look())
+    try:
+        measured = await replay(address, requests)
+    finally:
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
+    return measured, looks, last.get("moves", [])
 
 
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """TTFT by strategy, and what was served within the objectives."""
+def objectives(slo: SLO, admission: str) -> list[str]:
+    """Settings of a conductor that knows the objectives."""
+    return [
+        f"conductor.slo_ttft_s={slo[0]}",
+        f"conductor.slo_tpot_s={slo[1]}",
+        f"conductor.admission={admission}",
+    ]
+
+
+def overload(
+    requests: Sequence[Request], settings: Sequence[str], slo: SLO, **pool: Any
+) -> dict[str, Any]:
+    """The same requests with early rejection and without."""
+    rows = {}
+    for name, admission in (("with_rejection", "predicted"), ("without", "none")):
+        rows[name] = run([*objectives(slo, admission), *settings], requests, name, slo, **pool)[0]
+        print(json.dumps(rows[name]), flush=True)
+    return {"slo_ttft_s": slo[0], "slo_tpot_s": slo[1], "requests": len(requests), **rows}
+
+
+def roles(seconds: float, settings: Sequence[str], slo: SLO = ROLES_SLO) -> dict[str, Any]:
+    """Long prompts, then long answers, `seconds` each: with the role controller, and as the split was."""
+    # 2,000 tokens take a prefill worker 0.7 s: 6.5 a second need four and a half of them.
+    requests = steady(6.5, seconds, 2000, 8)
+    # 60 tokens at 0.1 s take a place of a decode worker's for 6 s: 5 a second need four of those.
+    requests += steady(5.0, seconds, 100, 60, start_s=seconds)
+    rows: dict[str, Any] = {"shift_at_s": seconds, "slo_ttft_s": slo[0], "slo_tpot_s": slo[1]}
+    with tempfile.TemporaryDirectory() as directory:
+        policy = Path(directory) / "policy.yaml"
+        policy.write_text(ALL_REMOTE)
+        base = [*objectives(slo, "none"), f"conductor.policy_path={policy}", *ROLES_LIMITS]
+        for name, moves in (("with_controller", "true"), ("fixed", "false")):
+            sets = [*base, f"conductor.move_roles={moves}", *settings]
+            row, looks, moved = run(sets, requests, name, slo, engine=ROLES_ENGINE)
+            rows[name] = row
+            print(json.dumps(row), flush=True)
+            if name == "with_controller":
+                rows["over_time"] = looks
+                rows["moves"] = [{"role": one["role"], "reason": one["reason"]} for one in moved]
+                print(json.dumps(rows["moves"]), flush=True)
+    return rows
+
+
+def draw(document: dict[str, Any], path: Path) -> None:
+    """TTFT and goodput by strategy, goodput under overload, and roles over time: what was run of these."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
-    names = [row["name"] for row in rows]
-    where = np.arange(len(rows))
-    for shift, key in enumerate(("mean_ttft_s", "p90_ttft_s", "p99_ttft_s")):
-        left.bar(where + 0.27 * (shift - 1), [row[key] for row in rows], 0.25, label=key)
-    left.set_xticks(where, names)
-    left.set_ylabel("seconds")
-    left.legend()
-    right.bar(where, [row["goodput_per_s"] for row in rows], 0.5)
-    right.set_xticks(where, names)
-    right.set_ylabel("goodput, requests a second")
+    parts = [part for part in ("ttft", *PARTS.split(",")) if _is_drawn(part, document)]
+    figure, axes = pyplot.subplots(1, len(parts), figsize=(5.2 * len(parts), 4), squeeze=False)
+    for part, axis in zip(parts, axes[0], strict=True):
+        if part == "roles":
+            looks = document["roles"]["over_time"]
+            for role in ("prefill", "decode"):
+                axis.step([x["at_s"] for x in looks], [x[role] for x in looks], label=role)
+            axis.axvline(document["roles"]["shift_at_s"], linestyle=":", color="gray")
+            axis.set_xlabel("seconds: long prompts, then long answers")
+            axis.set_ylabel("instances")
+            axis.legend()
+            continue
+        rows = document.get("strategies", [])
+        if part == "overload":
+            rows = [document["overload"][name] for name in ("with_rejection", "without")]
+        where = np.arange(len(rows))
+        axis.set_xticks(where, [row["name"] for row in rows])
+        if part == "ttft":
+            for shift, key in enumerate(("mean_ttft_s", "p90_ttft_s", "p99_ttft_s")):
+                axis.bar(where + 0.27 * (shift - 1), [row[key] for row in rows], 0.25, label=key)
+            axis.set_ylabel("seconds")
+            axis.legend()
+        else:
+            axis.bar(where, [row["goodput_per_s"] for row in rows], 0.5)
+            axis.set_ylabel(f"goodput, requests a second ({part})")
     figure.tight_layout()
     figure.savefig(path)
 
 
+def _is_drawn(part: str, document: dict[str, Any]) -> bool:
+    return ("strategies" if part == "ttft" else part) in document
+
+
 def main() -> None:
-    """Run the strategies one after the other; print and write the table."""
+    """Run the parts one after the other; print and write what they found."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--skip", type=int, default=0)
-    parser.add_argument("--requests", type=int, default=300)
-    parser.add_argument("--seconds", type=float, default=45.0)
+    parser.add_argument("--requests", type=int, default=180)
+    parser.add_argument("--seconds", type=float, default=36.0)
     parser.add_argument("--strategies", default=STRATEGIES)
+    parser.add_argument("--only", default=PARTS, help=f"some of {PARTS}")
+    parser.add_argument("--overload", type=float, default=2.5, help="times as fast")
+    parser.add_argument("--roles-seconds", type=float, default=24.0, help="of each kind of load")
     parser.add_argument("--slo-ttft", type=float, default=2.0)
     parser.add_argument("--slo-tpot", type=float, default=0.1)
     parser.add_argument("--set", dest="settings", action="append", default=[])
     parser.add_argument("--out", type=Path, default=Path("bench-scheduler"))
     given = parser.parse_args()
-    if given.trace is not None:
-        requests = read_trace(given.trace, given.skip, given.requests, given.seconds)
-    else:
-        requests = synthetic(given.requests, given.seconds)
+    parts = given.only.split(",")
+    unknown = sorted(set(parts) - set(PARTS.split(",")))
+    if unknown:
+        parser.error(f"no part is called {unknown[0]}: {PARTS}")
+
+    def requests(seconds: float) -> list[Request]:
+        if given.trace is None:
+            return synthetic(given.requests, seconds)
+        return read_trace(given.trace, given.skip, given.requests, seconds)
+
     slo = (given.slo_ttft, given.slo_tpot)
-    settings = [
-        f"conductor.slo_ttft_s={3600 if not given.settings else given.slo_ttft}",
-        f"conductor.slo_tpot_s={3600 if not given.settings else given.slo_tpot}",
-        *given.settings,
-    ]
-    rows = []
-    for strategy in given.strategies.split(","):
-        rows.append(run_strategy(strategy, requests, settings, slo))
-        print(json.dumps(rows[-1]), flush=True)
-    trace = given.trace.name if given.trace else "synthetic"
-    document = {"trace": trace, "requests": len(requests), "strategies": rows}
+    document: dict[str, Any] = {
+        "trace": given.trace.name if given.trace else "synthetic",
+        "requests": given.requests,
+    }
+    if "strategies" in parts:
+        rows = document["strategies"] = []
+        for strategy in given.strategies.split(","):
+            sets = [*objectives((3600, 3600), "none"), f"conductor.strategy={strategy}"]
+            row = run([*sets, *given.settings], requests(given.seconds), strategy, slo)[0]
+            print(json.dumps(row), flush=True)
+            rows.append(row)
+    if "overload" in parts:
+        fast = requests(given.seconds / given.overload)
+        document["overload"] = overload(fast, given.settings, slo)
+    if "roles" in parts:
+        document["roles"] = roles(given.roles_seconds, given.settings)
     given.out.with_suffix(".json").write_text(json.dumps(document, indent=2) + "\n")
-    draw(rows, given.out.with_suffix(".png"))
+    draw(document, given.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

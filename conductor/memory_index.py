@@ -6,6 +6,11 @@ index). To retire a holding is to clear its bit in the namespace's `live` mask, 
 reclaimed in slices, and only then is the bit given to somebody else. A snapshot fills fresh holdings
 beside the old ones and retires those at its end, so its end costs O(1) too.
 
+Where a look-up spends its time is the memory: three cache misses a block. Tried beside it in one run each, 256 hashes,
+times of the dict's: `itemgetter` 0.9 to 1.0; the hashes sorted first 1.5; huge pages under the dict 0.95 to 1.05; an open-
+addressed numpy table with 16-byte entries 0.9 to 1.05 at 1 million blocks and 0.45 at 5 million, for updates that cost
+several times as much. The dict stays.
+
 Not thread-safe, and not durable by design.
 """
 
