@@ -239,7 +239,8 @@ async def test_a_servers_namespace_is_the_one_that_its_connector_registered() ->
         ) as running,
     ):
         await until(
-            lambda: running.counters.get("engine_servers:not_well", 0) > 1, "nobody knows it at first"
+            lambda: running.counters.get("engine_servers:not_well", 0) > 1,
+            "nobody knows it at first",
         )
         running.cluster.register_namespace(registration(NAMESPACE))
         await until(lambda: len(running.cluster.workers) == 1, "it joins")
@@ -268,7 +269,9 @@ async def test_of_several_namespaces_the_revision_says_which_is_a_servers() -> N
                 joined = running.cluster.workers.get(server.worker_id)
                 assert joined.descriptor.namespace == other  # type: ignore[union-attr]
             else:
-                await until(lambda: running.counters.get("engine_servers:not_well", 0) > 2, "told apart")
+                await until(
+                    lambda: running.counters.get("engine_servers:not_well", 0) > 2, "told apart"
+                )
                 assert not len(running.cluster.workers)
 
 
