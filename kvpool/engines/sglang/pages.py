@@ -84,8 +84,11 @@ class HostPages:
                 hint=f"use --hicache-mem-layout {', '.join(MHA_ORDERS)}",
             ) from error
         self._run_bytes = np.array(sizes, dtype=np.int64)
-        self._is_by_layer = _is_a(pool, "MHATokenToKVPoolHost") and pool.layout == "layer_first"
-        self.layout = self._known_layout(kv_cache_dtype) or self._opaque_layout(kv_cache_dtype)
+        known = self._known_layout(kv_cache_dtype)
+        self._is_by_layer = (
+            known is not None and known.kv_per_token == 2 and pool.layout == "layer_first"
+        )
+        self.layout = known or self._opaque_layout(kv_cache_dtype)
 
     @property
     def page_bytes(self) -> int:
@@ -112,12 +115,10 @@ class HostPages:
             raise WrongByteCount(f"pages of {self.name!r} have other sizes than when registered")
         addresses = np.array(pointers, dtype=np.int64).reshape(pages, runs)
         self._check_bounds(addresses)
-        lengths = self._run_bytes
-        if (
-            self._is_by_layer
-        ):  # K and V of each layer in turn: all K first, as page_first_direct has it
+        if self._is_by_layer:
+            # K and V of each layer in turn; in the pool all K come first, as in page_first_direct.
             addresses = np.concatenate((addresses[:, ::2], addresses[:, 1::2]), axis=1)
-        return BlockSpans(addresses, lengths, self.memory or self.pool)
+        return BlockSpans(addresses, self._run_bytes, self.memory or self.pool)
 
     def _check_bounds(self, addresses: Int64Array) -> None:
         if not self._bounds:

@@ -39,7 +39,8 @@ class Hybrid:
         self.index = mha_pool("page_first_direct", heads=1, layers=1)
         self.mamba = mamba_pool()
         side = {PoolName.KV: self.kv, PoolName.INDEXER: self.index, PoolName.MAMBA: self.mamba}
-        self.backend = make_backend(self.kv, side=side)
+        # Longer than a test waits: what is let go is let go because it was loaded.
+        self.backend = make_backend(self.kv, side=side, extra={"lease_s": 120})
 
     def put(self, name: PoolName, pool: Any, names: list[str], pages: list[int]) -> None:
         result = self.backend.batch_set_v2([transfer(name, pool, names, pages)])
