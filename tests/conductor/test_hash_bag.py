@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conductor import hash_bag
-from conductor.hash_bag import HashBag
+from conductor.hash_bag import CHUNK, HashBag
 
 
 def h(number: int) -> bytes:
@@ -66,3 +67,21 @@ def test_what_is_added_and_removed_for_ever_takes_no_more_room() -> None:
     stored = sum(map(len, bag._chunks)) + len(bag._gone) + len(bag._leaving)
     assert len(bag) == 20
     assert stored < 120
+
+
+def test_the_cyclic_collector_has_nothing_to_look_at_in_what_is_full() -> None:
+    """Else each full collection would look at every hash of the index."""
+    bag = HashBag()
+    hashes = [number.to_bytes(16, "big") for number in range(3 * CHUNK + 10)]
+    for one in hashes:
+        bag.add(one)
+    gc.collect()
+    assert sum(map(gc.is_tracked, bag._chunks)) == 1
+    for one in hashes[: 2 * CHUNK]:
+        bag.remove(one)
+    while bag.is_untidy:
+        bag.tidy()
+    bag.add(b"x" * 16)
+    gc.collect()
+    assert sorted(bag) == sorted([*hashes[2 * CHUNK :], b"x" * 16])
+    assert sum(map(gc.is_tracked, bag._chunks)) == 1
