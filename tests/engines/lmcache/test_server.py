@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -31,6 +32,16 @@ def documented(command: str) -> list[str]:
     return shlex.split(block.replace("\\\n", " "))
 
 
+LMCACHE = str(Path(sys.executable).parent / "lmcache")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "LMCACHE_DISABLE_BANNER": "1"}
+
+
+def at(cluster: Cluster, adapter: str) -> str:
+    """The page's adapter, for the pool of `cluster`."""
+    here = adapter.replace("127.0.0.1:7800", cluster.conductor["wire"])
+    return here.replace('"revision"', '"host_label": "here", "revision"')
+
+
 @dataclass
 class Server:
     """A running server and where it listens."""
@@ -55,17 +66,12 @@ def server(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     arguments = documented("lmcache server")
     replaced = {"5555": str(ports[0]), "8080": str(ports[1]), "20": "0.05"}
     arguments = [replaced.get(argument, argument) for argument in arguments]
-    arguments = [a.replace("127.0.0.1:7800", cluster.conductor["wire"]) for a in arguments]
-    arguments[-1] = arguments[-1].replace('"revision"', '"host_label": "here", "revision"')
+    arguments[-1] = at(cluster, arguments[-1])
     arguments += ["--supported-transfer-mode", "auto", "--no-l1-use-lazy", "--chunk-size", "32"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "LMCACHE_DISABLE_BANNER": "1"}
     log = tmp_path_factory.mktemp("server") / "log"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [str(Path(sys.executable).parent / "lmcache"), *arguments[1:]],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=environment,
+            [LMCACHE, *arguments[1:]], stdout=out, stderr=subprocess.STDOUT, env=ENVIRONMENT
         )
     running = Server(process, f"tcp://127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[1]}")
 
@@ -158,3 +164,22 @@ def test_the_server_lists_and_deletes_objects_of_the_pool(
     wait_until(lambda: not listed(), "none is left")
     again = client.create_request(2, "again", "warm")
     assert client.lookup(again).hit_chunks == 0
+
+
+def test_lmcaches_own_benchmark_of_adapters_verifies_what_it_loads(cluster: Cluster) -> None:
+    arguments = documented("lmcache bench l2")
+    arguments[arguments.index("--num-keys") + 1] = "4"
+    arguments[-1] = at(cluster, arguments[-1])
+    ran = subprocess.run(
+        [LMCACHE, *arguments[1:], "--format", "json"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=ENVIRONMENT,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
+    text = ran.stdout
+    metrics = json.loads(text[text.index("{\n") : text.rindex("}") + 1])["metrics"]
+    operations = {m["operation"]: m for m in metrics.values() if "operation" in m}
+    assert operations["Store"]["total_success"] == operations["Load"]["total_success"] == 16
