@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,28 @@ def test_two_instances_started_apart_agree_on_keys(
     assert other_process.ask(call="batch_get_v1", keys=keys(3), pages=[4, 5, 6]) == [True] * 3
     digests = [hashlib.sha256(page_bytes(pool, p)).hexdigest() for p in range(3)]
     assert [other_process.ask(page=p) for p in (4, 5, 6)] == digests
+
+
+def test_one_page_stored_by_many_at_once_is_stored_once_and_whole(
+    make_backend: MakeBackend,
+) -> None:
+    pools = [mha_pool("page_first") for _ in range(4)]
+    backends = [make_backend(pool) for pool in pools]
+    gate = threading.Barrier(len(backends))
+
+    def store(at: int) -> list[bool]:
+        gate.wait(10)
+        stored: list[bool] = backends[at].batch_set_v1(keys(4), indices(pools[at], [0, 1, 2, 3]))
+        return stored
+
+    with ThreadPoolExecutor(len(backends)) as threads:
+        outcomes = list(threads.map(store, range(len(backends))))
+    assert outcomes == [[True] * 4] * len(backends)
+    wait_for(backends[0], keys(4), 4)
+    assert backends[0].batch_get_v1(keys(4), indices(pools[0], [8, 9, 10, 11])) == [True] * 4
+    for page in range(4):
+        written = [page_bytes(pool, page) for pool in pools]
+        assert page_bytes(pools[0], 8 + page) in written
 
 
 def test_of_mla_ranks_the_first_stores_and_all_load(make_backend: MakeBackend) -> None:
