@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvpool.engine_entry import EngineServer
 from kvpool.engines.vllm.loading import Loader
 from tests.engines.vllm.harness import Engine, expected_output
 from tests.integration.cluster import Cluster, wait_until
@@ -232,6 +236,29 @@ def test_producers_only_save_and_consumers_only_load(engine: MakeEngine) -> None
     producer.scheduler.reset_prefix_cache()
     producer.run("c", PROMPT)
     assert producer.totals.get("lookups", 0) == 0
+
+
+def test_kvpool_engines_prints_the_entry_of_a_namespace(
+    engine: MakeEngine, cluster: Cluster
+) -> None:
+    one = engine()
+    printed = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "kvpool",
+            "engines",
+            "--json",
+            "--conductor",
+            cluster.conductor["wire"],
+        ],
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    entries = json.loads(printed.stdout)["engines"]
+    found = [EngineServer(url="http://h:1", model="m", **entry).namespace() for entry in entries]
+    assert one.connector._scheduler._namespace in found  # type: ignore[union-attr]
 
 
 def gate(
