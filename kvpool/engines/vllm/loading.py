@@ -84,7 +84,9 @@ class Loader:
         self._spare: torch.Tensor | None = None  # read into in place of pages to be skipped
         self._buffers: list[torch.Tensor | None] = [None, None]
         self._filled: dict[int, torch.Tensor] = {}  # those of the load under way
-        self._under_way: list[threading.Event] = []  # set when nothing writes to pages any more
+        self._under_way: list[
+            tuple[threading.Event, threading.Event]
+        ] = []  # set when nothing writes to pages any more
         self._slices = Slices(paged, self._pages_per_block)
         self._jobs: queue.SimpleQueue[tuple[LoadJob, Moment, Progress | None] | None]
         self._jobs = queue.SimpleQueue()
@@ -181,9 +183,7 @@ class Loader:
                 if not future.done():
                     future.cancel()
                     self._buffers[number % 2] = None  # it may still be written
-            for moment in self._under_way:
-                moment.wait(CANCEL_TIMEOUT_S)
-            self._under_way.clear()
+            self._await_reads()
         return good
 
     def _load_layers(self, job: LoadJob, progress: Progress, deadline: float) -> int:
@@ -225,6 +225,20 @@ class Loader:
             progress.reach(group.stop)
         return future.result(max(0.001, deadline - time.monotonic()) + 0.5)
 
+    def _await_reads(self) -> None:
+        """Nothing is read into pages any more when this returns, cancelled reads included."""
+        if not self._under_way:
+            return
+
+        async def turn(_: AsyncPool) -> None:
+            """What was cancelled before it began never will, once the client's loop comes to this."""
+
+        self._pool.submit(turn).result(CANCEL_TIMEOUT_S)
+        for has_begun, has_ended in self._under_way:
+            if has_begun.is_set():
+                has_ended.wait(CANCEL_TIMEOUT_S)
+        self._under_way.clear()
+
     def _settle(self) -> None:
         """What this thread has launched on the device is done when this returns."""
         Moment(self._device).wait()
@@ -242,9 +256,10 @@ class Loader:
         out = (
             self._spans(job, start, end) if self._is_direct else self._buffer(number)[: end - start]
         )
-        has_ended = threading.Event()
+        has_begun, has_ended = threading.Event(), threading.Event()
 
         async def read(pool: AsyncPool) -> int:
+            has_begun.set()
             try:
                 result = await pool.get(
                     self._namespace,
@@ -261,7 +276,7 @@ class Loader:
                 has_ended.set()
 
         if self._is_direct:
-            self._under_way.append(has_ended)
+            self._under_way.append((has_begun, has_ended))
         return self._pool.submit(read)
 
     def _spans(self, job: LoadJob, start: int, end: int) -> BlockSpans:
