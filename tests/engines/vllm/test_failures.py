@@ -127,9 +127,14 @@ def test_a_pool_that_is_not_there_at_start_is_met_when_it_comes(
         cluster.start_conductor(port=str(port))
         cluster.start_node("near")
         wait_until(lambda: one.connector._reach.is_well, "the pool is met")  # type: ignore[union-attr]
-        one.scheduler.reset_prefix_cache()
-        one.run("b", PROMPT)
-        assert one.totals["blocks_stored"] == 4
+        cluster.wait_joined(nodes=1)
+
+        def is_stored() -> bool:  # that there is a node, too, is known within a second
+            one.scheduler.reset_prefix_cache()
+            assert one.run(f"b{one.steps}", PROMPT) == EXPECTED
+            return one.totals.get("blocks_stored", 0) == 4
+
+        wait_until(is_stored, "what is computed is stored")
     finally:
         cluster.fleet.stop()
 
