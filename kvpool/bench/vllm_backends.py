@@ -27,6 +27,7 @@ class Backend:
 
     Args:
         transfer: vLLM's `KVTransferConfig`.
+        reader_role: of the process that finds. One that stores as well would find, asked again, what it computed.
         is_shared: another process finds what one has stored; else hits are measured in the process that stored,
             after it has dropped its own prefix cache.
     """
@@ -34,6 +35,7 @@ class Backend:
     transfer: dict[str, Any]
     env: dict[str, str] = field(default_factory=dict)
     is_shared: bool = True
+    reader_role: str = "kv_both"
 
 
 @contextlib.contextmanager
@@ -51,7 +53,8 @@ def kvpool(directory: Path, store_bytes: int) -> Iterator[Backend]:
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": {"conductor": conductor["wire"], "host_label": HOST},
-            }
+            },
+            reader_role="kv_consumer",
         )
 
 
@@ -91,6 +94,7 @@ def lmcache(directory: Path, store_bytes: int) -> Iterator[Backend]:
     if importlib.util.find_spec("lmcache") is None:
         raise PeerMissing("pip install lmcache")
     env = {
+        "PYTHONHASHSEED": "0",  # its keys depend on it
         "LMCACHE_CHUNK_SIZE": "128",
         "LMCACHE_LOCAL_CPU": "True",
         "LMCACHE_MAX_LOCAL_CPU_SIZE": str(store_bytes / (1 << 30)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,6 +31,10 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "INFO",
     "VLLM_NO_USAGE_STATS": "1",
 }
+
+
+# A worker that was killed is told of before what others raise for want of it.
+_ERROR = re.compile(r"(Error|Exception): |died unexpectedly")
 
 
 class EngineFailed(KvpoolError):
@@ -137,7 +142,7 @@ class BenchEngine:
     def _reason(self) -> str:
         """The first error in its log: those that follow are of those who lost it."""
         lines = self._log.read_text(errors="replace").splitlines()
-        errors = [line for line in lines if "Error: " in line or " ERROR " in line]
+        errors = [line for line in lines if _ERROR.search(line)]
         return (errors or lines or ["its log is empty"])[0].strip()[-300:]
 
 
@@ -203,10 +208,11 @@ class _Served:
         for family in REGISTRY.collect():
             for sample in family.samples:
                 found[sample.name] = found.get(sample.name, 0.0) + sample.value
+        ours = ("loaded_tokens", "misses", "lookups_too_late", "loads_declined", "loads_failed")
         return {
             "external": found.get("vllm:external_prefix_cache_hits_total", 0.0),
             "local": found.get("vllm:prefix_cache_hits_total", 0.0),
-            "loaded": found.get("kvpool_vllm_loaded_tokens_total", 0.0),
+            **{name: found.get(f"kvpool_vllm_{name}_total", 0.0) for name in ours},
         }
 
 

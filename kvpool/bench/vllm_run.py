@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,6 +28,7 @@ TAIL_TOKENS = PAGE_TOKENS // 2
 WARM_TOKENS = 2 * PAGE_TOKENS + TAIL_TOKENS
 FIRST_TOKEN, LAST_TOKEN = 1000, 40_000  # ordinary tokens of any vocabulary that is served here
 SETTLE_S = 2.0  # without a save in this long all are taken to be over
+MAX_ASKED = 3
 SAVING_ROUNDS = 4
 SAVING_PROMPTS = 2  # a round and side
 
@@ -71,16 +72,18 @@ class _Rival:
     def hit(self, prompt: Sequence[int], size: int) -> dict[str, Any]:
         """Serve a prompt whose first `size` tokens must come from the store, and nothing from vLLM's own cache.
 
+        A store may miss when it is asked at a bad moment: then it is asked again, and the miss is counted.
+
         Raises:
-            EngineFailed: they did not.
+            EngineFailed: they did not, time and again.
         """
-        self.reader.forget()
-        hit = self.reader.generate(prompt)
-        if hit["external"] != size or hit["local"]:
-            raise EngineFailed(
-                f"of {size} tokens it gave {hit['external']}, and vLLM's own cache {hit['local']}"
-            )
-        return hit
+        for misses in range(MAX_ASKED):
+            self.reader.forget()
+            hit = self.reader.generate(prompt)
+            if hit["external"] == size and not hit["local"]:
+                return {**hit, "asked_before": misses}
+        counted = {name: value for name, value in hit.items() if value and isinstance(value, int)}
+        raise EngineFailed(f"of {size} tokens the store gave {hit['external']}: {counted}")
 
 
 @dataclass(slots=True)
@@ -106,7 +109,8 @@ class _Size:
             "outputs_equal": [h["output"] for h in self.pool[:first]]
             == [h["output"] for h in self.local[:first]],
             "hit_tokens": self.tokens,
-            "tokens_from_pool": min(hit["loaded"] for hit in self.pool),
+            "tokens_from_pool": min(hit["loaded_tokens"] for hit in self.pool),
+            "pool_misses": sum(hit["asked_before"] for hit in self.pool),
             "tokens_from_local_cache": min(hit["local"] for hit in self.local),
         }
 
@@ -176,7 +180,10 @@ class Bench:
         directory.mkdir()
         backend = stack.enter_context(open_(directory, self._order.store_bytes))
         writer = self._engine(writing, f"{name}-writer", backend)
-        reader = self._engine(stack, f"{name}-reader", backend) if backend.is_shared else writer
+        if not backend.is_shared:
+            return _Rival(backend, writer, writer)
+        finds = replace(backend, transfer=backend.transfer | {"kv_role": backend.reader_role})
+        reader = self._engine(stack, f"{name}-reader", finds)
         return _Rival(backend, writer, reader)
 
     # ------------------------------------------------------------ measuring

@@ -29,6 +29,7 @@ class FakeEngine:
 
     def __init__(self, model: Path, transfer: dict[str, Any] | None, log: Path, **_: Any) -> None:
         self._store = self.stores.setdefault(transfer["name"], set()) if transfer else set()
+        self._stores = not transfer or transfer.get("kv_role") != "kv_consumer"
         self._is_leaky = bool(transfer) and transfer["name"] == "leaky"  # type: ignore[index]
         self._own: set[tuple[int, ...]] = set()
 
@@ -50,10 +51,11 @@ class FakeEngine:
         whole = len(key) // 128 * 128
         where = "local" if key in self._own else "external" if key in self._store else ""
         self._own.add(key)
-        self._store.add(key)
+        if self._stores:
+            self._store.add(key)
         found = {name: whole if name == where else 0 for name in ("local", "external")}
         ttft_s = {"": MISS_S, "external": STORE_S, "local": LOCAL_S}[where]
-        return {"ttft_s": ttft_s, "output": [key[0]], "loaded": found["external"], **found}
+        return {"ttft_s": ttft_s, "output": [key[0]], "loaded_tokens": found["external"], **found}
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> float:
         for prompt in prompts:
@@ -61,10 +63,12 @@ class FakeEngine:
         return float(len(prompts))
 
 
-def fake(name: str, is_shared: bool = True) -> Callable[[Path, int], Any]:
+def fake(
+    name: str, is_shared: bool = True, reader_role: str = "kv_both"
+) -> Callable[[Path, int], Any]:
     @contextlib.contextmanager
     def open_(directory: Path, store_bytes: int) -> Iterator[Backend]:
-        yield Backend({"name": name}, is_shared=is_shared)
+        yield Backend({"name": name}, is_shared=is_shared, reader_role=reader_role)
 
     return open_
 
@@ -79,7 +83,7 @@ def missing(directory: Path, store_bytes: int) -> Iterator[Backend]:
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     monkeypatch.setattr(FakeEngine, "stores", {}, raising=False)
     monkeypatch.setattr(vllm_run, "BenchEngine", FakeEngine)
-    monkeypatch.setattr(vllm_run, "kvpool", fake("kvpool"))
+    monkeypatch.setattr(vllm_run, "kvpool", fake("kvpool", reader_role="kv_consumer"))
     monkeypatch.setattr(vllm_run, "SETTLE_S", 0.0)
 
     def run(peers: dict[str, Any], repeats: int = 2, saving_tokens: int = 0) -> dict[str, Any]:
@@ -106,7 +110,7 @@ def test_a_peer_whose_hits_are_not_its_own_or_that_is_missing_gets_a_reason_and_
     bench: Callable[..., dict[str, Any]],
 ) -> None:
     report = bench({"leaky": fake("leaky", is_shared=False), "gone": missing, "fine": fake("fine")})
-    assert "vLLM's own cache" in report["not_measured"]["leaky"]
+    assert "'local': 256" in report["not_measured"]["leaky"]
     assert report["not_measured"]["gone"] == "pip install it"
     assert [list(row["peers"]) for row in report["rows"]] == [["fine"], ["fine"]]
 
@@ -115,8 +119,25 @@ def test_a_pool_that_gives_nothing_is_an_error_not_a_row(
     bench: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeEngine, "prefill", lambda *_: 1.0)  # nothing is stored
-    with pytest.raises(EngineFailed, match="of 128 tokens it gave 0"):
+    with pytest.raises(EngineFailed, match="tokens the store gave 0"):
         bench({})
+
+
+def test_a_miss_is_asked_again_and_counted(
+    bench: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = FakeEngine.generate
+    seen: list[tuple[int, ...]] = []
+
+    def flaky(engine: FakeEngine, prompt: Sequence[int]) -> dict[str, Any]:
+        result = generate(engine, prompt)
+        if result["external"] and len(prompt) == 128 + 64 and tuple(prompt) not in seen:
+            seen.append(tuple(prompt))
+            return result | {"external": 0}
+        return result
+
+    monkeypatch.setattr(FakeEngine, "generate", flaky)
+    assert [row["pool_misses"] for row in bench({})["rows"]] == [2, 0]
 
 
 def test_the_cost_of_saving_is_the_ratio_of_the_two_sides(
@@ -136,7 +157,7 @@ def test_the_reason_of_a_failed_start_is_the_first_error_in_the_log(
         pytest.raises(EngineFailed, match="it ended"),
     ):
         engine.ready()
-    log.write_text("INFO x\nValueError: the cause\nRuntimeError: see above\n")
+    log.write_text("ERROR of the worker:\nValueError: the cause\nRuntimeError: see above\n")
     assert engine._reason() == "ValueError: the cause"
 
 
