@@ -20,6 +20,7 @@ from kvpool.client import copies, discovery, listing, pinning, protection
 from kvpool.client.buffers import placed, span
 from kvpool.client.copies import PrefetchResult, ReplicateResult
 from kvpool.client.deadlines import time_left
+from kvpool.client.fresh import FreshWrites
 from kvpool.client.listing import NodeListing
 from kvpool.client.misses import Misses
 from kvpool.client.node_link import NodeLink
@@ -117,6 +118,7 @@ class AsyncPool:
         self._nodes_at = float("-inf")
         self._known: set[bytes] = set()
         self.misses = Misses()
+        self.fresh = FreshWrites()
 
     async def __aenter__(self) -> Self:
         return self
@@ -237,6 +239,15 @@ class AsyncPool:
         tier = m.TIERS[max(reply.tiers)]
         segment = m.Segment(link.node.node_id, 0, reply.found, tier)
         return m.LookupReply(reply.found, [segment], reply.wait_s)
+
+    async def locate(
+        self, namespace: Namespace, hashes: Sequence[bytes], deadline: float
+    ) -> m.LookupReply:
+        """Where to read a chain: `lookup`, and behind it what this client has written itself a moment ago."""
+        found = await self.lookup(namespace, hashes, timeout_s=time_left(deadline))
+        if self._conductor is None:
+            return found
+        return self.fresh.extend(found, namespace.namespace_id, hashes, time.monotonic())
 
     async def standing(
         self, namespace: Namespace, hashes: Sequence[bytes], *, timeout_s: float | None = None
@@ -573,6 +584,7 @@ class AsyncPool:
             DeadlineExceeded, Unavailable: a node did not answer; others may have done as asked.
         """
         deadline = time.monotonic() + (timeout_s or self.timeout_s)
+        self.fresh.forget(None, namespace.namespace_id, hashes)
         return await protection.drop(self, namespace, hashes, deadline)
 
     async def list_blocks(
@@ -697,7 +709,7 @@ class AsyncPool:
                 raise error from None
             if fresh.node.epoch == link.node.epoch:
                 raise
-            self.misses.forget_node(node_id)
+            self._forget_life(node_id)
         return fresh, await call(fresh)
 
     def link_to(self, node: m.NodeDescriptor) -> NodeLink:
@@ -707,7 +719,7 @@ class AsyncPool:
             return existing
         if existing is not None:
             self._drop_link(node.node_id)
-            self.misses.forget_node(node.node_id)
+            self._forget_life(node.node_id)
         link = NodeLink(node, self.transports, self.host_label, self.client_id, self._credentials)
         self._links[node.node_id] = link
         return link
@@ -766,8 +778,14 @@ class AsyncPool:
         if self._conductor is None:
             return  # there is nobody else to ask
         self.misses.remember(node_id, namespace.namespace_id, hashes, time.monotonic())
+        self.fresh.forget(node_id, namespace.namespace_id, hashes)
         report = m.ReportMiss(node_id, namespace.namespace_id, pack_hashes(hashes))
         self._conductor.send_nowait(report)
+
+    def _forget_life(self, node_id: str) -> None:
+        """The node restarted: what its earlier life had or lacked says nothing."""
+        self.misses.forget_node(node_id)
+        self.fresh.forget_node(node_id)
 
     def _drop_link(self, node_id: str) -> None:
         link = self._links.pop(node_id, None)
@@ -784,7 +802,7 @@ class AsyncPool:
     ) -> Sequence[m.Segment]:
         """Where to ask for the blocks of a chain. One node alone is simply asked for all of them."""
         if self._conductor is not None:
-            return (await self.lookup(namespace, hashes, timeout_s=time_left(deadline))).segments
+            return (await self.locate(namespace, hashes, deadline)).segments
         link = await self._the_node(deadline)
         return [m.Segment(link.node.node_id, 0, len(hashes), "dram")] if hashes else []
 

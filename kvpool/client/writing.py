@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -92,6 +93,7 @@ class ChainWriter:
             raise NoRoom(
                 f"node {link.node.node_id} has no slot to give", hint="all is pinned; try again"
             )
+        self._remember(link, statuses)
         copies_made = 0
         failures: dict[str, str] = {}
         if replicas > 1:
@@ -113,6 +115,15 @@ class ChainWriter:
             replicas=copies_made + (not counts[m.BlockStatus.IN_PROGRESS]),
             replica_failures=failures,
         )
+
+    def _remember(self, link: NodeLink, statuses: np.ndarray) -> None:
+        """Find at once what stands whole now: the index hears of it a little later."""
+        if len(self._plan.parts) < self._namespace.layout.tp_size or not self._pool.has_conductor:
+            return
+        stands = (statuses == m.BlockStatus.GRANTED) | (statuses == m.BlockStatus.EXISTS)
+        hashes = [self._hashes[at] for at in np.flatnonzero(stands.all(axis=0))]
+        namespace_id = self._namespace.namespace_id
+        self._pool.fresh.remember(link.node.node_id, namespace_id, hashes, time.monotonic())
 
     async def _write(
         self, link: NodeLink, row: int, reservation: Reservation | None = None

@@ -78,6 +78,20 @@ def test_bytes_come_back_over_each_transport(
     assert (out == data).all()
 
 
+def test_who_writes_blocks_can_read_them_at_once(cluster: Cluster) -> None:
+    """The conductor hears of them later; a chain is found though it grows block by block."""
+    with client(cluster) as pool:
+        for seed in range(900, 920):
+            hashes, data = chain(seed, 4), some_bytes(seed, 4)
+            out = np.zeros_like(data)
+            pool.put(NAMESPACE, hashes[:2], data[:2])
+            pool.put(NAMESPACE, hashes[2:], data[2:], parent=hashes[1])
+            assert pool.get(NAMESPACE, hashes, out).found == 4
+            assert (out == data).all()
+            pool.drop(NAMESPACE, hashes)
+            assert pool.get(NAMESPACE, hashes, out).found == 0
+
+
 def test_blocks_of_another_host_are_read_over_nixl(cluster: Cluster) -> None:
     hashes, data = chain(7, 4), some_bytes(7, 4)
     with client(cluster, host_label="there") as writer:
