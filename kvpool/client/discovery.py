@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -49,7 +50,8 @@ async def standing(
     except UnknownNamespace:
         await pool.register(namespace, timeout_s=time_left(deadline))
         reply = await pool.ask_conductor(request, timeout_s=time_left(deadline))
-    return [count > 0 for count in reply.copies]
+    is_fresh = pool.fresh.remembered(namespace.namespace_id, hashes, time.monotonic())
+    return [count > 0 or fresh for count, fresh in zip(reply.copies, is_fresh, strict=True)]
 
 
 async def _standing_at_one(

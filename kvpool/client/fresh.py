@@ -57,8 +57,7 @@ class FreshWrites:
         now: float,
     ) -> m.LookupReply:
         """The reply to a look-up of `hashes`, with the blocks behind it that this client wrote."""
-        while self._places and self._places[next(iter(self._places))][1] <= now:
-            del self._places[next(iter(self._places))]
+        self._expire(now)
         if not self._places or found.found == len(hashes):
             return found
         segments = list(found.segments)
@@ -75,6 +74,18 @@ class FreshWrites:
         else:
             at = len(hashes)
         return m.LookupReply(at, segments, found.wait_s) if at > found.found else found
+
+    def remembered(self, namespace_id: bytes, hashes: Sequence[bytes], now: float) -> list[bool]:
+        """Which of these this client wrote."""
+        self._expire(now)
+        return [(namespace_id, block_hash) in self._places for block_hash in hashes]
+
+    def _expire(self, now: float) -> None:
+        while self._places:
+            key = next(iter(self._places))
+            if self._places[key][1] > now:
+                return
+            del self._places[key]
 
     def __len__(self) -> int:
         return len(self._places)

@@ -47,3 +47,10 @@ def test_what_proved_to_be_gone_is_not_found_again() -> None:
     assert fresh.extend(NOTHING, SPACE, HASHES, 0.0).found == 0
     fresh.forget(None, SPACE, HASHES)
     assert len(fresh) == 0
+
+
+def test_single_blocks_are_known_whatever_comes_before_them() -> None:
+    fresh = FreshWrites(memory_s=3)
+    fresh.remember("a", SPACE, HASHES[1:2], 0.0)
+    assert fresh.remembered(SPACE, HASHES[:3], 1.0) == [False, True, False]
+    assert fresh.remembered(SPACE, HASHES[:3], 3.0) == [False] * 3

@@ -21,9 +21,7 @@ from kvpool.client.pinning import PinnedBlocks
 from kvpool.engines.lmcache.keys import Item
 from kvpool.engines.reachability import Reachability
 from kvpool.errors import REFUSALS, DeadlineExceeded, KvpoolError, NoRoom, Unavailable
-from kvpool.hashing import pack_hashes
 from kvpool.layout import Namespace
-from kvpool.wire import messages as m
 
 MAX_ASKED = 8192  # hashes in one question to a conductor
 MAX_GAPS = (
@@ -85,8 +83,9 @@ class ObjectStore:
             for namespace, indices in _by_namespace(items):
                 for start in range(0, len(indices), MAX_ASKED):
                     part = indices[start : start + MAX_ASKED]
-                    standing = await self._standing(
-                        namespace, [items[i].name for i in part], deadline
+                    names = [items[i].name for i in part]
+                    standing = await self._pool.standing(
+                        namespace, names, timeout_s=time_left(deadline)
                     )
                     for index, is_there in zip(part, standing, strict=True):
                         found[index] = is_there
@@ -94,25 +93,6 @@ class ObjectStore:
             self._failed("looking up", error)
             return [False] * len(items)
         self._answered()
-        return found
-
-    async def _standing(
-        self, namespace: Namespace, names: Sequence[bytes], deadline: float
-    ) -> list[bool]:
-        pool = self._pool
-        await pool.ensure_registered(namespace, deadline)
-        if pool.has_conductor:
-            request = m.Standing(namespace.namespace_id, pack_hashes(names))
-            reply: m.StandingReply = await pool.ask_conductor(
-                request, timeout_s=time_left(deadline)
-            )
-            return [copies > 0 for copies in reply.copies]
-        # A node tells of leading runs alone: go on behind each gap.
-        found: list[bool] = []
-        while len(found) < len(names):
-            rest = names[len(found) :]
-            run = (await pool.lookup(namespace, rest, timeout_s=time_left(deadline))).found
-            found += [True] * run + [False] * (run < len(rest))
         return found
 
     async def hold(

@@ -38,7 +38,7 @@ def test_pages_come_back_byte_for_byte(
     stored(writer, source, keys(N), [3, 1, 9, 0])
     untouched = page_bytes(target, 5)
 
-    assert reader.batch_exists([*keys(N), "0" * 64]) == N
+    wait_until(lambda: reader.batch_exists([*keys(N), "0" * 64]) == N, "another hears of them")
     assert reader.batch_get_v1(keys(N), indices(target, [2, 8, 4, 7])) == [True] * N
     for source_page, target_page in zip([3, 1, 9, 0], [2, 8, 4, 7], strict=True):
         assert page_bytes(target, target_page) == page_bytes(source, source_page)
@@ -49,7 +49,7 @@ def test_layouts_of_equal_bytes_share_pages(make_backend: MakeBackend) -> None:
     source, target = mha_pool("layer_first"), mha_pool("page_first_direct")
     stored(make_backend(source), source, keys(1), [2])
     reader = make_backend(target)
-    assert reader.batch_exists(keys(1)) == 1
+    wait_until(lambda: reader.batch_exists(keys(1)) == 1, "another hears of it")
     assert reader.batch_get_v1(keys(1), indices(target, [6])) == [True]
     # [kv, layer, token, head, dim] both, as SGLang shows a page of either.
     assert page_bytes(target, 6) == page_bytes(source, 2)
