@@ -274,3 +274,14 @@ def test_a_node_that_has_restarted_is_read_from_at_once(
         assert second.totals.get("loads_failed", 0) == 0
     finally:
         cluster.fleet.stop()
+
+
+def test_a_load_that_fails_is_not_tried_again_by_the_request(
+    engine: MakeEngine, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = engine(), engine()
+    first.run("a", PROMPT)
+    monkeypatch.setattr(Loader, "_load", lambda *_: 0)  # and the pool goes on having the blocks
+    assert second.run("a", PROMPT) == EXPECTED
+    assert second.totals["loads"] == 1
+    has_no_leases(cluster)
