@@ -17,7 +17,7 @@ from tiers.replay.guarded import GuardedCache
 from tiers.replay.plain import PLAIN
 from tiers.replay.replay import replay
 
-CAPACITIES = (1000, 3000, 10_000, 30_000, 50_000)
+CAPACITIES = (1000, 10_000, 50_000)
 chains = st.lists(
     st.tuples(st.integers(0, 4), st.integers(1, 7)).map(
         lambda pick: [pick[0] * 100 + depth if depth > 1 else depth for depth in range(pick[1])]
@@ -99,7 +99,7 @@ def test_on_real_conversations_it_is_no_worse_than_any_and_keeps_what_hazard_gai
 ) -> None:
     mine = replay(conversation, "guarded", capacity).hit_blocks
     assert mine >= max(replay(conversation, policy, capacity).hit_blocks for policy in PLAIN)
-    of_gap = {1000: 0.24, 3000: 0.30, 10_000: 0.15}.get(capacity)
+    of_gap = {1000: 0.24, 10_000: 0.15}.get(capacity)
     if of_gap is not None:
         lru = replay(conversation, "lru", capacity).hit_blocks
         assert mine - lru >= of_gap * (sum(belady_hits(conversation, capacity)) - lru)
