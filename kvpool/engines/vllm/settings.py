@@ -53,7 +53,7 @@ class VllmSettings(EngineSettings):
         64 << 20, ge=1 << 20, description="of each of the buffers that loads and saves go through"
     )
     max_pending_save_bytes: Bytes = Field(
-        512 << 20, ge=0, description="that wait to be saved; what comes beyond is dropped"
+        512 << 20, ge=0, description="that wait to be saved; what comes beyond is put off"
     )
 
     def block_tokens_for(self, page_tokens: int) -> int:

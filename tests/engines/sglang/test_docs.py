@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from typer.testing import CliRunner
 from kvpool.cli.app import app
 from kvpool.engines.settings import read_settings
 from kvpool.engines.sglang.settings import SOURCE, SGLangSettings
+from tests.engines.pages import commands
 from tests.engines.sglang.conftest import LOADED, MakeBackend, keys
 from tests.engines.sglang.real import indices, mha_pool
 from tests.integration.cluster import Cluster, wait_until
@@ -24,21 +24,6 @@ from tests.integration.cluster import Cluster, wait_until
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "sglang.md").read_text()
 LAUNCH = "python -m sglang.launch_server"
-
-
-def commands(text: str, start: str) -> list[list[str]]:
-    """The commands of a page's code blocks that begin with `start`, in words."""
-    found = []
-    for block in re.split(r"^```.*\n", text, flags=re.MULTILINE)[1::2]:
-        if not re.search(f"^{re.escape(start)} ", block, re.MULTILINE):
-            continue  # of another language, perhaps
-        command = ""
-        for line in block.replace("\\\n", " ").splitlines():
-            command += line + "\n"
-            if command.count("'") % 2 == 0:  # else it goes on within quotes
-                found.append(shlex.split(command, comments=True))
-                command = ""
-    return [words for words in found if words[: len(start.split())] == start.split()]
 
 
 @pytest.mark.parametrize("name", ["docs/sglang.md", "README.md"])
