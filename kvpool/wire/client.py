@@ -42,7 +42,7 @@ from kvpool.wire.messages import (
 )
 
 CONNECT_BACKOFF_S = 0.2  # after a refused connection, fail fast for this long
-MAX_UNDO = 1024  # calls in work and given up whose late answers are remembered to be taken back
+MAX_UNDO = 1024  # calls given up whose late answers are remembered to be taken back
 Undo = Callable[[Any], Message | None]
 
 
@@ -216,7 +216,7 @@ class _Protocol(asyncio.Protocol):
         self._ids = itertools.count(1)
         self._calls: dict[int, tuple[asyncio.Future[Any], Any]] = {}
         self._streams: dict[int, tuple[asyncio.Queue[Any], Any, Any]] = {}
-        self._undo: dict[int, tuple[Any, Undo]] = {}  # of calls in work and given up, with decoders
+        self._undo: dict[int, tuple[Any, Undo]] = {}  # of calls that were given up, with decoders
         self._transport: asyncio.Transport | None = None
         self.is_open = False
 
@@ -239,35 +239,37 @@ class _Protocol(asyncio.Protocol):
         decoder = decoder_for(REPLIES[type(request)])
         self.write(request_id, Kind.REQUEST, request)
         self._calls[request_id] = (future, decoder)
-        if undo is not None:
-            self._undo[request_id] = (decoder, undo)
         timer = loop.call_later(
-            timeout_s, self._expire, request_id, type(request).__name__, timeout_s
+            timeout_s, self._expire, request_id, type(request).__name__, timeout_s, undo
         )
         try:
-            reply = await future
-            self._undo.pop(request_id, None)
-            return reply
+            return await future
         except asyncio.CancelledError:
-            self._cancel(request_id)
-            if future.done() and not future.cancelled() and future.exception() is None:
-                self._take_back(request_id, future.result())  # it came in the same turn
+            if future.cancelled():
+                self._give_up(request_id, decoder, undo)
+            elif undo is not None and future.exception() is None:
+                self._take_back(undo, future.result())  # it came in the same turn
             raise
         finally:
             timer.cancel()
             self._calls.pop(request_id, None)
 
-    def _expire(self, request_id: int, name: str, timeout_s: float) -> None:
-        entry = self._calls.pop(request_id, None)
-        if entry is not None and not entry[0].done():
-            entry[0].set_exception(
+    def _expire(self, request_id: int, name: str, timeout_s: float, undo: Undo | None) -> None:
+        future, decoder = self._calls.pop(request_id, (None, None))
+        if future is not None and not future.done():
+            future.set_exception(
                 DeadlineExceeded(f"{self._address} did not answer {name} within {timeout_s:g} s")
             )
-            self._cancel(request_id)
+            self._give_up(request_id, decoder, undo)
 
-    def _cancel(self, request_id: int) -> None:
+    def _give_up(self, request_id: int, decoder: Any, undo: Undo | None) -> None:
+        if undo is not None:
+            self._undo[request_id] = (decoder, undo)
         while len(self._undo) > MAX_UNDO:  # of calls that the server cancelled there is no answer
             del self._undo[next(iter(self._undo))]
+        self._cancel(request_id)
+
+    def _cancel(self, request_id: int) -> None:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(encode_frame(request_id, Kind.CANCEL, None))
 
@@ -324,13 +326,12 @@ class _Protocol(asyncio.Protocol):
         elif request_id == 0 and kind == Kind.ERROR:
             self._fail(self._decode(kind, body, None))
         elif request_id in self._undo:  # the answer to a call that was given up
-            answer = self._decode(kind, body, self._undo[request_id][0])
-            self._take_back(request_id, answer)
+            decoder, undo = self._undo.pop(request_id)
+            self._take_back(undo, self._decode(kind, body, decoder))
 
-    def _take_back(self, request_id: int, answer: Any) -> None:
+    def _take_back(self, undo: Undo, answer: Any) -> None:
         """Nobody waits for this answer any more: have what it grants, if it does, taken back."""
-        _, undo = self._undo.pop(request_id, (None, None))
-        message = undo(answer) if undo is not None and isinstance(answer, Reply) else None
+        message = undo(answer) if isinstance(answer, Reply) else None
         if message is not None and self.is_open:
             self.write(0, Kind.ONE_WAY, message)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvpool.client.node_link import abort_late, release_late
-from kvpool.errors import DeadlineExceeded
+from kvpool.errors import DeadlineExceeded, Draining
 from kvpool.wire import Session, WireClient, WireServer
 from kvpool.wire import client as wire_client
 from kvpool.wire import messages as m
@@ -99,3 +99,21 @@ async def test_an_answer_in_time_is_kept_and_the_late_ones_remembered_are_few(
     assert reply.lease_id == 7
     await client.call(m.Ping(), 5)
     assert m.Release([7]) not in node.taken_back
+
+
+async def test_a_call_that_was_answered_with_an_error_leaves_nothing_behind() -> None:
+    def refuse(_request: m.Reserve, _session: Session) -> m.ReserveReply:
+        raise Draining("this node is being drained")
+
+    server = WireServer("node", "n", 1)
+    server.handle(m.Reserve, refuse)
+    client = WireClient(f"127.0.0.1:{await server.listen('127.0.0.1', 0)}", "c")
+    try:
+        for _ in range(3):
+            with pytest.raises(Draining):
+                await client.call(RESERVE, 5.0, abort_late)
+        assert client._protocol is not None
+        assert not client._protocol._undo
+    finally:
+        await client.close()
+        await server.close()
