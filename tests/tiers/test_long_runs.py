@@ -171,7 +171,7 @@ def test_a_commit_that_has_begun_ends_whatever_becomes_of_its_writer() -> None:
     assert room.held_bytes == 0
 
 
-async def test_a_node_answers_others_while_it_reserves_and_commits_16_000_blocks() -> None:
+async def test_a_node_answers_others_while_it_reserves_commits_and_drops_16_000_blocks() -> None:
     room = Room(20_000)
     small = chain(16)
     room.put(small)
@@ -204,6 +204,10 @@ async def test_a_node_answers_others_while_it_reserves_and_commits_16_000_blocks
     assert await served_during(committing) > 16_000 / SLICE / 4
     assert committing.result().visible == 16_000
     assert len(room.store.lookup(room.space, hashes)) == 16_000
+    unwanted = m.DropBlocks(room.space, pack_hashes(hashes[16:]))
+    dropping = asyncio.create_task(big.call(unwanted, 60.0))
+    assert await served_during(dropping) > 16_000 / SLICE / 4
+    assert dropping.result().count == 16_000 - 16
     # Who gives up while it is served holds nothing.
     more = m.Reserve(room.space, pack_hashes(chain(4_000)), b"", 0, 60.0)
     leaving = asyncio.create_task(big.call(more, 60.0))
