@@ -143,6 +143,8 @@ class Loader:
                     good = self._load_layers(job, progress, deadline)
             except (KvpoolError, RuntimeError, OSError) as error:
                 log.warning("a load failed", request=job.request_id, error=str(error))
+            except Exception:  # of a thread that died of it all later requests would wait for ever
+                log.exception("a load failed by a defect", request=job.request_id)
             finally:
                 self._end(job, good, time.monotonic() - started)
                 if progress is not None:

@@ -114,6 +114,9 @@ class Saver:
                     is_whole = self._save(job, deadline)
             except (KvpoolError, RuntimeError, OSError) as error:
                 log.warning("a save failed", request=job.request_id, error=str(error))
+            except Exception:  # a thread that died of it would keep vLLM's pages for ever
+                self._buffer = None  # it may still be read
+                log.exception("a save failed by a defect", request=job.request_id)
             finally:
                 self._figures.time("save_s", time.monotonic() - started)
                 if not is_whole:

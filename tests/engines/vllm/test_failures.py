@@ -13,7 +13,9 @@ import pytest
 import structlog
 
 from kvpool.client import AsyncPool, Pool
+from kvpool.engines.vllm import scheduler_side
 from kvpool.engines.vllm.loading import Loader
+from kvpool.engines.vllm.saving import Saver
 from kvpool.engines.vllm.version import require_supported
 from kvpool.errors import ConfigError, KvpoolError, LayoutMismatch
 from kvpool.hashing import hash_chain
@@ -215,19 +217,17 @@ def test_the_installed_version_is_supported() -> None:
     require_supported()
 
 
+@pytest.mark.parametrize("error", [KvpoolError("no"), ValueError("a defect of ours")])
 def test_a_saver_that_fails_is_asked_again_later(
-    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    from kvpool.engines.vllm import scheduler_side
-    from kvpool.engines.vllm.saving import Saver
-
     monkeypatch.setattr(scheduler_side, "SAVE_AGAIN_S", 0.0)
     one = engine()
     original = Saver._save
 
     def fails(self: Saver, *arguments: Any) -> bool:
         monkeypatch.setattr(Saver, "_save", original)
-        raise KvpoolError("no")
+        raise error
 
     monkeypatch.setattr(Saver, "_save", fails)
     one.add("a", PROMPT, 30)
@@ -285,3 +285,23 @@ def test_a_load_that_fails_is_not_tried_again_by_the_request(
     assert second.run("a", PROMPT) == EXPECTED
     assert second.totals["loads"] == 1
     has_no_leases(cluster)
+
+
+def test_a_defect_in_a_load_costs_a_recomputation_and_later_loads_go_on(
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = engine(), engine()
+    first.run("a", PROMPT)
+    original = Loader._load
+
+    def breaks(self: Loader, *arguments: Any) -> int:
+        monkeypatch.setattr(Loader, "_load", original)
+        raise ValueError("a defect of ours")
+
+    monkeypatch.setattr(Loader, "_load", breaks)
+    assert second.run("a", PROMPT) == EXPECTED
+    assert second.totals["loads_failed"] == 1
+    second.scheduler.reset_prefix_cache()
+    assert second.run("b", PROMPT) == EXPECTED
+    assert second.totals["loads"] == 2
+    assert second.totals["loads_failed"] == 1
