@@ -185,6 +185,11 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         return False  # a save that is lost is a later miss
 
+    def reset_cache(self) -> bool:
+        if self._scheduler is not None:
+            self._scheduler.reset()
+        return True
+
     def on_new_request(self, request: Request) -> None:
         if self._scheduler is not None:
             self._scheduler.on_new_request(request)

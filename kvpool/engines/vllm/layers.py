@@ -54,6 +54,11 @@ class Progress:
                 self._ready, self._moment = len(self._is_there), Moment(device)
             self._changed.notify_all()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether `end` was called."""
+        return self._has_ended
+
     def wait(self, layers: int, deadline: float) -> bool:
         """Wait for the first `layers`; whether they are there. `deadline` in monotonic seconds."""
         with self._changed:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_all
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,7 +37,7 @@ from kvpool.wire import messages as m
 
 log = structlog.get_logger(__name__)
 
-CANCEL_TIMEOUT_S = 5.0  # the client's copies end by their own deadline; for one that cannot
+LATE_S = 5.0  # a read that was given up ends by its own deadline; after so long it is worth a line
 
 
 @dataclass(slots=True, frozen=True)
@@ -81,14 +82,14 @@ class Loader:
         self._pages_per_block = namespace.layout.block_tokens // paged.page_tokens
         self._blocks = max(1, settings.staging_bytes // self._part_bytes)
         self._is_direct = device.type == "cpu"
-        self._spare: torch.Tensor | None = None  # read into in place of pages to be skipped
+        self._spare: torch.Tensor | None = None  # pages read into in place of those to be skipped
         self._buffers: list[torch.Tensor | None] = [None, None]
         self._filled: dict[int, torch.Tensor] = {}  # those of the load under way
         self._under_way: list[
             tuple[threading.Event, threading.Event]
         ] = []  # set when nothing writes to pages any more
         self._slices = Slices(paged, self._pages_per_block)
-        self._jobs: queue.SimpleQueue[tuple[LoadJob, Moment, Progress | None] | None]
+        self._jobs: queue.SimpleQueue[tuple[LoadJob, Moment, Progress | None, float] | None]
         self._jobs = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._ended: list[EndedLoad] = []
@@ -106,15 +107,16 @@ class Loader:
         return bool(self._ended)
 
     def submit(self, job: LoadJob) -> Progress | None:
-        """Begin a load, once the device has done what was launched so far.
+        """Begin a load, once the device has done what was launched so far. Its time-out runs from now on.
 
         Returns:
             How far it is, where the job is layerwise.
         """
+        deadline = time.monotonic() + self._settings.load_timeout_s
         progress = Progress(self._paged.layer_names) if job.is_layerwise else None
         with self._lock:
             self._in_work += 1
-        self._jobs.put((job, Moment(self._device), progress))
+        self._jobs.put((job, Moment(self._device), progress, deadline))
         return progress
 
     def take_ended(self) -> list[EndedLoad]:
@@ -131,12 +133,11 @@ class Loader:
 
     def _work(self) -> None:
         while (item := self._jobs.get()) is not None:
-            job, moment, progress = item
+            job, moment, progress, deadline = item
             started = time.monotonic()
             good = 0
             try:
                 moment.wait()
-                deadline = started + self._settings.load_timeout_s
                 if progress is None or not self._paged.has_layers_in_runs:
                     good = self._load(job, deadline)
                 else:
@@ -235,10 +236,12 @@ class Loader:
         async def turn(_: AsyncPool) -> None:
             """What was cancelled before it began never will, once the client's loop comes to this."""
 
-        self._pool.submit(turn).result(CANCEL_TIMEOUT_S)
+        turned = self._pool.submit(turn)
+        while wait_for_all([turned], LATE_S).not_done:
+            log.warning("the pool's client does not answer: pages are kept until it does")
         for has_begun, has_ended in self._under_way:
-            if has_begun.is_set():
-                has_ended.wait(CANCEL_TIMEOUT_S)
+            while has_begun.is_set() and not has_ended.wait(LATE_S):
+                log.warning("a read that was given up has not ended: its pages are kept until then")
         self._under_way.clear()
 
     def _settle(self) -> None:
@@ -291,22 +294,22 @@ class Loader:
         skip = min(len(pages), max(0, job.skip_pages - start * per_block))
         if skip:
             if self._spare is None:
-                self._spare = torch.empty(self._paged.page_bytes, dtype=torch.uint8)
-            addresses[:skip] = self._spare.data_ptr() + np.cumsum(lengths) - lengths
+                # Each has a place of its own: a block is verified as a whole where it was read to.
+                self._spare = torch.empty((per_block, self._paged.page_bytes), dtype=torch.uint8)
+            rows = self._spare.data_ptr() + np.arange(skip)[:, None] * self._paged.page_bytes
+            addresses[:skip] = rows + (np.cumsum(lengths) - lengths)
         blocks = addresses.reshape(end - start, -1)
         return BlockSpans(blocks, np.tile(lengths, per_block), (self._paged, self._spare))
 
     def _result(self, future: Future[int], number: int, wanted: int, deadline: float) -> int:
+        found = 0
         try:
             found = future.result(max(0.001, deadline - time.monotonic()) + 0.5)
         except TimeoutError:
-            self._buffers[number % 2] = None
             raise DeadlineExceeded("the load did not end in time") from None
-        except KvpoolError:
-            self._buffers[number % 2] = None
-            raise
-        if found < wanted:
-            self._buffers[number % 2] = None  # what was promised of it: see `is_disposable`
+        finally:
+            if found < wanted:
+                self._buffers[number % 2] = None  # what was promised of it: see `is_disposable`
         return found
 
     def _place(self, job: LoadJob, number: int, start: int, found: int) -> None:

@@ -61,7 +61,7 @@ class Saver:
         self._blocks = max(1, settings.staging_bytes // self._part_bytes)
         self._buffer: torch.Tensor | None = None
         self._slices = Slices(paged, self._pages_per_block)
-        self._jobs: queue.SimpleQueue[tuple[SaveJob, Moment | Progress] | None]
+        self._jobs: queue.SimpleQueue[tuple[SaveJob, Moment | Progress, float] | None]
         self._jobs = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._ended: list[tuple[int, bool]] = []
@@ -79,10 +79,14 @@ class Saver:
         return bool(self._ended)
 
     def submit(self, job: SaveJob, progress: Progress | None = None) -> None:
-        """Begin a save: once the device has done what was launched so far, or of each layer when it is final."""
+        """Begin a save: once the device has done what was launched so far, or of each layer when it is final.
+
+        Its time-out runs from now on: so long vLLM lacks the pages at most.
+        """
+        deadline = time.monotonic() + self._settings.save_timeout_s
         with self._lock:
             self._in_work += 1
-        self._jobs.put((job, progress or Moment(self._device)))
+        self._jobs.put((job, progress or Moment(self._device), deadline))
 
     def takes_layers(self, job: SaveJob) -> bool:
         """Whether this job can be saved layer by layer: its buffer holds all blocks until the last one."""
@@ -102,17 +106,19 @@ class Saver:
 
     def _work(self) -> None:
         while (item := self._jobs.get()) is not None:
-            job, when = item
+            job, when, deadline = item
             started = time.monotonic()
             is_whole = False
             try:
-                deadline = started + self._settings.save_timeout_s
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded("the saves before it took all of its time")
                 if isinstance(when, Progress):
                     is_whole = self._save_layers(job, when, deadline)
                 else:
                     when.wait()
                     is_whole = self._save(job, deadline)
             except (KvpoolError, RuntimeError, OSError) as error:
+                self._buffer = None  # it may still be read
                 log.warning("a save failed", request=job.request_id, error=str(error))
             except Exception:  # a thread that died of it would keep vLLM's pages for ever
                 self._buffer = None  # it may still be read
@@ -132,18 +138,14 @@ class Saver:
             pages = job.pages[first : first + len(hashes) * self._pages_per_block]
             buffer = self._staging()[: len(hashes)]
             self._paged.gather(pages, buffer.view(-1, self._paged.page_bytes))
-            try:
-                result = self._pool.put(
-                    self._namespace,
-                    hashes,
-                    buffer,
-                    parent=job.hashes[start - 1] if start else job.parent,
-                    part=self._part,
-                    timeout_s=max(0.001, deadline - time.monotonic()),
-                )
-            except KvpoolError:
-                self._buffer = None  # it may still be read
-                raise
+            result = self._pool.put(
+                self._namespace,
+                hashes,
+                buffer,
+                parent=job.hashes[start - 1] if start else job.parent,
+                part=self._part,
+                timeout_s=max(0.001, deadline - time.monotonic()),
+            )
             self._figures.add("blocks_stored", result.stored)
             self._figures.add("blocks_known", result.existing + result.in_progress)
             self._figures.add("save_bytes", sum(result.bytes_moved.values()))
@@ -185,7 +187,6 @@ class Saver:
                 sent.result(max(0.001, deadline - time.monotonic()) + 0.5)
             self._wait(lambda _: writer.commit(sums), deadline)
         except (KvpoolError, TimeoutError) as error:
-            self._buffer = None  # it may still be read
             late = error if isinstance(error, KvpoolError) else DeadlineExceeded(str(error))
             self._wait(lambda _: writer.abort(late), time.monotonic() + 2.0)
             raise late from error

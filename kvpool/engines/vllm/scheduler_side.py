@@ -5,6 +5,7 @@ It moves no bytes. Nothing here waits longer than `lookup_deadline_s` for each r
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -53,6 +54,7 @@ class Tracked:
     asked_until: float = 0.0  # monotonic seconds: until then the scheduling loop may wait for it
     local_tokens: int = 0  # that vLLM had when it last asked
     settled_at: int = -1
+    preemptions: int = 0  # when it last asked
     save_again_at: float = 0.0  # monotonic seconds; after a save that failed
     is_loading: bool = False
     is_layerwise: bool = False  # the load
@@ -116,6 +118,7 @@ class SchedulerSide:
         self._step_tokens = 0
         self._step_at = 0.0
         self._waiting = 0
+        self._since_reset: tuple[str, ...] = ()  # extra keys of all requests
 
     # ------------------------------------------------------------ life
 
@@ -134,6 +137,22 @@ class SchedulerSide:
             self._release(tracked)
         self._tracked.clear()
         self._loras.close()
+
+    def reset(self) -> None:
+        """Find nothing of what was stored before, and store nothing more under names that others use.
+
+        vLLM does not say why its caches are reset. It does so when its weights are updated, and then the namespace
+        names weights that are no longer there: only what this instance computes from now on is what it
+        would compute again.
+        """
+        if self._settings.fixed_weights:
+            return
+        self._since_reset = (f"reset:{secrets.token_hex(16)}",)
+        for tracked in self._tracked.values():
+            tracked.extra = None  # computed in part with the weights of before
+            if not tracked.is_loading:
+                self._release(tracked)
+        log.info("vLLM's caches were reset: this instance shares with itself alone from now on")
 
     @property
     def has_pending_saves(self) -> bool:
@@ -155,6 +174,8 @@ class SchedulerSide:
         extra = None
         if not request.resumable:
             extra = extra_keys(request, self._loras, self._settings.lookup_deadline_s)
+        if extra is not None:
+            extra += self._since_reset
         tracked = Tracked(request, extra)
         self._tracked[request.request_id] = tracked
         if tracked.extra is None:
@@ -168,6 +189,8 @@ class SchedulerSide:
         is_shared = tracked is not None and tracked.extra is not None and self._loads
         if tracked is None or not is_shared or request.skip_reading_prefix_cache:
             return 0, False
+        if request.num_preemptions > tracked.preemptions:  # it has lost what it computed
+            tracked.preemptions, tracked.settled_at = request.num_preemptions, -1
         if tracked.settled_at == local_tokens or tracked.has_failed:
             return 0, False
         if tracked.lookup is not None and tracked.lookup.is_over:
@@ -241,10 +264,6 @@ class SchedulerSide:
 
     def metadata(self, output: SchedulerOutput) -> StepMetadata:
         """See `build_connector_meta`."""
-        for request_id in output.preempted_req_ids or ():
-            if (tracked := self._tracked.get(request_id)) is not None:
-                self._release(tracked)
-                tracked.settled_at = -1
         jobs, self._jobs = self._jobs, []
         waiting, self._waiting = self._waiting, 0
         self._step_at = self._clock()
@@ -363,7 +382,8 @@ class SchedulerSide:
         jobs = []
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
-            if tracked is None or tracked.extra is None:
+            # What is computed on top of a load of the same step is worth no more than that turns out to be.
+            if tracked is None or tracked.extra is None or tracked.is_loading:
                 continue
             job = self._save_job(tracked, scheduled, state.get_block_ids)
             if job is not None:

@@ -43,6 +43,10 @@ class VllmSettings(EngineSettings):
         0.0, ge=0, description="what computing costs, to compare a load with; 0: as measured"
     )
     save_decoded: bool = Field(True, description="save generated tokens too, for the next turn")
+    fixed_weights: bool = Field(
+        False,
+        description="weights are never updated in place: go on sharing after vLLM's caches were reset",
+    )
     layerwise_load: bool = Field(
         False, description="compute the first layers while the last ones are loaded"
     )

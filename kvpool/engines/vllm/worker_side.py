@@ -24,6 +24,7 @@ from kvpool.layout import Namespace
 
 log = structlog.get_logger(__name__)
 
+LATE_S = 5.0  # a load ends by its own deadline; after so long it is worth a line
 IDLE_WAIT_S = 0.002  # that a step in which nothing is computed waits for a load or save to end
 
 
@@ -50,7 +51,6 @@ class WorkerSide:
         self._is_single_group = is_single_group
         self.figures = figures
         self._changed = threading.Condition()
-        self._settings = settings
         self._device = device
         self._names = paged.layer_names
         self._saves_layers = settings.layerwise_save and paged.has_layers_in_runs
@@ -92,10 +92,16 @@ class WorkerSide:
                 self._awaited.append(progress)
 
     def wait_for_layer(self, name: str) -> None:
-        """See `wait_for_layer_load`. A load that fails is told after the step; nobody uses its tokens."""
-        deadline = time.monotonic() + self._settings.load_timeout_s
+        """See `wait_for_layer_load`. A load that fails is told after the step; nobody uses its tokens.
+
+        There is no deadline but the load's own: to go on without a layer that comes later would be to compute
+        with wrong bytes, and to hear that they are good.
+        """
         for progress in self._awaited:
-            progress.wait_for(name, deadline)
+            while not progress.wait_for(name, time.monotonic() + LATE_S):
+                if progress.has_ended:
+                    break
+                log.warning("a step waits for its load", layer=name)
 
     def layer_is_final(self, name: str) -> None:
         """See `save_kv_layer`."""
@@ -117,7 +123,8 @@ class WorkerSide:
         for (
             progress
         ) in self._awaited:  # what the step computed with is good, or told to be bad, now
-            progress.wait_end(time.monotonic() + self._settings.load_timeout_s + 1.0)
+            while not progress.wait_end(time.monotonic() + LATE_S):
+                log.warning("a step waits for the end of its load")
         self._awaited.clear()
         if step is not None and step.is_idle:
             self._rest(step)
