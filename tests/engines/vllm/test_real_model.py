@@ -140,10 +140,6 @@ def test_after_a_restart_of_the_node_blocks_come_from_nvme(
         wait_until(lambda: client.lookup(space, hashes).found == 7, "the node has told what it has")
     assert second.call("reset")
     found = second.generate([prompt])
-    print("FIG", second.call("figures"), second.log)
-    import shutil
-
-    shutil.copy(second.log, "/tmp/kv/vllm_second.log")
     assert found["external"] == 7 * PAGE
     assert found["outputs"] == outputs
     assert pool.node_stats("again")["counters"]["promoted"] >= 7
