@@ -58,6 +58,8 @@ def setup_logging(level: LogLevel, format: LogFormat, process: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    # It writes a line for each request, and engine servers are asked every second.
+    logging.getLogger("httpx").setLevel("DEBUG" if level == "debug" else "WARNING")
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,

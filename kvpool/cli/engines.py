@@ -24,7 +24,11 @@ def engines(
         print_json({"engines": [entry_of(space) for space in spaces]})
         return
     if not spaces:
-        console().print("no namespaces" + (f" of {model}" if model else ""))
+        console().print(
+            f"none of {model}; `kvpool engines` lists all"
+            if model
+            else "no engine has registered yet"
+        )
         return
     print_table(
         ("model", "revision", "tenant", "dtype", "layers", "heads", "dim", "tokens", "tp", "order"),

@@ -9,6 +9,7 @@ import httpx
 import typer
 
 from kvpool.cli.context import invocation, overrides
+from kvpool.cli.node_ids import short_id
 from kvpool.cli.output import console, format_seconds, print_json, print_table
 from kvpool.credentials import Credentials, credentials_of
 from kvpool.errors import InvalidArgument, NotFound, Unavailable
@@ -114,6 +115,12 @@ def _ask(addresses: list[str], credentials: Credentials, path: str) -> list[Any]
 
 
 def _print_list(records: list[dict[str, Any]]) -> None:
+    if not records:
+        console().print(
+            "no requests: a conductor knows those that came through its gateway, not those that clients sent"
+            " to an engine itself"
+        )
+        return
     numbers = ("prompt", "reused", "TTFT", "predicted", "TPOT")
     rows = []
     for record in records:
@@ -248,7 +255,7 @@ def _summary(misses: list[dict[str, Any]]) -> str:
 
 
 def _short(member_id: str | None) -> str:
-    return (member_id or "-")[:SHORT_ID]
+    return short_id(member_id or "-", SHORT_ID)
 
 
 def _clock(unix_s: float) -> str:

@@ -40,7 +40,7 @@ def ls(
         print_json({"nodes": [_plain(listing) for listing in nodes]})
         return
     if not any(listing.namespaces for listing in nodes):
-        console().print("no namespaces" + (f" of {model}" if model else ""))
+        console().print(f"nothing of {model}; `kvpool ls` shows all" if model else "nothing yet")
     for listing in nodes:
         for space in listing.namespaces:
             _show(listing, space)

@@ -1,4 +1,4 @@
-"""Naming a node on the command line by the beginning of its id."""
+"""Ids of members on the command line: found by their beginning, and shown short."""
 
 from __future__ import annotations
 
@@ -19,3 +19,9 @@ def full_id(given: str, known: list[str]) -> str:
     if not found or not given:
         raise NotFound(f"the pool has no node {given!r}", hint="see `kvpool stats`")
     return found[0]
+
+
+def short_id(member_id: str, length: int) -> str:
+    """As much of a node's or worker's id as a table shows: of a plain engine server its whole address."""
+    address = member_id.removeprefix("engine-")
+    return address if address != member_id else member_id[:length]

@@ -11,6 +11,7 @@ import numpy as np
 import typer
 
 from kvpool.cli.context import invocation, overrides
+from kvpool.cli.node_ids import short_id
 from kvpool.cli.output import console, format_rate, format_seconds, print_json, print_table
 from kvpool.client import Pool
 from kvpool.credentials import credentials_of
@@ -85,7 +86,7 @@ def stats(ctx: typer.Context, conductor: Conductor = None, as_json: AsJson = Fal
             ("worker", "role", "host", "state", "model", "running", "prefill tok/s", "TPOT"),
             [
                 (
-                    worker.descriptor.worker_id[:8],
+                    short_id(worker.descriptor.worker_id, 8),
                     worker.descriptor.role,
                     worker.descriptor.host,
                     worker.state,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from kvpool.log import setup_logging
+from kvpool.log import LogLevel, setup_logging
 
 
 @pytest.fixture
@@ -74,3 +74,13 @@ def test_a_traceback_on_the_console_shows_no_local_variables(
     written = capsys.readouterr().err
     assert "ValueError: broken" in written
     assert prompt not in written.replace('prompt = "what a user sent"', "")
+
+
+@pytest.mark.parametrize("level", ["info", "debug"])
+@pytest.mark.usefixtures("restored_logging")
+def test_the_http_clients_line_for_each_request_is_for_debugging(
+    capsys: pytest.CaptureFixture[str], level: LogLevel
+) -> None:
+    setup_logging(level, "json", "conductor")
+    logging.getLogger("httpx").info("HTTP Request: GET ...")
+    assert ("HTTP Request" in capsys.readouterr().err) == (level == "debug")

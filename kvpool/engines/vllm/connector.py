@@ -79,7 +79,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             if transfer.kv_load_failure_policy != "recompute":
                 log.warning(
                     "kv_load_failure_policy is not recompute: a request fails when the pool loses a block"
-                    " that it was to be read",
+                    ' that it was promised; add "kv_load_failure_policy": "recompute" beside kv_connector',
                     policy=transfer.kv_load_failure_policy,
                 )
             parallel = vllm_config.parallel_config
@@ -171,9 +171,17 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         pool = self._connect()
         settings = self._settings
         name = settings.node or settings.conductor
-        self._reach = reach = Reach(pool, name, settings.host_label, namespace)
+        self._reach = reach = Reach(
+            pool, name, settings.host_label, namespace, has_conductor=not settings.node
+        )
         reach.start(START_TIMEOUT_S)
-        log.info("vLLM shares its KV cache", namespace=namespace.name, pool_is_there=reach.is_well)
+        log.info(
+            "vLLM shares its KV cache",
+            namespace=namespace.name,
+            namespace_id=namespace.namespace_id.hex()[:12],  # as much as `kvpool ls` shows
+            pool=name,
+            pool_is_there=reach.is_well,
+        )
         if self._scheduler is not None:
             self._scheduler.start(pool, reach, namespace, first.page_tokens)
 
@@ -245,7 +253,10 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return bool(extra_config.get("layerwise_load") or extra_config.get("layerwise_save"))
+        # vLLM asks while it reads its command line: the first moment at which a wrong key can be refused,
+        # before any process is started and any weight is read.
+        settings = settings_of.read(extra_config)
+        return settings.layerwise_load or settings.layerwise_save
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats | None:

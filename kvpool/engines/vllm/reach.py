@@ -31,9 +31,18 @@ class Reach:
     Args:
         name: of the pool, for log lines.
         host_label: of this host; its node is asked first.
+        has_conductor: false where the pool is one node alone, which knows no namespaces of others.
     """
 
-    def __init__(self, pool: Pool, name: str, host_label: str, namespace: Namespace) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        name: str,
+        host_label: str,
+        namespace: Namespace,
+        *,
+        has_conductor: bool = True,
+    ) -> None:
         self.is_well = True  # until something fails
         self.home = ""  # id of this host's node
         self.refusal: KvpoolError | None = None  # the pool will not have this namespace
@@ -41,6 +50,8 @@ class Reach:
         self._host_label = host_label
         self._namespace = namespace
         self._pool = pool
+        self._has_conductor = has_conductor
+        self._node_count = 0  # that the last look found
 
     def start(self, timeout_s: float) -> None:
         """Meet the pool; after `timeout_s` go on without it, and keep trying.
@@ -55,6 +66,9 @@ class Reach:
             raise
         except (KvpoolError, TimeoutError) as error:
             self.failed(error)
+        else:
+            with contextlib.suppress(KvpoolError, TimeoutError):  # for people only
+                self._pool.submit(self._tell_what_is_there).result(CALL_TIMEOUT_S)
         self._future = self._pool.submit(self._watch)
 
     def close(self) -> None:
@@ -79,6 +93,23 @@ class Reach:
                 error=str(error) or type(error).__name__,
             )
 
+    async def _tell_what_is_there(self, pool: AsyncPool) -> None:
+        """Say at start what would otherwise be hits that never come, without a word."""
+        if not self._node_count:
+            log.warning(
+                "the pool has no node: nothing is kept until one joins (kvpool node --conductor ADDRESS)",
+                pool=self._name,
+            )
+        if not self._has_conductor:
+            return
+        for other in await pool.namespaces(timeout_s=CALL_TIMEOUT_S):
+            if parted := differences(self._namespace, other):
+                log.info(
+                    "the pool knows this model in another configuration: KV is not shared with that one",
+                    namespace_id=other.namespace_id.hex()[:12],
+                    differs=parted,
+                )
+
     async def _look(self, pool: AsyncPool) -> None:
         async with asyncio.timeout(CALL_TIMEOUT_S):
             await pool.register(self._namespace, timeout_s=CALL_TIMEOUT_S)
@@ -90,6 +121,7 @@ class Reach:
             if info.state == "live" and info.descriptor.host == self._host_label
         ]
         self.home = here[0] if here else ""
+        self._node_count = len(nodes)
 
     async def _watch(self, pool: AsyncPool) -> None:
         while True:
@@ -105,3 +137,30 @@ class Reach:
                 self.failed(error)
             else:
                 self.answered()
+
+
+def differences(mine: Namespace, other: Namespace) -> str:
+    """In what two configurations of one model and one tenant differ; "" where they are of two, or differ in nothing.
+
+    Salts are left out: they are never told.
+    """
+    if (mine.model, mine.tenant) != (other.model, other.tenant):
+        return ""
+    (weights, _, way), (other_weights, _, other_way) = (
+        space.revision.partition("+") for space in (mine, other)
+    )
+    parted = [
+        f"{name}: {theirs} there, {ours} here"
+        for name, ours, theirs in (
+            ("revision", weights[:12], other_weights[:12]),
+            ("hash_algorithm", mine.hash_algorithm, other.hash_algorithm),
+            *(
+                (name, getattr(mine.layout, name), getattr(other.layout, name))
+                for name in ("dtype", "block_tokens", "tp_size", "order")
+            ),
+        )
+        if ours != theirs
+    ]
+    if not parted and way != other_way:
+        parted.append("how vLLM was told to run it")
+    return "; ".join(parted)

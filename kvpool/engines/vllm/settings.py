@@ -17,7 +17,9 @@ SOURCE = "kv_connector_extra_config"
 class VllmSettings(EngineSettings):
     """How one vLLM instance uses the pool."""
 
-    model: str = Field("", max_length=512, description='in the namespace; "": as vLLM serves it')
+    model: str = Field(
+        "", max_length=512, description='in the namespace; "": last part of vLLM\'s --model'
+    )
     revision: str = Field(
         "", max_length=512, description='of the weights; "": a hash of the model\'s files'
     )

@@ -13,7 +13,7 @@ import pytest
 import structlog
 
 from kvpool.client import AsyncPool, Pool
-from kvpool.engines.vllm import scheduler_side
+from kvpool.engines.vllm import KVPoolConnector, scheduler_side
 from kvpool.engines.vllm.loading import Loader
 from kvpool.engines.vllm.saving import Saver
 from kvpool.engines.vllm.version import require_supported
@@ -205,6 +205,39 @@ def test_settings_that_make_no_sense_are_named(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         engine(extra)
+
+
+def test_a_wrong_key_is_refused_while_vllm_reads_its_command_line() -> None:
+    asks = KVPoolConnector.requires_piecewise_for_cudagraph
+    with pytest.raises(ConfigError, match="did you mean 'conductor'"):
+        asks({"conducter": "x:1"})
+    assert asks({"layerwise_load": True})
+    assert not asks({"layerwise_load": "false"})
+
+
+def test_what_would_be_hits_that_never_come_is_said_at_start(engine: MakeEngine) -> None:
+    engine()
+    with structlog.testing.capture_logs() as alike:
+        engine()
+    assert not any("configuration" in line["event"] for line in alike)
+    with structlog.testing.capture_logs() as lines:
+        engine({"revision": "newer"})
+    [said] = [line["differs"] for line in lines if "another configuration" in line["event"]]
+    assert said.startswith("revision: ")
+    assert said.endswith(" there, newer here")
+
+
+def test_a_pool_without_a_node_is_said_at_start(
+    engine: MakeEngine, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    cluster = Cluster(tmp_path_factory.mktemp("no-node"))
+    try:
+        cluster.start_conductor()
+        with structlog.testing.capture_logs() as lines:
+            engine({"conductor": cluster.conductor["wire"]})
+        assert any("has no node" in line["event"] for line in lines)
+    finally:
+        cluster.fleet.stop()
 
 
 @pytest.mark.parametrize("version", ["0.31.1", "0.33.0", "1.0.0", "0.3.2"])
