@@ -12,7 +12,7 @@ import pytest
 from kvpool import Pool, hash_chain
 from kvpool.errors import InvalidArgument, Unavailable, UnknownNamespace
 from kvpool.wire import messages as m
-from tests.integration.cluster import LAYOUT, NAMESPACE, Cluster
+from tests.integration.cluster import LAYOUT, NAMESPACE, Cluster, wait_until
 from tests.integration.secured import credentials, environment, token, tokens_file
 from tests.integration.test_protect_command import Shell
 from tests.integration.test_security import wire
@@ -31,6 +31,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         for name in ("a", "b"):
             running.start_node(name, f"node.node_id={name}", host=name)
         with client(running, "acme") as acme, client(running, "bolt") as bolt:
+            # A client remembers the nodes for a second: each must have seen both before it names one.
+            for pool in (acme, bolt):
+                wait_until(lambda pool=pool: len(pool.nodes()) == 2, "both nodes have joined")
             acme.put(ACME, HASHES, DATA, node_id="a")
             acme.protect(ACME, HASHES[:1], ttl_s=None)
             bolt.put(BOLT, HASHES[:2], DATA[:2], node_id="b")
