@@ -44,7 +44,7 @@ class EngineServers:
     ) -> None:
         self._cluster = cluster
         self._every_s = every_s
-        self._well: dict[str, bool] = {}
+        self._trouble: dict[str, str] = {}  # what was last wrong with a server; "": nothing
         self._clients = [EngineClient(entry, encode) for entry in entries]
         for client in self._clients:
             links.add(client.entry.base_url, client)
@@ -74,13 +74,14 @@ class EngineServers:
                 self._cluster.worker_heartbeat(m.WorkerHeartbeat(worker_id, EPOCH, load))
         except KvpoolError as error:
             self._cluster.counters["engine_servers:not_well"] += 1
-            if self._well.get(worker_id, True):
+            # Each reason once: what keeps it away at last is seldom what did so at first.
+            if self._trouble.get(worker_id) != str(error):
                 log.warning("engine server is not well", worker=worker_id, error=str(error))
-            self._well[worker_id] = False
+            self._trouble[worker_id] = str(error)
             return
-        if not self._well.get(worker_id, False):
+        if self._trouble.get(worker_id) != "":
             log.info("engine server is well", worker=worker_id, url=entry.base_url)
-        self._well[worker_id] = True
+        self._trouble[worker_id] = ""
 
     def _namespace(self, entry: EngineServer) -> Namespace:
         """Whose blocks its connector makes: as it is written, or as the pool knows it.

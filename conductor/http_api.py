@@ -46,6 +46,9 @@ MAX_KEY_CHARS = 512
 KEY_HEADER = "x-kvpool-key"
 STREAMED = answers(application_json=OBJECT, text_event_stream=EVENTS)
 MAX_LISTED = 1000  # records of requests in one answer
+NO_WORKER = (
+    "start one: kvpool worker; what keeps conductor.engines away stands in the conductor's log"
+)
 CLIENT_LEFT = 499  # nginx's status for it; nobody reads it
 
 
@@ -276,7 +279,7 @@ class HttpApi:
         members.sort(key=lambda worker: worker.state is not State.LIVE)  # who works now comes first
         workers = [worker.descriptor for worker in members]
         if not workers:
-            raise Unavailable("no worker has joined yet", hint="start one: kvpool worker")
+            raise Unavailable("no worker has joined yet", hint=NO_WORKER)
         for worker in workers:
             if not model or worker.model == model:
                 return worker

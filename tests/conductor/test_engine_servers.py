@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+import structlog
 
 from conductor.engine_client import EngineClient
 from conductor.membership import MembershipConfig
@@ -273,6 +274,39 @@ async def test_of_several_namespaces_the_revision_says_which_is_a_servers() -> N
                     lambda: running.counters.get("engine_servers:not_well", 0) > 2, "told apart"
                 )
                 assert not len(running.cluster.workers)
+
+
+async def test_each_reason_that_keeps_a_server_away_is_logged_once_and_the_client_is_sent_there() -> (
+    None
+):
+    server = ScriptedServer()
+    plain = {"layers": 0, "kv_heads": 0, "head_dim": 0, "revision": ""}
+    with structlog.testing.capture_logs() as lines:
+        async with (
+            engine_servers(server),
+            conductor(
+                engines=[server.entry(**plain)], engine_check_s=0.05, membership=PATIENT
+            ) as running,
+        ):
+
+            async def looks(more: int) -> None:
+                seen = running.counters.get("engine_servers:not_well", 0)
+                await until(
+                    lambda: running.counters.get("engine_servers:not_well", 0) >= seen + more,
+                    "it is looked at",
+                )
+
+            await looks(2)
+            for space in (NAMESPACE, msgspec.structs.replace(NAMESPACE, revision="r-2")):
+                running.cluster.register_namespace(registration(space))
+            await looks(3)
+            answer = await running.ask()
+    assert answer.status_code == 503
+    assert "conductor's log" in answer.json()["error"]["message"]
+    said = [line["error"] for line in lines if line["event"] == "engine server is not well"]
+    assert len(said) == 2
+    assert "no namespace yet" in said[0]
+    assert "several namespaces" in said[1]
 
 
 async def test_a_server_of_another_model_or_with_another_key_does_not_join() -> None:
