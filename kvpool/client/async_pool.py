@@ -421,7 +421,16 @@ class AsyncPool:
         if segments is None:
             segments = await self._where(namespace, hashes, deadline)
         return await pinning.pin(
-            *(self, namespace, hashes, segments, ttl_s, part, max_wait_s, deadline, tier, is_guess)
+            self,
+            namespace,
+            hashes,
+            segments,
+            deadline,
+            ttl_s=ttl_s,
+            part=part,
+            max_wait_s=max_wait_s,
+            tier=tier,
+            is_guess=is_guess,
         )
 
     @contextlib.asynccontextmanager

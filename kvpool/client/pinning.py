@@ -82,12 +82,13 @@ async def pin(
     namespace: Namespace,
     hashes: Sequence[bytes],
     segments: Sequence[m.Segment],
+    deadline: float,
+    *,
     ttl_s: float,
     part: int | None,
     max_wait_s: float,
-    deadline: float,
-    tier: str = "",
-    is_guess: bool = False,
+    tier: str,
+    is_guess: bool,
 ) -> PinnedBlocks:
     """See `AsyncPool.pin`; `deadline` in monotonic seconds."""
     parts = () if part is None else (part,)
