@@ -22,12 +22,15 @@ class QuietLog:
         self._lock = threading.Lock()
         self._kinds: dict[str, tuple[float, int]] = {}  # when last written, how many left out since
 
-    def report(self, kind: str, text: str, now: float) -> bool:
+    def report(
+        self, kind: str, text: str, now: float, *, error: BaseException | None = None
+    ) -> bool:
         """Log `kind: text` unless one of this kind was within the period; returns whether it was written.
 
         Args:
             kind: one of a few; what differs from case to case belongs into `text`.
             now: monotonic seconds.
+            error: a defect of ours: an error with its traceback, not a warning.
         """
         with self._lock:
             written_at, left_out = self._kinds.get(kind, (float("-inf"), 0))
@@ -36,5 +39,6 @@ class QuietLog:
                 return False
             self._kinds[kind] = (now, 0)
         more = f" (and {left_out} like it since the last such line)" if left_out else ""
-        self._logger.warning("%s: %s%s", kind, text, more)
+        level = logging.WARNING if error is None else logging.ERROR
+        self._logger.log(level, "%s: %s%s", kind, text, more, exc_info=error)
         return True

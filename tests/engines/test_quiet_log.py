@@ -24,3 +24,11 @@ def test_each_kind_is_written_once_a_period_with_what_was_left_out(
         "full: another kind",
         "down: later (and 5 like it since the last such line)",
     ]
+
+
+def test_a_defect_is_an_error_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    log = QuietLog("kvpool.tests.quiet")
+    assert log.report("load", "of ours", 0.0, error=ValueError("why"))
+    [record] = caplog.records
+    assert record.levelno == logging.ERROR
+    assert "ValueError: why" in caplog.text

@@ -6,18 +6,15 @@ shows these beside its own.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections import Counter as Tally
 from collections import deque
 from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from kvpool.engines.quiet_log import QuietLog
 from kvpool.metrics import LATENCY_BUCKETS
-
-log = logging.getLogger("kvpool.sglang")
 
 PAGES = Counter(
     "kvpool_sglang_pages",
@@ -40,7 +37,6 @@ REACHABLE = Gauge(
     multiprocess_mode="livemin",
 )
 
-LOG_EVERY_S = 10.0  # of one operation and reason
 MAX_STATS = 1000  # batches between two of SGLang's questions
 
 
@@ -54,8 +50,7 @@ class BackendMetrics:
     def __init__(self, rank: int) -> None:
         self._rank = str(rank)
         self._lock = threading.Lock()
-        self._logged_at: dict[tuple[str, str], float] = {}
-        self._unlogged: Tally[tuple[str, str]] = Tally()
+        self._log = QuietLog("kvpool.sglang")
         self._batches: dict[str, deque[tuple[int, float]]] = {
             name: deque(maxlen=MAX_STATS) for name in ("load", "store")
         }
@@ -83,19 +78,17 @@ class BackendMetrics:
         """Say whether the pool answers."""
         REACHABLE.labels(self._rank).set(is_reachable)
 
-    def trouble(self, operation: str, reason: str, text: str, *, is_a_defect: bool = False) -> None:
-        """Count a call that ended as a miss, and log it unless the same was logged a moment ago."""
+    def trouble(
+        self, operation: str, reason: str, text: str, *, defect: BaseException | None = None
+    ) -> None:
+        """Count a call that ended as a miss, and log it unless the same was logged a moment ago.
+
+        Args:
+            defect: what it died of, where that is our fault.
+        """
         TROUBLE.labels(operation, reason, self._rank).inc()
-        key, now = (operation, reason), time.monotonic()
-        with self._lock:
-            if now - self._logged_at.get(key, float("-inf")) < LOG_EVERY_S:
-                self._unlogged[key] += 1
-                return
-            self._logged_at[key] = now
-            before = self._unlogged.pop(key, 0)
-        more = f" ({before} more of these since the last line)" if before else ""
-        level = logging.ERROR if is_a_defect else logging.WARNING
-        log.log(level, "kvpool: %s is a miss: %s%s", operation, text, more, exc_info=is_a_defect)
+        kind = f"kvpool: {operation} is a miss ({reason})"
+        self._log.report(kind, text, time.monotonic(), error=defect)
 
     def for_sglang(self) -> Any:
         """`StorageMetrics` of the batches since the last call."""

@@ -408,7 +408,7 @@ class KVPoolStorage(HiCacheStorage):
         try:
             result = call()
         except WrongByteCount as error:
-            self._metrics.trouble(operation, error.code, str(error), is_a_defect=True)
+            self._metrics.trouble(operation, error.code, str(error), defect=error)
             return miss
         except _KEEPS_AWAY as error:
             self._unreached(reach, operation, error)
@@ -417,7 +417,7 @@ class KVPoolStorage(HiCacheStorage):
             self._metrics.trouble(operation, error.code, str(error))
             return miss
         except Exception as error:  # noqa: BLE001 - SGLang's thread would die of it, whatever it is
-            self._metrics.trouble(operation, "defect", repr(error), is_a_defect=True)
+            self._metrics.trouble(operation, "defect", repr(error), defect=error)
             return miss
         finally:
             self._metrics.took(operation, time.monotonic() - started)
