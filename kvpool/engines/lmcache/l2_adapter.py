@@ -81,7 +81,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
         self._objects = ObjectStore(pool, self._reachability, self._warn)
         self._store_slots = asyncio.Semaphore(self.settings.max_stores)
         self._run(self._greet())
-        self._renewer = asyncio.ensure_future(self._renew_locks())
+        self._renewer = self._run(self._renew_locks())
 
     async def _greet(self) -> None:
         """Meet the pool before the first request does; start anyway where it is not there."""
@@ -355,10 +355,11 @@ class KVPoolL2Adapter(L2AdapterInterface):
             self._warn("a task came after the end", error)
             give_up()
 
-    def _run(self, job: Coroutine[Any, Any, None]) -> None:
+    def _run(self, job: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(job)
         self._jobs.add(task)
         task.add_done_callback(self._task_ended)
+        return task
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         """Every task ends with a result; what it died of is a defect of ours and must be seen."""
