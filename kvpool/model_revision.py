@@ -17,8 +17,8 @@ from kvpool.errors import ModelNotFound, brief
 
 _REVISION_FILE = ".kvpool-revision.json"
 _REVISION_FORMAT = 1  # raise it when what goes into the hash changes
-# who saved the files, and where: no part of what they compute
-_CONFIG_NOISE = ("_name_or_path", "transformers_version")
+# In a model's config.json: who saved the files, and where; no part of what they compute.
+CONFIG_NOISE = ("_name_or_path", "transformers_version")
 _WHOLE_FILE_BYTES = 1 << 30
 _SAMPLES = 64
 _SAMPLE_BYTES = 1 << 20
@@ -120,7 +120,7 @@ def _config_identity(config: Path) -> bytes:
         fields = msgspec.json.decode(content, type=dict[str, object])
     except msgspec.DecodeError as error:
         raise ModelNotFound(f"{config} is not a JSON object: {error}") from error
-    for name in _CONFIG_NOISE:
+    for name in CONFIG_NOISE:
         fields.pop(name, None)
     return msgspec.json.encode(fields, order="sorted")
 

@@ -19,7 +19,7 @@ from kvpool.engines.vllm.lora import LoraVersions
 from kvpool.engines.vllm.page_layout import LayoutFacts
 from kvpool.engines.vllm.settings import VllmSettings
 from kvpool.layout import Namespace
-from kvpool.model_revision import model_directory, revision_of
+from kvpool.model_revision import CONFIG_NOISE, model_directory, revision_of
 
 __all__ = [
     "LayoutFacts",
@@ -32,7 +32,6 @@ __all__ = [
 ]
 
 _FORMAT = 1  # raise it when what goes into the fingerprint changes
-_CONFIG_NOISE = ("_name_or_path", "transformers_version")
 # Drafters without KV of their own: whether they run changes nothing that is stored.
 _DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 # vLLM's digest of a picture or sound. A name that a client chose says nothing of the content.
@@ -211,7 +210,7 @@ def _is_scaled(rope: Mapping[str, Any]) -> bool:
 def _config_hash(hf_config: Any) -> str:
     """Of the configuration as vLLM uses it, with what the command line changed in it."""
     fields = dict(hf_config.to_dict())
-    for name in _CONFIG_NOISE:
+    for name in CONFIG_NOISE:
         fields.pop(name, None)
     return hashlib.sha256(_text(fields).encode()).hexdigest()
 
