@@ -170,16 +170,13 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         namespace = namespace_of(self._identity, first, self._settings)
         pool = self._connect()
         settings = self._settings
-        name = settings.node or settings.conductor
-        self._reach = reach = Reach(
-            pool, name, settings.host_label, namespace, has_conductor=not settings.node
-        )
+        self._reach = reach = Reach(pool, settings, namespace)
         reach.start(START_TIMEOUT_S)
         log.info(
             "vLLM shares its KV cache",
             namespace=namespace.name,
             namespace_id=namespace.namespace_id.hex()[:12],  # as much as `kvpool ls` shows
-            pool=name,
+            pool=settings.node or settings.conductor,
             pool_is_there=reach.is_well,
         )
         if self._scheduler is not None:

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from concurrent.futures import CancelledError
+from concurrent.futures import Future, wait
 
 import structlog
 
 from kvpool.client.async_pool import AsyncPool
 from kvpool.client.pool import Pool
+from kvpool.engines.vllm.settings import VllmSettings
 from kvpool.errors import REFUSALS, HashMismatch, KvpoolError, LayoutMismatch
 from kvpool.layout import Namespace
 
 log = structlog.get_logger(__name__)
 
-LOOK_S = 2.0  # between two looks
-RETRY_S = 0.5
+LOOK_S = 2.0  # between two looks at a pool that is well
 CALL_TIMEOUT_S = 2.0
 WRONG = (LayoutMismatch, HashMismatch, *REFUSALS)  # trying again does not help
 
@@ -29,29 +29,22 @@ class Reach:
     """Looks after the connection to one pool, and registers the namespace there.
 
     Args:
-        name: of the pool, for log lines.
-        host_label: of this host; its node is asked first.
-        has_conductor: false where the pool is one node alone, which knows no namespaces of others.
+        settings: name the pool and this host (its node is asked first), and say how long to leave a pool alone
+            that did not answer.
     """
 
-    def __init__(
-        self,
-        pool: Pool,
-        name: str,
-        host_label: str,
-        namespace: Namespace,
-        *,
-        has_conductor: bool = True,
-    ) -> None:
+    def __init__(self, pool: Pool, settings: VllmSettings, namespace: Namespace) -> None:
         self.is_well = True  # until something fails
         self.home = ""  # id of this host's node
         self.refusal: KvpoolError | None = None  # the pool will not have this namespace
-        self._name = name
-        self._host_label = host_label
+        self._name = settings.node or settings.conductor
+        self._host_label = settings.host_label
+        self._backoff_s = (settings.backoff_s, settings.max_backoff_s)
         self._namespace = namespace
         self._pool = pool
-        self._has_conductor = has_conductor
+        self._has_conductor = not settings.node  # one node alone knows no namespaces of others
         self._node_count = 0  # that the last look found
+        self._watching: Future[None] | None = None
 
     def start(self, timeout_s: float) -> None:
         """Meet the pool; after `timeout_s` go on without it, and keep trying.
@@ -69,13 +62,14 @@ class Reach:
         else:
             with contextlib.suppress(KvpoolError, TimeoutError):  # for people only
                 self._pool.submit(self._tell_what_is_there).result(CALL_TIMEOUT_S)
-        self._future = self._pool.submit(self._watch)
+        self._watching = self._pool.submit(self._watch)
+        self._watching.add_done_callback(self._ended)
 
     def close(self) -> None:
         """Look no more."""
-        self._future.cancel()
-        with contextlib.suppress(CancelledError, TimeoutError):
-            self._future.result(CALL_TIMEOUT_S)
+        if self._watching is not None:
+            self._watching.cancel()
+            wait([self._watching], CALL_TIMEOUT_S)
 
     def answered(self) -> None:
         """A call was answered."""
@@ -123,9 +117,17 @@ class Reach:
         self.home = here[0] if here else ""
         self._node_count = len(nodes)
 
+    def _ended(self, watching: Future[None]) -> None:
+        if not watching.cancelled() and (error := watching.exception()) is not None:
+            # A defect of ours: nobody would notice that the pool is gone, or back.
+            self.is_well = False
+            log.error("the pool is watched no more: serving without it", exc_info=error)
+
     async def _watch(self, pool: AsyncPool) -> None:
+        first_s, longest_s = self._backoff_s
+        pause_s = first_s
         while True:
-            await asyncio.sleep(LOOK_S if self.is_well else RETRY_S)
+            await asyncio.sleep(LOOK_S if self.is_well else pause_s)
             try:
                 await self._look(pool)
             except WRONG as error:
@@ -134,8 +136,11 @@ class Reach:
                 log.error("the pool refuses this engine: serving without it", error=str(error))
                 return
             except (KvpoolError, TimeoutError) as error:
+                if not self.is_well:
+                    pause_s = min(longest_s, 2 * pause_s)
                 self.failed(error)
             else:
+                pause_s = first_s
                 self.answered()
 
 
