@@ -25,7 +25,7 @@ class QuietLog:
     def report(
         self, kind: str, text: str, now: float, *, error: BaseException | None = None
     ) -> bool:
-        """Log `kind: text` unless one of this kind was within the period; returns whether it was written.
+        """Log `kvpool: kind: text` unless one of this kind was within the period; returns whether it was written.
 
         Args:
             kind: one of a few; what differs from case to case belongs into `text`.
@@ -40,5 +40,5 @@ class QuietLog:
             self._kinds[kind] = (now, 0)
         more = f" (and {left_out} like it since the last such line)" if left_out else ""
         level = logging.WARNING if error is None else logging.ERROR
-        self._logger.log(level, "%s: %s%s", kind, text, more, exc_info=error)
+        self._logger.log(level, "kvpool: %s: %s%s", kind, text, more, exc_info=error)
         return True

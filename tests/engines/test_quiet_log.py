@@ -20,9 +20,9 @@ def test_each_kind_is_written_once_a_period_with_what_was_left_out(
         assert log.report("down", "later", 10.0)
     texts = [record.getMessage() for record in caplog.records]
     assert texts == [
-        "down: first",
-        "full: another kind",
-        "down: later (and 5 like it since the last such line)",
+        "kvpool: down: first",
+        "kvpool: full: another kind",
+        "kvpool: down: later (and 5 like it since the last such line)",
     ]
 
 
