@@ -8,12 +8,11 @@ a second one.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_all
 
 import structlog
 
@@ -61,6 +60,7 @@ class Lookup:
         self._lease_s = lease_s
         self._timeout_s = timeout_s
         self._is_released = False
+        self._knows_where = False  # a conductor has answered
         self._lock = threading.Lock()
         self._pinned: PinnedBlocks | None = None
         self._pool = pool
@@ -99,8 +99,7 @@ class Lookup:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the answer; whether it is there."""
-        with contextlib.suppress(FutureTimeout, CancelledError):
-            self._future.result(max(0.0, timeout_s))
+        wait_for_all([self._future], max(0.0, timeout_s))
         return self._future.done()
 
     def release(self) -> None:
@@ -120,7 +119,11 @@ class Lookup:
             async with asyncio.timeout(self._timeout_s):
                 pinned = await self._pin(pool)
         except (KvpoolError, TimeoutError) as error:
-            self._reach.failed(error)
+            if not self._knows_where:  # else a node failed, which says nothing of the others
+                self._reach.failed(error)
+            return
+        except Exception:  # vLLM's scheduler would die of it
+            log.exception("a look-up failed by a defect")
             return
         self._reach.answered()
         with self._lock:
@@ -156,6 +159,21 @@ class Lookup:
         """By what the conductor says."""
         if found is None:
             found = await pool.lookup(self._namespace, self.hashes, timeout_s=self._timeout_s)
+        self._knows_where = True
+        try:
+            return await self._hold_found(pool, found)
+        except KvpoolError as error:
+            log.info("blocks are held elsewhere, or fewer: a node failed", error=str(error))
+        # The client remembers which one: its blocks may stand at another, and those before them do.
+        lacking = pool.misses.nodes_lacking(
+            self._namespace.namespace_id, self.hashes[0], time.monotonic()
+        )
+        found = await pool.lookup(
+            self._namespace, self.hashes, exclude=sorted(lacking), timeout_s=self._timeout_s
+        )
+        return await self._hold_found(pool, found)
+
+    async def _hold_found(self, pool: AsyncPool, found: m.LookupReply) -> PinnedBlocks | None:
         if not found.found:
             return None
         hashes = self.hashes[: found.found]

@@ -298,7 +298,12 @@ def test_a_node_that_has_restarted_is_read_from_at_once(
         wait_until(lambda: cluster.node_stats("near")["counters"].get("demoted", 0) >= 4, "on NVMe")
         cluster.kill("near")
         cluster.start_node("again", *settings)
+        epoch = cluster.nodes["again"]["epoch"]
         with Pool(conductor=cluster.conductor["wire"]) as pool:
+            # Until then the index speaks of the life before.
+            wait_until(
+                lambda: [info.descriptor.epoch for info in pool.nodes()] == [epoch], "it has joined"
+            )
             wait_until(lambda: pool.lookup(space, hashes).found == 4, "the node has told")
         second.scheduler.reset_prefix_cache()
         before = second.totals["loaded_tokens"]

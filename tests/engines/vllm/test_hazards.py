@@ -300,3 +300,72 @@ def test_nothing_is_kept_of_requests_that_are_over(engine: MakeEngine) -> None:
     assert side is not None
     assert [side._tracked, side._held, side._jobs, side._held_bytes] == [{}, {}, [], 0]
     assert one.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 511
+
+
+def test_a_node_that_has_died_costs_its_own_blocks_alone(
+    engine: MakeEngine, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    cluster = Cluster(tmp_path_factory.mktemp("two"))
+    try:
+        cluster.start_conductor("conductor.dead_after_s=60", "conductor.suspect_after_s=50")
+        cluster.start_node("near")
+        cluster.start_node("far", host="elsewhere")
+        cluster.wait_joined(nodes=2)
+        extra = {"conductor": cluster.conductor["wire"]}
+        here, there = engine(extra), engine({**extra, "host_label": "elsewhere"})
+        there.run("a", PROMPT)
+        here.run("b", LONG[::-1])
+        one = engine(extra)
+        one.run("warm", [7, *PROMPT])
+        cluster.kill("far")
+        for i in range(4):
+            assert one.run(f"a{i}", [*PROMPT, i, 5, 6]) == expected_output([*PROMPT, i, 5, 6], 4)
+            assert one.connector._reach.is_well  # type: ignore[union-attr]
+            one.scheduler.reset_prefix_cache()
+        before = one.totals.get("loaded_tokens", 0)
+        one.run("b", LONG[::-1])
+        assert one.totals["loaded_tokens"] - before == 512
+        assert one.totals.get("lookups_without_pool", 0) == 0
+    finally:
+        cluster.fleet.stop()
+
+
+def test_an_unforeseen_error_in_a_lookup_is_a_miss(
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = engine(), engine()
+    first.run("a", PROMPT)
+
+    async def pin(*_: Any, **__: Any) -> Any:
+        raise ValueError("unforeseen")
+
+    async def lookup(*_: Any, **__: Any) -> Any:
+        raise ValueError("unforeseen")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(AsyncPool, "pin", pin)
+        broken.setattr(AsyncPool, "lookup", lookup)
+        assert second.run("a", PROMPT) == EXPECTED
+    assert second.totals.get("loads", 0) == 0
+    second.scheduler.reset_prefix_cache()
+    assert second.run("b", PROMPT) == EXPECTED
+    assert second.totals["loaded_tokens"] == 256
+
+
+def test_requests_go_on_while_saves_hold_most_of_vllms_pages(
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = engine(pages=40)
+    hold, held = gate(monkeypatch, Saver, "_save")
+    prompts = {f"r{i}": [9 + i, *PROMPT[:255]] for i in range(4)}
+    for name, prompt in prompts.items():
+        one.add(name, prompt, 40)
+    step_until(one, lambda: one.outputs["r0"], "the first one computes")
+    assert held.wait(5)
+    for _ in range(300):
+        one.step()
+    hold.set()
+    one.drain()
+    for name, prompt in prompts.items():
+        assert one.outputs[name] == expected_output(prompt, 40)
+    assert one.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 39
