@@ -49,15 +49,19 @@ async def leased(pool: AsyncPool, hashes: list[bytes]) -> tuple[Any, Lease]:
     return link, lease
 
 
+class Unpacked(NixlTransport):
+    """Sends every piece as it is."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        super().__init__(name, pack_below_bytes=0, **options)
+
+
 @pytest.mark.parametrize("is_packing", [True, False])
 async def test_pages_are_written_and_read_whole_whatever_way_they_take(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, is_packing: bool
 ) -> None:
     if not is_packing:
-        monkeypatch.setattr(
-            "kvpool.transports.select.NixlTransport",
-            lambda name, **options: NixlTransport(name, pack_below_bytes=0, **options),
-        )
+        monkeypatch.setattr("kvpool.transports.select.NixlTransport", Unpacked)
     hashes = hash_chain(NAMESPACE, np.arange(BLOCKS * LAYOUT.block_tokens))
     memory = np.random.default_rng(7).integers(0, 256, 2 * BLOCKS * SIZE, dtype=np.uint8)
     address = cluster.nodes["n0"]["wire"]

@@ -30,6 +30,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _without_shared_metrics(environment: dict[str, str]) -> dict[str, str]:
+    """Two servers with one directory for metrics show the sum of both."""
+    return {k: v for k, v in environment.items() if k != "PROMETHEUS_MULTIPROC_DIR"}
+
+
 class Server:
     """`vllm serve` in a session of its own."""
 
@@ -62,7 +67,7 @@ class Server:
                 command,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=os.environ | environment,
+                env=_without_shared_metrics(os.environ | environment),
                 start_new_session=True,
             )
         self.url = f"http://127.0.0.1:{port}"
