@@ -25,12 +25,13 @@ from kvpool.client.buffers import BlockSpans
 from kvpool.client.deadlines import time_left
 from kvpool.client.layered import LayeredReader
 from kvpool.client.pool import Pool
-from kvpool.engines.vllm.layers import Progress, Slices
+from kvpool.engines.vllm.layers import Progress
 from kvpool.engines.vllm.metadata import LoadJob
 from kvpool.engines.vllm.metrics import Figures
+from kvpool.engines.vllm.mover import Mover
 from kvpool.engines.vllm.paged_kv import PagedKV
 from kvpool.engines.vllm.settings import VllmSettings
-from kvpool.engines.vllm.threads import Moment, start_thread
+from kvpool.engines.vllm.threads import Moment
 from kvpool.errors import DeadlineExceeded, KvpoolError
 from kvpool.layout import Namespace
 from kvpool.wire import messages as m
@@ -56,7 +57,7 @@ class EndedLoad:
         return not self.bad_pages
 
 
-class Loader:
+class Loader(Mover[tuple[LoadJob, Moment, Progress | None, float], EndedLoad]):
     """Loads one job after another."""
 
     def __init__(
@@ -70,17 +71,6 @@ class Loader:
         on_end: Callable[[], None],
         device: torch.device,
     ) -> None:
-        self._pool = pool
-        self._namespace = namespace
-        self._paged = paged
-        self._settings = settings
-        self._part = part
-        self._figures = figures
-        self._on_end = on_end
-        self._device = device
-        self._part_bytes = namespace.layout.part_bytes
-        self._pages_per_block = namespace.layout.block_tokens // paged.page_tokens
-        self._blocks = max(1, settings.staging_bytes // self._part_bytes)
         self._is_direct = device.type == "cpu"
         self._spare: torch.Tensor | None = None  # pages read into in place of those to be skipped
         self._buffers: list[torch.Tensor | None] = [None, None]
@@ -88,23 +78,8 @@ class Loader:
         self._under_way: list[
             tuple[threading.Event, threading.Event]
         ] = []  # set when nothing writes to pages any more
-        self._slices = Slices(paged, self._pages_per_block)
-        self._jobs: queue.SimpleQueue[tuple[LoadJob, Moment, Progress | None, float] | None]
-        self._jobs = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._ended: list[EndedLoad] = []
-        self._in_work = 0
-        self._thread = start_thread("kvpool-load", self._work, device)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether some load is not over."""
-        return self._in_work > 0
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the end of some load has not been taken."""
-        return bool(self._ended)
+        rank = (pool, namespace, paged, settings, part, figures, on_end, device)
+        super().__init__("kvpool-load", settings.load_timeout_s, *rank)
 
     def submit(self, job: LoadJob) -> Progress | None:
         """Begin a load, once the device has done what was launched so far. Its time-out runs from now on.
@@ -112,44 +87,29 @@ class Loader:
         Returns:
             How far it is, where the job is layerwise.
         """
-        deadline = time.monotonic() + self._settings.load_timeout_s
+        deadline = time.monotonic() + self._timeout_s
         progress = Progress(self._paged.layer_names) if job.is_layerwise else None
-        with self._lock:
-            self._in_work += 1
-        self._jobs.put((job, Moment(self._device), progress, deadline))
+        self._hand_over((job, Moment(self._device), progress, deadline))
         return progress
 
-    def take_ended(self) -> list[EndedLoad]:
-        """Loads that ended since the last call."""
-        with self._lock:
-            ended, self._ended = self._ended, []
-            self._in_work -= len(ended)
-        return ended
-
-    def close(self) -> None:
-        """Take no more; wait for what is under way."""
-        self._jobs.put(None)
-        self._thread.join(self._settings.load_timeout_s + 1.0)
-
-    def _work(self) -> None:
-        while (item := self._jobs.get()) is not None:
-            job, moment, progress, deadline = item
-            started = time.monotonic()
-            good = 0
-            try:
-                moment.wait()
-                if progress is None or not self._paged.has_layers_in_runs:
-                    good = self._load(job, deadline)
-                else:
-                    good = self._load_layers(job, progress, deadline)
-            except (KvpoolError, RuntimeError, OSError) as error:
-                log.warning("a load failed", request=job.request_id, error=str(error))
-            except Exception:  # of a thread that died of it all later requests would wait for ever
-                log.exception("a load failed by a defect", request=job.request_id)
-            finally:
-                self._end(job, good, time.monotonic() - started)
-                if progress is not None:
-                    progress.end()
+    def _do(self, item: tuple[LoadJob, Moment, Progress | None, float]) -> None:
+        job, moment, progress, deadline = item
+        started = time.monotonic()
+        good = 0
+        try:
+            moment.wait()
+            if progress is None or not self._paged.has_layers_in_runs:
+                good = self._load(job, deadline)
+            else:
+                good = self._load_layers(job, progress, deadline)
+        except (KvpoolError, RuntimeError, OSError) as error:
+            log.warning("a load failed", request=job.request_id, error=str(error))
+        except Exception:  # of a thread that died of it all later requests would wait for ever
+            log.exception("a load failed by a defect", request=job.request_id)
+        finally:
+            self._end(job, good, time.monotonic() - started)
+            if progress is not None:
+                progress.end()
 
     def _end(self, job: LoadJob, good: int, seconds: float) -> None:
         first_bad = max(good * self._pages_per_block, job.skip_pages)
@@ -159,9 +119,7 @@ class Loader:
         self._figures.add("load_bytes", size)
         if bad:
             self._figures.count("loads_failed")
-        with self._lock:
-            self._ended.append(EndedLoad(job.request_id, job.is_layerwise, bad, size, seconds))
-        self._on_end()
+        self._end_with(EndedLoad(job.request_id, job.is_layerwise, bad, size, seconds))
 
     def _load(self, job: LoadJob, deadline: float) -> int:
         """Load as many leading blocks as can be had; returns how many."""

@@ -5,8 +5,6 @@ Pages are copied into a staging buffer in one indexed copy, after which vLLM may
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -19,12 +17,13 @@ import torch
 from kvpool.client.async_pool import AsyncPool
 from kvpool.client.layered import LayeredWriter
 from kvpool.client.pool import Pool
-from kvpool.engines.vllm.layers import Progress, Slices
+from kvpool.engines.vllm.layers import Progress
 from kvpool.engines.vllm.metadata import SaveJob
 from kvpool.engines.vllm.metrics import Figures
+from kvpool.engines.vllm.mover import Mover
 from kvpool.engines.vllm.paged_kv import PagedKV
 from kvpool.engines.vllm.settings import VllmSettings
-from kvpool.engines.vllm.threads import Moment, start_thread
+from kvpool.engines.vllm.threads import Moment
 from kvpool.errors import DeadlineExceeded, KvpoolError
 from kvpool.layout import Namespace
 from kvpool.transports.copying import Int64Array, sum_runs
@@ -34,8 +33,8 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 
-class Saver:
-    """Saves one job after another."""
+class Saver(Mover[tuple[SaveJob, Moment | Progress, float], tuple[int, bool]]):
+    """Saves one job after another; what ended is told by its number, and whether all of it is in the pool."""
 
     def __init__(
         self,
@@ -48,88 +47,45 @@ class Saver:
         on_end: Callable[[], None],
         device: torch.device,
     ) -> None:
-        self._pool = pool
-        self._namespace = namespace
-        self._paged = paged
-        self._settings = settings
-        self._part = part
-        self._figures = figures
-        self._on_end = on_end
-        self._device = device
-        self._part_bytes = namespace.layout.part_bytes
-        self._pages_per_block = namespace.layout.block_tokens // paged.page_tokens
-        self._blocks = max(1, settings.staging_bytes // self._part_bytes)
         self._buffer: torch.Tensor | None = None
-        self._slices = Slices(paged, self._pages_per_block)
-        self._jobs: queue.SimpleQueue[tuple[SaveJob, Moment | Progress, float] | None]
-        self._jobs = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._ended: list[tuple[int, bool]] = []
-        self._in_work = 0
-        self._thread = start_thread("kvpool-save", self._work, device)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether some save is not over."""
-        return self._in_work > 0
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the end of some save has not been taken."""
-        return bool(self._ended)
+        rank = (pool, namespace, paged, settings, part, figures, on_end, device)
+        super().__init__("kvpool-save", settings.save_timeout_s, *rank)
 
     def submit(self, job: SaveJob, progress: Progress | None = None) -> None:
         """Begin a save: once the device has done what was launched so far, or of each layer when it is final.
 
         Its time-out runs from now on: so long vLLM lacks the pages at most.
         """
-        deadline = time.monotonic() + self._settings.save_timeout_s
-        with self._lock:
-            self._in_work += 1
-        self._jobs.put((job, progress or Moment(self._device), deadline))
+        deadline = time.monotonic() + self._timeout_s
+        self._hand_over((job, progress or Moment(self._device), deadline))
 
     def takes_layers(self, job: SaveJob) -> bool:
         """Whether this job can be saved layer by layer: its buffer holds all blocks until the last one."""
         return len(job.hashes) <= self._blocks
 
-    def take_ended(self) -> list[tuple[int, bool]]:
-        """Jobs that ended since the last call, each with whether all of it is in the pool."""
-        with self._lock:
-            ended, self._ended = self._ended, []
-            self._in_work -= len(ended)
-        return ended
-
-    def close(self) -> None:
-        """Take no more; wait for what is under way."""
-        self._jobs.put(None)
-        self._thread.join(self._settings.save_timeout_s + 1.0)
-
-    def _work(self) -> None:
-        while (item := self._jobs.get()) is not None:
-            job, when, deadline = item
-            started = time.monotonic()
-            is_whole = False
-            try:
-                if time.monotonic() > deadline:
-                    raise DeadlineExceeded("the saves before it took all of its time")
-                if isinstance(when, Progress):
-                    is_whole = self._save_layers(job, when, deadline)
-                else:
-                    when.wait()
-                    is_whole = self._save(job, deadline)
-            except (KvpoolError, RuntimeError, OSError) as error:
-                self._buffer = None  # it may still be read
-                log.warning("a save failed", request=job.request_id, error=str(error))
-            except Exception:  # a thread that died of it would keep vLLM's pages for ever
-                self._buffer = None  # it may still be read
-                log.exception("a save failed by a defect", request=job.request_id)
-            finally:
-                self._figures.time("save_s", time.monotonic() - started)
-                if not is_whole:
-                    self._figures.count("saves_failed")
-                with self._lock:
-                    self._ended.append((job.job_id, is_whole))
-                self._on_end()
+    def _do(self, item: tuple[SaveJob, Moment | Progress, float]) -> None:
+        job, when, deadline = item
+        started = time.monotonic()
+        is_whole = False
+        try:
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded("the saves before it took all of its time")
+            if isinstance(when, Progress):
+                is_whole = self._save_layers(job, when, deadline)
+            else:
+                when.wait()
+                is_whole = self._save(job, deadline)
+        except (KvpoolError, RuntimeError, OSError) as error:
+            self._buffer = None  # it may still be read
+            log.warning("a save failed", request=job.request_id, error=str(error))
+        except Exception:  # a thread that died of it would keep vLLM's pages for ever
+            self._buffer = None  # it may still be read
+            log.exception("a save failed by a defect", request=job.request_id)
+        finally:
+            self._figures.time("save_s", time.monotonic() - started)
+            if not is_whole:
+                self._figures.count("saves_failed")
+            self._end_with((job.job_id, is_whole))
 
     def _save(self, job: SaveJob, deadline: float) -> bool:
         for start in range(0, len(job.hashes), self._blocks):
