@@ -40,6 +40,14 @@ class LoopThread:
             job.close()
             raise Unavailable("the backend is closed") from error
 
+    def open(self, job: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Run `job`, which everything else needs, and wait for it; the loop ends where it fails. Raises as `job`."""
+        try:
+            return self.start(job).result(timeout_s)
+        except BaseException:
+            self.stop()
+            raise
+
     def call_soon(self, function: Callable[..., object], *args: Any) -> None:
         """Call `function` there soon. Raises as `start`."""
         try:

@@ -5,23 +5,17 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from kvpool import model_revision
 from kvpool.errors import ModelNotFound
 from kvpool.model_revision import model_directory, revision_of
-
-if TYPE_CHECKING:
-    pass
+from tests.workers.tiny_model import save_tiny_llama
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # here, so that the processes spawned below need not import torch
-    from tests.workers.tiny_model import save_tiny_llama
-
     return save_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
 
 

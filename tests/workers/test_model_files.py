@@ -35,14 +35,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
 
 
-def copy_of(model: Path, to: Path) -> Path:
-    to.mkdir()
-    for file in model.iterdir():
-        if not file.name.startswith("."):
-            (to / file.name).write_bytes(file.read_bytes())
-    return to
-
-
 # ---------------------------------------------------------------- finding
 
 

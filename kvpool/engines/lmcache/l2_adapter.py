@@ -69,11 +69,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
         self._jobs: set[asyncio.Task[None]] = set()  # on the loop alone
         self._is_closed = False
         self._thread = LoopThread("kvpool-lmcache")
-        try:
-            self._thread.start(self._open()).result(10.0)
-        except BaseException:
-            self._thread.stop()
-            raise
+        self._thread.open(self._open(), 10.0)
 
     async def _open(self) -> None:
         pool = self.settings.open_async_pool(self.settings.load_timeout_s)
