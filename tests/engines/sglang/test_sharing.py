@@ -56,9 +56,8 @@ def test_two_instances_started_apart_agree_on_keys(
     pool = mha_pool("page_first")
     backend = make_backend(pool)
     put(backend, pool, keys(3), [0, 1, 2])
-    wait_for(backend, keys(3), 3)
     other_process.ask(make=settings, seed=2, fields={})
-    assert other_process.ask(call="batch_exists", keys=keys(3)) == 3
+    wait_until(lambda: other_process.ask(call="batch_exists", keys=keys(3)) == 3, "they are found")
     assert other_process.ask(call="batch_get_v1", keys=keys(3), pages=[4, 5, 6]) == [True] * 3
     digests = [hashlib.sha256(page_bytes(pool, p)).hexdigest() for p in range(3)]
     assert [other_process.ask(page=p) for p in (4, 5, 6)] == digests
