@@ -28,6 +28,7 @@ TAIL_TOKENS = PAGE_TOKENS // 2
 WARM_TOKENS = 2 * PAGE_TOKENS + TAIL_TOKENS
 FIRST_TOKEN, LAST_TOKEN = 1000, 40_000  # ordinary tokens of any vocabulary that is served here
 SETTLE_S = 2.0  # without a save in this long all are taken to be over
+IDLE_S = 1.5  # vLLM's processes spin for 1 s after their last message, at the cost of whoever has the next turn
 MAX_ASKED = 3
 SAVING_ROUNDS = 4
 SAVING_PROMPTS = 2  # a round and side
@@ -79,7 +80,7 @@ class _Rival:
         """
         for misses in range(MAX_ASKED):
             self.reader.forget()
-            hit = self.reader.generate(prompt)
+            hit = _alone(self.reader, prompt)
             if hit["external"] == size and not hit["local"]:
                 return {**hit, "asked_before": misses}
         counted = {name: value for name, value in hit.items() if value and isinstance(value, int)}
@@ -200,11 +201,11 @@ class Bench:
 
     def _measure(self, size: _Size, plain: BenchEngine, pool: _Rival) -> None:
         self._say(f"{size.tokens + TAIL_TOKENS} tokens")
-        size.recomputed = [plain.generate(prompt) for prompt in size.prompts]
+        size.recomputed = [_alone(plain, prompt) for prompt in size.prompts]
         pool.writer.prefill(size.prompts)
         time.sleep(SETTLE_S)
         for prompt in size.prompts:
-            size.local.append(plain.generate(prompt))
+            size.local.append(_alone(plain, prompt))
             size.pool.append(pool.hit(prompt, size.tokens))
 
     def _measure_peer(self, size: _Size, name: str, pool: _Rival, peer: _Rival) -> None:
@@ -223,6 +224,7 @@ class Bench:
             seconds: dict[bool, float] = {True: 0.0, False: 0.0}
             for is_saving in (False, True, True, False):
                 engine = pool.writer if is_saving else plain
+                time.sleep(IDLE_S)
                 seconds[is_saving] += engine.prefill(
                     [self._prompt(size) for _ in range(SAVING_PROMPTS)]
                 )
@@ -236,6 +238,12 @@ class Bench:
             "lowest": round(ordered[0], 4),
             "highest": round(ordered[-1], 4),
         }
+
+
+def _alone(engine: BenchEngine, prompt: Sequence[int]) -> dict[str, Any]:
+    """Serve a prompt while nobody else computes."""
+    time.sleep(IDLE_S)
+    return engine.generate(prompt)
 
 
 def _median(results: Sequence[dict[str, Any]]) -> float:
