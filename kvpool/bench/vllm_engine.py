@@ -108,9 +108,14 @@ class BenchEngine:
         )
         return result
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> float:
-        """Seconds that prompts take one after another, to the first token of each."""
-        return float(self._call("prefill", prompts=[list(p) for p in prompts]))
+    def prefill(self, prompts: Sequence[Sequence[int]], *, is_saved: bool = True) -> float:
+        """Seconds that prompts take one after another, to the first token of each.
+
+        Args:
+            is_saved: False: kvpool's connector is asked not to save them.
+        """
+        plain = [list(prompt) for prompt in prompts]
+        return float(self._call("prefill", prompts=plain, is_saved=is_saved))
 
     def forget(self) -> None:
         """Drop vLLM's own prefix cache."""
@@ -173,10 +178,10 @@ class _Served:
         counts = {name: int(after[name] - before[name]) for name in before}
         return {"ttft_s": ttft_s, "output": output, **counts}
 
-    def prefill(self, prompts: list[list[int]]) -> float:
+    def prefill(self, prompts: list[list[int]], is_saved: bool) -> float:
         started = time.perf_counter()
         for prompt in prompts:
-            self._serve(prompt, 1)
+            self._serve(prompt, 1, {"kvpool": {"save": is_saved}})
         return time.perf_counter() - started
 
     def forget(self) -> bool:
@@ -187,12 +192,19 @@ class _Served:
             time.sleep(0.1)
         return True
 
-    def _serve(self, prompt: list[int], output_tokens: int) -> tuple[float, list[int]]:
+    def _serve(
+        self, prompt: list[int], output_tokens: int, transfer: dict[str, Any] | None = None
+    ) -> tuple[float, list[int]]:
         from vllm import SamplingParams
 
         engine = self._llm.llm_engine
         self._count += 1
-        sampling = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=output_tokens,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": transfer} if transfer else None,
+        )
         ttft_s = 0.0
         output: list[int] = []
         started = time.perf_counter()

@@ -25,6 +25,7 @@ from kvpool.engines.vllm.metadata import LoadJob, SaveJob, StepMetadata, WorkerR
 from kvpool.engines.vllm.metrics import Figures
 from kvpool.engines.vllm.reach import Reach
 from kvpool.engines.vllm.settings import VllmSettings
+from kvpool.engines.vllm.wishes import Wishes, wishes_of
 from kvpool.hashing import hash_chain
 from kvpool.layout import Namespace
 from kvpool.wire import messages as m
@@ -48,6 +49,7 @@ class Tracked:
 
     request: Request
     extra: tuple[str, ...] | None
+    wishes: Wishes
     chain: list[bytes] = field(default_factory=list)
     saved: int = 0
     lookup: Lookup | None = None
@@ -176,18 +178,17 @@ class SchedulerSide:
             extra = extra_keys(request, self._loras, self._settings.lookup_deadline_s)
         if extra is not None:
             extra += self._since_reset
-        tracked = Tracked(request, extra)
+        tracked = Tracked(request, extra, wishes_of(request))
         self._tracked[request.request_id] = tracked
         if tracked.extra is None:
             self.figures.count("requests_not_shareable")
-        elif not request.skip_reading_prefix_cache:
+        elif self._may_load(tracked):
             self._begin(tracked)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """See `get_num_new_matched_tokens`."""
         tracked = self._tracked.get(request.request_id)
-        is_shared = tracked is not None and tracked.extra is not None and self._loads
-        if tracked is None or not is_shared or request.skip_reading_prefix_cache:
+        if tracked is None or not self._may_load(tracked):
             return 0, False
         if request.num_preemptions > tracked.preemptions:  # it has lost what it computed
             tracked.preemptions, tracked.settled_at = request.num_preemptions, -1
@@ -317,6 +318,10 @@ class SchedulerSide:
         assert self._namespace is not None
         return self._namespace.layout.block_tokens
 
+    def _may_load(self, tracked: Tracked) -> bool:
+        is_shared = tracked.extra is not None and self._loads and tracked.wishes.load
+        return is_shared and not tracked.request.skip_reading_prefix_cache
+
     def _bytes_of(self, tokens: int) -> int:
         assert self._namespace is not None
         return tokens * self._namespace.layout.bytes_per_token
@@ -384,6 +389,8 @@ class SchedulerSide:
             tracked = self._tracked.get(request_id)
             # What is computed on top of a load of the same step is worth no more than that turns out to be.
             if tracked is None or tracked.extra is None or tracked.is_loading:
+                continue
+            if not tracked.wishes.save:
                 continue
             job = self._save_job(tracked, scheduled, state.get_block_ids)
             if job is not None:

@@ -184,11 +184,24 @@ class Engine:
 
     # ------------------------------------------------------------ requests
 
-    def add(self, name: str, tokens: Sequence[int], max_tokens: int = 4, **options: Any) -> Request:
+    def add(
+        self,
+        name: str,
+        tokens: Sequence[int],
+        max_tokens: int = 4,
+        *,
+        transfer: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Request:
         request = Request(
             request_id=name,
             prompt_token_ids=list(tokens),
-            sampling_params=SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True),
+            sampling_params=SamplingParams(
+                max_tokens=max_tokens,
+                temperature=0,
+                ignore_eos=True,
+                extra_args={"kv_transfer_params": transfer},
+            ),
             pooling_params=None,
             block_hasher=self._hasher,
             **options,

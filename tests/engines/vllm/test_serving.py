@@ -203,6 +203,36 @@ def test_cache_salts_share_nothing(engine: MakeEngine, other: dict[str, Any]) ->
     assert second.totals["loaded_tokens"] == 256
 
 
+def test_a_request_may_ask_not_to_be_stored_or_not_to_be_loaded(
+    engine: MakeEngine, cluster: Cluster
+) -> None:
+    first, second = engine(), engine()
+    assert first.run("a", PROMPT, transfer={"kvpool": {"save": False}}) == EXPECTED
+    assert "saves" not in first.totals
+    assert second.run("b", PROMPT, transfer={"kvpool": {"load": True}}) == EXPECTED
+    assert second.totals["blocks_stored"] == 300 // 64
+    first.scheduler.reset_prefix_cache()
+    assert first.run("c", PROMPT, transfer={"kvpool": {"load": False}}) == EXPECTED
+    assert "loads" not in first.totals
+    first.scheduler.reset_prefix_cache()
+    assert first.run("d", PROMPT, transfer={"kvpool": {"save": False}}) == EXPECTED
+    assert first.totals["loaded_tokens"] == 256
+    has_no_leases(cluster)
+
+
+@pytest.mark.parametrize(
+    "wishes", [{"lod": False}, {"save": "no"}, "nothing", [{"save": False}], {"load": 0}]
+)
+def test_a_request_whose_wishes_cannot_be_read_shares_nothing(
+    engine: MakeEngine, wishes: Any
+) -> None:
+    one = engine()
+    assert one.run("a", PROMPT, transfer={"kvpool": wishes, "other": 1}) == EXPECTED
+    assert not {"saves", "lookups"} & set(one.totals)
+    assert one.run("b", [7, *PROMPT], transfer={"kvpool": None, "other": 1})
+    assert {"saves", "lookups"} <= set(one.totals)
+
+
 def test_blocks_stay_in_vllm_until_they_are_copied(
     engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
