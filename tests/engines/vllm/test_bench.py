@@ -18,7 +18,7 @@ from kvpool.bench.vllm_run import Bench, Order
 from kvpool.cli.app import app
 
 SIZES = (128, 256)
-MISS_S, STORE_S, LOCAL_S = 1.0, 0.2, 0.1
+MISS_S, SAVED_S, STORE_S, LOCAL_S = 1.0, 1.25, 0.2, 0.1
 
 
 class FakeEngine:
@@ -57,10 +57,10 @@ class FakeEngine:
         ttft_s = {"": MISS_S, "external": STORE_S, "local": LOCAL_S}[where]
         return {"ttft_s": ttft_s, "output": [key[0]], "loaded_tokens": found["external"], **found}
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> float:
+    def prefill(self, prompts: Sequence[Sequence[int]], *, is_saved: bool = True) -> float:
         for prompt in prompts:
             self.generate(prompt)
-        return float(len(prompts))
+        return len(prompts) * (SAVED_S if is_saved else MISS_S)
 
 
 def fake(
@@ -85,6 +85,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict
     monkeypatch.setattr(vllm_run, "BenchEngine", FakeEngine)
     monkeypatch.setattr(vllm_run, "kvpool", fake("kvpool", reader_role="kv_consumer"))
     monkeypatch.setattr(vllm_run, "SETTLE_S", 0.0)
+    monkeypatch.setattr(vllm_run, "IDLE_S", 0.0)
 
     def run(peers: dict[str, Any], repeats: int = 2, saving_tokens: int = 0) -> dict[str, Any]:
         monkeypatch.setattr(vllm_run, "PEERS", peers)
@@ -118,7 +119,7 @@ def test_a_peer_whose_hits_are_not_its_own_or_that_is_missing_gets_a_reason_and_
 def test_a_pool_that_gives_nothing_is_an_error_not_a_row(
     bench: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FakeEngine, "prefill", lambda *_: 1.0)  # nothing is stored
+    monkeypatch.setattr(FakeEngine, "prefill", lambda *_, **__: 1.0)  # nothing is stored
     with pytest.raises(EngineFailed, match="tokens the store gave 0"):
         bench({})
 
@@ -144,7 +145,7 @@ def test_the_cost_of_saving_is_the_ratio_of_the_two_sides(
     bench: Callable[..., dict[str, Any]],
 ) -> None:
     saving = bench({}, saving_tokens=128)["saving"]
-    assert saving["prefill_time_ratio"] == saving["lowest"] == saving["highest"] == 1.0
+    assert saving["prefill_time_ratio"] == saving["lowest"] == saving["highest"] == SAVED_S
 
 
 def test_the_reason_of_a_failed_start_is_the_first_error_in_the_log(
