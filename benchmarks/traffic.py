@@ -17,6 +17,8 @@ from typing import Any
 import httpx
 import numpy as np
 
+from kvpool.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest, load_requests
+
 SHRINK = 8  # of a trace's tokens: a block of the trace, 512 tokens, is one of 64 here
 BLOCK_TOKENS = 64
 MODEL = "fake"
@@ -45,15 +47,14 @@ class Measured:
 
 def read_trace(path: Path, skip: int, count: int, seconds: float) -> list[Request]:
     """`count` requests of a trace file after the first `skip`, spread over `seconds`."""
-    with path.open() as lines:
-        rows = [json.loads(line) for _, line in zip(range(skip + count), lines, strict=False)]
-    return scaled(rows[skip:], seconds)
+    requests, _ = load_requests(str(path), is_strict=True, limit=skip + count)
+    return scaled(requests[skip:], seconds)
 
 
 def synthetic(count: int, seconds: float, seed: int = 1) -> list[Request]:
-    """Conversations of a few turns over some shared system prompts, as rows of a trace."""
+    """Conversations of a few turns over some shared system prompts."""
     chance = random.Random(seed)
-    rows: list[dict[str, Any]] = []
+    requests: list[TraceRequest] = []
     next_id = 100
     open_chats: list[list[int]] = []
     for number in range(count):
@@ -63,28 +64,22 @@ def synthetic(count: int, seconds: float, seed: int = 1) -> list[Request]:
             ids = list(range(10 * chance.randrange(4), 10 * chance.randrange(4) + 4))
         grown = [*ids, *range(next_id, next_id + chance.randint(2, 14))]
         next_id = grown[-1] + 1
-        rows.append(
-            {
-                "timestamp": number * 100,
-                "input_length": 512 * len(grown) - chance.randrange(500),
-                "output_length": chance.randint(30, 600),
-                "hash_ids": grown,
-            }
-        )
+        length = MOONCAKE_BLOCK_TOKENS * len(grown) - chance.randrange(500)
+        requests.append(TraceRequest(number * 0.1, length, chance.randint(30, 600), grown))
         open_chats.append(grown)
-    return scaled(rows, seconds)
+    return scaled(requests, seconds)
 
 
-def scaled(rows: Sequence[dict[str, Any]], seconds: float) -> list[Request]:
-    """Rows of a trace as requests with token ids."""
-    first = rows[0]["timestamp"]
-    span = max(1, rows[-1]["timestamp"] - first)
+def scaled(traced: Sequence[TraceRequest], seconds: float) -> list[Request]:
+    """Requests of a trace with token ids, over `seconds`."""
+    first_s = traced[0].time_s
+    span_s = max(1e-3, traced[-1].time_s - first_s)
     requests = []
-    for row in rows:
-        tokens = [token for block in row["hash_ids"] for token in _tokens_of(block)]
-        length = max(1, min(len(tokens), row["input_length"] // SHRINK))
-        at_s = (row["timestamp"] - first) / span * seconds
-        requests.append(Request(at_s, tokens[:length], max(2, row["output_length"] // SHRINK // 2)))
+    for one in traced:
+        tokens = [token for block in one.block_ids for token in _tokens_of(block)]
+        length = max(1, min(len(tokens), one.input_tokens // SHRINK))
+        at_s = (one.time_s - first_s) / span_s * seconds
+        requests.append(Request(at_s, tokens[:length], max(2, one.output_tokens // SHRINK // 2)))
     return requests
 
 

@@ -22,6 +22,9 @@ from kvpool.model_revision import file_digest
 log = structlog.get_logger(__name__)
 
 _FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+MAX_NUMBERS = (
+    16_384  # that are remembered; to forget one could be to trust what has changed under it
+)
 _Stamp = tuple[tuple[str, int, int, int], ...]
 
 
@@ -49,6 +52,7 @@ class LoraVersions:
         self._traits = traits
         self._lock = threading.Lock()
         self._bound: dict[int, _Bound | None] = {}  # None: nobody can say any more
+        self._is_full = False
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="kvpool-lora")
 
     def version_of(self, lora: Any, wait_s: float = 0.0) -> str | None:
@@ -84,6 +88,9 @@ class LoraVersions:
         stamp = _stamp(lora.lora_path)
         with self._lock:
             if number not in self._bound:
+                if len(self._bound) >= MAX_NUMBERS:
+                    self._say_full(lora.lora_name)
+                    return None
                 self._bound[number] = (
                     _Bound(
                         lora.lora_name,
@@ -105,9 +112,19 @@ class LoraVersions:
             return None
         return bound
 
+    def _say_full(self, name: str) -> None:
+        if not self._is_full:
+            self._is_full = True
+            log.warning(
+                "requests of new adapters share nothing until vLLM is started anew",
+                lora=name,
+                adapters_seen=MAX_NUMBERS,
+            )
+
     def _give_up(self, number: int) -> None:
         with self._lock:
-            self._bound[number] = None
+            if number in self._bound or len(self._bound) < MAX_NUMBERS:
+                self._bound[number] = None
 
 
 def _stamp(path: str) -> _Stamp:

@@ -21,6 +21,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
+from kvpool.engines.vllm import lora
 from kvpool.engines.vllm.identity import (
     LayoutFacts,
     attention_backends,
@@ -317,6 +318,19 @@ def test_a_number_under_which_another_adapter_comes_is_shared_with_nobody(
     assert keys(request(lora_request=LoRARequest("a", 1, str(adapter(tmp_path / "a")))), loras)
     other = LoRARequest("b", 1, str(adapter(tmp_path / "b", b"other weights")))
     assert keys(request(lora_request=other), loras) is None
+
+
+def test_adapters_beyond_what_is_remembered_share_nothing_and_the_others_go_on(
+    tmp_path: Path, loras: LoraVersions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lora, "MAX_NUMBERS", 2)
+    of = [LoRARequest(f"a{number}", number, str(adapter(tmp_path / "a"))) for number in range(1, 5)]
+    known = [keys(request(lora_request=one), loras) for one in of]
+    assert [bool(found) for found in known] == [True, True, False, False]
+    assert keys(request(lora_request=of[0]), loras) == known[0]
+    reloaded = LoRARequest("a3", 3, str(tmp_path / "a"), load_inplace=True)
+    assert keys(request(lora_request=reloaded), loras) is None
+    assert len(loras._bound) == 2
 
 
 def test_adapters_loaded_in_another_type_are_others(tmp_path: Path) -> None:
