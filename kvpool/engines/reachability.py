@@ -8,6 +8,16 @@ from __future__ import annotations
 
 import threading
 
+from kvpool.errors import REFUSALS, DeadlineExceeded, KvpoolError, Unavailable
+
+
+def says_pool_is_down(error: KvpoolError) -> bool:
+    """Whether a call failed because nobody answered it, or will: another one would most likely end alike.
+
+    What is more than `Unavailable` (a node drains, a transfer broke) is the trouble of one node, not of the pool.
+    """
+    return type(error) in (Unavailable, DeadlineExceeded, *REFUSALS)
+
 
 class Reachability:
     """Whether the pool is worth asking; safe to share between threads.

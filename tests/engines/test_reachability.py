@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from kvpool.engines.reachability import Reachability
+import pytest
+
+from kvpool.engines.reachability import Reachability, says_pool_is_down
+from kvpool.errors import (
+    BlockMiss,
+    DeadlineExceeded,
+    Forbidden,
+    KvpoolError,
+    NoRoom,
+    StaleEpoch,
+    TransferFailed,
+    Unavailable,
+)
 
 
 def test_nobody_asks_until_the_back_off_has_passed_and_then_one_does() -> None:
@@ -40,3 +52,19 @@ def test_an_answer_opens_the_pool_to_all_and_says_that_it_had_been_down() -> Non
     assert not pool.is_down
     assert pool.may_ask(0.0)
     assert pool.may_ask(0.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_down"),
+    [
+        (Unavailable, True),
+        (DeadlineExceeded, True),
+        (Forbidden, True),
+        (TransferFailed, False),  # one node's
+        (StaleEpoch, False),
+        (NoRoom, False),
+        (BlockMiss, False),
+    ],
+)
+def test_a_trouble_of_one_node_is_not_the_pools(kind: type[KvpoolError], is_down: bool) -> None:
+    assert says_pool_is_down(kind("it went wrong")) is is_down

@@ -19,8 +19,8 @@ from kvpool.client import AsyncPool
 from kvpool.client.deadlines import time_left
 from kvpool.client.pinning import PinnedBlocks
 from kvpool.engines.lmcache.keys import Item
-from kvpool.engines.reachability import Reachability
-from kvpool.errors import REFUSALS, DeadlineExceeded, KvpoolError, NoRoom, Unavailable
+from kvpool.engines.reachability import Reachability, says_pool_is_down
+from kvpool.errors import KvpoolError, NoRoom
 from kvpool.layout import Namespace
 
 MAX_ASKED = 8192  # hashes in one question to a conductor
@@ -319,7 +319,7 @@ class ObjectStore:
 
     def _failed(self, doing: str, error: KvpoolError) -> None:
         """A call failed as a whole. Where the pool itself did not answer, leave it alone for a while."""
-        if type(error) in (Unavailable, DeadlineExceeded, *REFUSALS):
+        if says_pool_is_down(error):
             self._reachability.failed(time.monotonic())
         self._trouble(doing, error)
 

@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
-from kvpool.engines.reachability import Reachability
+from kvpool.engines.reachability import Reachability, says_pool_is_down
 from kvpool.engines.settings import read_settings
 from kvpool.engines.sglang.hits import Wanted, combined_hits
 from kvpool.engines.sglang.identity import identify
@@ -31,7 +31,6 @@ from kvpool.engines.sglang.pages import is_logical
 from kvpool.engines.sglang.settings import SOURCE, SGLangSettings
 from kvpool.engines.sglang.spaces import PageSpace, check_supported, page_space
 from kvpool.errors import (
-    REFUSALS,
     ConfigError,
     DeadlineExceeded,
     HashMismatch,
@@ -47,8 +46,6 @@ log = logging.getLogger("kvpool.sglang")
 T = TypeVar("T")
 
 KV = PoolName.KV.value
-# After these another call would most likely end alike: leave the pool alone for a while.
-_KEEPS_AWAY = (Unavailable, DeadlineExceeded, LayoutMismatch, HashMismatch, *REFUSALS)
 
 
 class KVPoolStorage(HiCacheStorage):
@@ -410,11 +407,14 @@ class KVPoolStorage(HiCacheStorage):
         except WrongByteCount as error:
             self._metrics.trouble(operation, error.code, str(error), defect=error)
             return miss
-        except _KEEPS_AWAY as error:
+        except (LayoutMismatch, HashMismatch) as error:  # our pages are not wanted there
             self._unreached(reach, operation, error)
             return miss
         except KvpoolError as error:
-            self._metrics.trouble(operation, error.code, str(error))
+            if says_pool_is_down(error):
+                self._unreached(reach, operation, error)
+            else:
+                self._metrics.trouble(operation, error.code, str(error))
             return miss
         except Exception as error:  # noqa: BLE001 - SGLang's thread would die of it, whatever it is
             self._metrics.trouble(operation, "defect", repr(error), defect=error)

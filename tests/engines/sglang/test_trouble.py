@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
 )
 
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, TransferFailed
 from tests.engines.sglang.conftest import MakeBackend, keys
 from tests.engines.sglang.real import indices, mha_pool, mla_pool, page_bytes
 from tests.integration.cluster import Cluster, wait_until
@@ -201,6 +201,24 @@ def test_a_defect_of_our_own_is_a_miss_too(
     all_misses(backend, pool, keys(N))
     assert "ZeroDivisionError: division by zero" in caplog.text  # with its traceback
     assert trouble("load", "defect") >= 1
+
+
+def test_a_transfer_that_breaks_is_one_miss_and_keeps_nobody_away(
+    make_backend: MakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = mha_pool("page_first")
+    backend = make_backend(pool)
+    stored(backend, pool, keys(N))
+    slots = indices(pool, [8, 9, 10])
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise TransferFailed("a node went away in the middle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backend._pool, "get", broken)
+        assert backend.batch_get_v1(keys(N), slots) == [False] * N
+    assert backend.batch_exists(keys(N)) == N
+    assert backend.batch_get_v1(keys(N), slots) == [True] * N
 
 
 def test_a_closed_backend_answers_misses(make_backend: MakeBackend) -> None:
