@@ -11,7 +11,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_all
 from dataclasses import dataclass
@@ -24,16 +23,11 @@ from kvpool.client.async_pool import AsyncPool
 from kvpool.client.buffers import BlockSpans
 from kvpool.client.deadlines import time_left
 from kvpool.client.layered import LayeredReader
-from kvpool.client.pool import Pool
 from kvpool.engines.vllm.layers import Progress
 from kvpool.engines.vllm.metadata import LoadJob
-from kvpool.engines.vllm.metrics import Figures
-from kvpool.engines.vllm.mover import Mover
-from kvpool.engines.vllm.paged_kv import PagedKV
-from kvpool.engines.vllm.settings import VllmSettings
+from kvpool.engines.vllm.mover import Mover, Rank
 from kvpool.engines.vllm.threads import Moment
 from kvpool.errors import DeadlineExceeded, KvpoolError
-from kvpool.layout import Namespace
 from kvpool.wire import messages as m
 
 log = structlog.get_logger(__name__)
@@ -60,26 +54,15 @@ class EndedLoad:
 class Loader(Mover[tuple[LoadJob, Moment, Progress | None, float], EndedLoad]):
     """Loads one job after another."""
 
-    def __init__(
-        self,
-        pool: Pool,
-        namespace: Namespace,
-        paged: PagedKV,
-        settings: VllmSettings,
-        part: int,
-        figures: Figures,
-        on_end: Callable[[], None],
-        device: torch.device,
-    ) -> None:
-        self._is_direct = device.type == "cpu"
+    def __init__(self, rank: Rank) -> None:
+        self._is_direct = rank.device.type == "cpu"
         self._spare: torch.Tensor | None = None  # pages read into in place of those to be skipped
         self._buffers: list[torch.Tensor | None] = [None, None]
         self._filled: dict[int, torch.Tensor] = {}  # those of the load under way
         self._under_way: list[
             tuple[threading.Event, threading.Event]
         ] = []  # set when nothing writes to pages any more
-        rank = (pool, namespace, paged, settings, part, figures, on_end, device)
-        super().__init__("kvpool-load", settings.load_timeout_s, *rank)
+        super().__init__("kvpool-load", rank.settings.load_timeout_s, rank)
 
     def submit(self, job: LoadJob) -> Progress | None:
         """Begin a load, once the device has done what was launched so far. Its time-out runs from now on.

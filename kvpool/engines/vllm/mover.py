@@ -6,6 +6,7 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
@@ -22,47 +23,52 @@ Item = TypeVar("Item")
 Ended = TypeVar("Ended")
 
 
+@dataclass(slots=True, frozen=True)
+class Rank:
+    """One rank's memory, and its pool.
+
+    Args:
+        part: which of a block's parts it holds.
+        on_end: called, in a thread, when a load or save has ended.
+    """
+
+    pool: Pool
+    namespace: Namespace
+    paged: PagedKV
+    settings: VllmSettings
+    part: int
+    figures: Figures
+    on_end: Callable[[], None]
+    device: torch.device
+
+
 class Mover(ABC, Generic[Item, Ended]):
     """Moves one job after another between vLLM's pages and the pool.
 
     Args:
         name: of the thread.
         timeout_s: of a job, from the time that it was handed over.
-        part: which of a block's parts this rank holds.
-        on_end: called in the thread when a job has ended.
     """
 
-    def __init__(
-        self,
-        name: str,
-        timeout_s: float,
-        pool: Pool,
-        namespace: Namespace,
-        paged: PagedKV,
-        settings: VllmSettings,
-        part: int,
-        figures: Figures,
-        on_end: Callable[[], None],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, name: str, timeout_s: float, rank: Rank) -> None:
         self._timeout_s = timeout_s
-        self._pool = pool
-        self._namespace = namespace
-        self._paged = paged
-        self._settings = settings
-        self._part = part
-        self._figures = figures
-        self._on_end = on_end
-        self._device = device
+        self._pool = rank.pool
+        self._namespace = namespace = rank.namespace
+        self._paged = paged = rank.paged
+        self._settings = rank.settings
+        self._part = rank.part
+        self._figures = rank.figures
+        self._on_end = rank.on_end
+        self._device = rank.device
         self._part_bytes = namespace.layout.part_bytes
         self._pages_per_block = namespace.layout.block_tokens // paged.page_tokens
-        self._blocks = max(1, settings.staging_bytes // self._part_bytes)
+        self._blocks = max(1, rank.settings.staging_bytes // self._part_bytes)
         self._slices = Slices(paged, self._pages_per_block)
         self._jobs: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._ended: list[Ended] = []
         self._in_work = 0
-        self._thread = start_thread(name, self._work, device)
+        self._thread = start_thread(name, self._work, rank.device)
 
     @property
     def is_busy(self) -> bool:

@@ -16,16 +16,11 @@ import torch
 
 from kvpool.client.async_pool import AsyncPool
 from kvpool.client.layered import LayeredWriter
-from kvpool.client.pool import Pool
 from kvpool.engines.vllm.layers import Progress
 from kvpool.engines.vllm.metadata import SaveJob
-from kvpool.engines.vllm.metrics import Figures
-from kvpool.engines.vllm.mover import Mover
-from kvpool.engines.vllm.paged_kv import PagedKV
-from kvpool.engines.vllm.settings import VllmSettings
+from kvpool.engines.vllm.mover import Mover, Rank
 from kvpool.engines.vllm.threads import Moment
 from kvpool.errors import DeadlineExceeded, KvpoolError
-from kvpool.layout import Namespace
 from kvpool.transports.copying import Int64Array, sum_runs
 
 log = structlog.get_logger(__name__)
@@ -36,20 +31,9 @@ T = TypeVar("T")
 class Saver(Mover[tuple[SaveJob, Moment | Progress, float], tuple[int, bool]]):
     """Saves one job after another; what ended is told by its number, and whether all of it is in the pool."""
 
-    def __init__(
-        self,
-        pool: Pool,
-        namespace: Namespace,
-        paged: PagedKV,
-        settings: VllmSettings,
-        part: int,
-        figures: Figures,
-        on_end: Callable[[], None],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, rank: Rank) -> None:
         self._buffer: torch.Tensor | None = None
-        rank = (pool, namespace, paged, settings, part, figures, on_end, device)
-        super().__init__("kvpool-save", settings.save_timeout_s, *rank)
+        super().__init__("kvpool-save", rank.settings.save_timeout_s, rank)
 
     def submit(self, job: SaveJob, progress: Progress | None = None) -> None:
         """Begin a save: once the device has done what was launched so far, or of each layer when it is final.

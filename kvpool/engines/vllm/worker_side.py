@@ -16,6 +16,7 @@ from kvpool.engines.vllm.layers import Progress
 from kvpool.engines.vllm.loading import Loader
 from kvpool.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvpool.engines.vllm.metrics import Figures
+from kvpool.engines.vllm.mover import Rank
 from kvpool.engines.vllm.paged_kv import PagedKV
 from kvpool.engines.vllm.saving import Saver
 from kvpool.engines.vllm.settings import VllmSettings
@@ -58,8 +59,9 @@ class WorkerSide:
             log.warning("layers are not saved one by one: a page mixes them", order=paged.order)
         self._computing: Progress | None = None  # of the step's layers that are to be saved
         self._awaited: list[Progress] = []  # of the loads that the step computes with
-        self._loader = Loader(pool, namespace, paged, settings, part, figures, self._notify, device)
-        self._saver = Saver(pool, namespace, paged, settings, part, figures, self._notify, device)
+        rank = Rank(pool, namespace, paged, settings, part, figures, self._notify, device)
+        self._loader = Loader(rank)
+        self._saver = Saver(rank)
         self._report = WorkerReport()
         self._failed_pages: set[int] = set()
         self._failed_requests: set[str] = set()
