@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
@@ -228,11 +228,3 @@ async def conductor(*workers: ScriptedWorker, **settings: Any) -> AsyncIterator[
             for worker in running.workers:
                 await worker.wire.close()
             await server.close(0.2)
-
-
-async def until(claim: Callable[[], Any], what: str, timeout_s: float = 20.0) -> None:
-    """Poll until `claim()`; fails with `what`."""
-    deadline = time.monotonic() + timeout_s
-    while not claim():
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
-        await asyncio.sleep(0.01)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -24,17 +24,13 @@ from kvpool.hashing import hash_chain, pack_hashes
 from kvpool.wire import messages as m
 from tests.conductor.engine_server import ScriptedServer, engine_servers
 from tests.conductor.scripted import NAMESPACE, Conductor, ScriptedWorker, conductor
-from tests.conductor.scripted import until as until_within
+from tests.waiting import until
 
 PROMPT = [65] * 42  # ten blocks and two tokens
 # A server's sign of life takes two requests: a busy machine must not make it look silent.
 PATIENT = MembershipConfig(
     heartbeat_s=0.05, suspect_after_s=3.0, dead_after_s=5.0, sweep_s=0.05, stall_s=5.0
 )
-
-
-async def until(claim: Callable[[], Any], what: str) -> None:
-    await until_within(claim, what, 20.0)
 
 
 @contextlib.asynccontextmanager

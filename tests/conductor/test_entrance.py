@@ -19,8 +19,8 @@ from tests.conductor.scripted import (
     ScriptedWorker,
     asked,
     conductor,
-    until,
 )
+from tests.waiting import until
 
 
 def busy_worker() -> ScriptedWorker:

@@ -25,8 +25,8 @@ from tests.conductor.scripted import (
     ScriptedWorker,
     asked,
     conductor,
-    until,
 )
+from tests.waiting import until
 
 # ---------------------------------------------------------------- workers that hang
 

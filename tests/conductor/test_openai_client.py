@@ -12,8 +12,9 @@ import pytest
 from openai import AsyncOpenAI
 
 from conductor.tokenizer import Tokenizer
-from tests.conductor.scripted import Conductor, ScriptedWorker, conductor, until
+from tests.conductor.scripted import Conductor, ScriptedWorker, conductor
 from tests.conductor.tiny_tokenizer import save_tiny_tokenizer
+from tests.waiting import until
 
 SPARE: Any = {"model": "m", "temperature": 0, "max_tokens": 8}
 CHAT: Any = [

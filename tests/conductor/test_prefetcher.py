@@ -16,7 +16,8 @@ from kvpool.hashing import hash_chain, pack_hashes, unpack_hashes
 from kvpool.wire import WireServer
 from kvpool.wire import messages as m
 from tests.conductor.engine_server import ScriptedServer, engine_servers
-from tests.conductor.scripted import NAMESPACE, Conductor, ScriptedWorker, conductor, until
+from tests.conductor.scripted import NAMESPACE, Conductor, ScriptedWorker, conductor
+from tests.waiting import until
 
 PROMPT = [65] * 42  # ten blocks and two tokens
 HASHES = hash_chain(NAMESPACE, PROMPT)

@@ -9,7 +9,8 @@ from kvpool.errors import InvalidArgument
 from kvpool.hashing import hash_chain, pack_hashes
 from kvpool.wire import WireServer
 from kvpool.wire import messages as m
-from tests.conductor.scripted import NAMESPACE, Conductor, ScriptedWorker, conductor, until
+from tests.conductor.scripted import NAMESPACE, Conductor, ScriptedWorker, conductor
+from tests.waiting import until
 
 RUN = [bytes([number]) * 16 for number in range(6)]
 

@@ -14,8 +14,9 @@ from kvpool.errors import InvalidArgument
 from kvpool.hashing import hash_chain, unpack_hashes
 from kvpool.wire import messages as m
 from tests.conductor.engine_server import ScriptedServer, engine_servers
-from tests.conductor.scripted import NAMESPACE, ScriptedWorker, conductor, until
+from tests.conductor.scripted import NAMESPACE, ScriptedWorker, conductor
 from tests.conductor.tiny_tokenizer import save_tiny_tokenizer
+from tests.waiting import until
 
 CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "What is a KV cache?"}],

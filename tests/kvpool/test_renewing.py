@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 
 import numpy as np
 
 from kvpool.client.node_link import Lease
 from kvpool.client.renewing import LeaseKeeper
 from kvpool.errors import LeaseExpired
+from tests.waiting import until
 
 MARGIN_S = 0.01
 
@@ -37,12 +37,6 @@ class Server:
         if self.is_refusing or asked >= lease.deadline:
             raise LeaseExpired("over")
         lease.deadline = max(lease.deadline, asked + min(ttl_s, self.ttl_s))
-
-
-async def until(claim: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not claim():  # noqa: ASYNC110 - of states that nobody signals
-            await asyncio.sleep(0.005)
 
 
 async def test_a_lease_is_renewed_at_a_third_of_its_life_and_for_no_longer_than_the_read_may_take() -> (

@@ -39,6 +39,7 @@ from kvpool.wire.framing import (
     decode_request,
     encode_frame,
 )
+from tests.waiting import until
 
 FRAME_LIMIT = 64 * 1024
 
@@ -93,13 +94,6 @@ async def served() -> AsyncIterator[Served]:
     for client in running.clients:
         await client.close()
     await running.server.close()
-
-
-async def until(claim: Callable[[], Any]) -> None:
-    """Wait until `claim()` holds, for five seconds at most."""
-    async with asyncio.timeout(5):
-        while not claim():  # noqa: ASYNC110 - the other side has no event to wait for
-            await asyncio.sleep(0.01)
 
 
 def generate(count: int) -> m.Generate:

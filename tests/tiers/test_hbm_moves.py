@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from kvpool.hashing import checksum, pack_hashes
 from kvpool.layout import Layout, Namespace
 from kvpool.wire import messages as m
+from tests.waiting import until
 from tiers.arena import Arena
 from tiers.device_arena import HBM_ARENA_ID, DeviceArena, DeviceFailed
 from tiers.mover import Mover
@@ -93,14 +93,6 @@ def node() -> Iterator[Node]:
     made = Node()
     yield made
     made.close()
-
-
-async def until(claim: Callable[[], Any], what: str) -> None:
-    for _ in range(5000):
-        if claim():
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError(f"never: {what}")
 
 
 async def test_a_default_pin_waits_for_the_copy_down_and_reads_right_bytes(node: Node) -> None:

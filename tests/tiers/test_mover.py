@@ -18,6 +18,7 @@ from kvpool.errors import InvalidArgument
 from kvpool.hashing import checksum, pack_hashes
 from kvpool.layout import Layout, Namespace
 from kvpool.wire import messages as m
+from tests.waiting import until
 from tiers import cold_pins, node
 from tiers.arena import Arena
 from tiers.devices import THREADS, Device, Devices
@@ -105,14 +106,6 @@ def running(*args: Any, **settings: Any) -> Iterator[Node]:
         yield made
     finally:
         made.close()
-
-
-async def until(claim: Callable[[], Any], what: str) -> None:
-    for _ in range(5000):
-        if claim():
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError(f"never: {what}")
 
 
 class Gate:

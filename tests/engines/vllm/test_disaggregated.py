@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,16 +17,11 @@ import pytest
 
 from tests.engines.vllm.engine_process import ENVIRONMENT
 from tests.integration.cluster import Cluster, wait_until
+from tests.waiting import free_port
 from workers.model_files import default_cache_dir, prepare_model
 
 pytestmark = pytest.mark.model
 PAGE = 128
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _without_shared_metrics(environment: dict[str, str]) -> dict[str, str]:

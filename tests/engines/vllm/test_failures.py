@@ -25,6 +25,7 @@ from kvpool.transports.shm import ShmTransport
 from tests.engines.vllm.harness import Engine
 from tests.engines.vllm.test_serving import EXPECTED, PROMPT, gate, has_no_leases
 from tests.integration.cluster import Cluster, wait_until
+from tests.waiting import free_port
 
 MakeEngine = Callable[..., Engine]
 
@@ -120,7 +121,7 @@ def test_a_pool_that_is_not_there_at_start_is_met_when_it_comes(
 ) -> None:
     cluster = Cluster(tmp_path_factory.mktemp("late"))
     try:
-        port = _free_port()
+        port = free_port()
         with structlog.testing.capture_logs() as lines:
             one = engine({"conductor": f"127.0.0.1:{port}"})
         assert any("cannot be reached" in line["event"] for line in lines)
@@ -269,14 +270,6 @@ def test_a_saver_that_fails_is_asked_again_later(
     one.drain()
     assert one.totals["saves_failed"] == 1
     assert one.totals["blocks_stored"] == 5
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_a_node_that_has_restarted_is_read_from_at_once(
