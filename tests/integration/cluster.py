@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 
+from kvpool import Pool, hash_chain
 from kvpool.fleet import Fleet, Member
 from kvpool.layout import Layout, Namespace
 
@@ -110,6 +112,24 @@ class Cluster:
             return len(live) == nodes and len(stats["workers"]) == workers
 
         wait_until(joined, f"{nodes} nodes and {workers} workers joined")
+
+    def served(self) -> Namespace:
+        """The namespace of the workers, which all serve one."""
+        descriptor = self.stats()["workers"][0]["descriptor"]
+        return msgspec.convert(descriptor["namespace"], Namespace)
+
+    def wait_indexed(self, tokens: Sequence[int]) -> None:
+        """Wait until the index has every whole block of a prompt that was served.
+
+        Whoever wrote them finds them earlier; all others, and the scheduler, go by the index.
+        """
+        space = self.served()
+        hashes = hash_chain(space, tokens)
+        with Pool(conductor=self.conductor["wire"]) as pool:
+            wait_until(
+                lambda: pool.lookup(space, hashes).found == len(hashes),
+                "the prompt is in the index",
+            )
 
 
 def _sets(settings: tuple[str, ...]) -> list[str]:

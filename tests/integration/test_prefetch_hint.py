@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import numpy as np
 import pytest
 
 from kvpool import Pool, hash_chain
-from kvpool.layout import Namespace
 from tests.integration.cluster import FREE_PORTS, Cluster, wait_until
 
 BLOCK_TOKENS = 32
@@ -69,16 +67,11 @@ def ask(cluster: Cluster, tokens: list[int], key: str = "") -> dict[str, Any]:
     return report
 
 
-def namespace(cluster: Cluster) -> Namespace:
-    [worker] = cluster.stats()["workers"]
-    return msgspec.convert(worker["descriptor"]["namespace"], Namespace)
-
-
 class Where:
     """In which tier, and on which node, the index sees a prompt's blocks."""
 
     def __init__(self, cluster: Cluster, tokens: list[int]) -> None:
-        self._space = namespace(cluster)
+        self._space = cluster.served()
         self._hashes = hash_chain(self._space, tokens)
         self._pool = Pool(conductor=cluster.conductor["wire"], host_label="host-a")
 
@@ -123,6 +116,7 @@ def test_after_a_hint_a_conversation_is_found_in_dram_and_without_on_the_disk(
     push_out(cluster, where, 100)
     unprepared = ask(cluster, [*tokens, 1, 2, 3])
     assert unprepared["tokens_by_tier"] == {"nvme": BLOCKS * BLOCK_TOKENS}
+    wait_until(lambda: "dram" in where.tiers(), "the index hears that reading promoted it")
 
     push_out(cluster, where, 200)
     answer = hint(cluster, key="agent")
@@ -141,7 +135,7 @@ def test_after_a_hint_a_conversation_is_found_in_dram_and_without_on_the_disk(
 def test_a_hint_moves_blocks_to_the_host_of_the_worker_that_would_read_them(
     cluster: Cluster,
 ) -> None:
-    space, tokens = namespace(cluster), prompt(2)
+    space, tokens = cluster.served(), prompt(2)
     # Stored on the other host by somebody else, with the bytes that the engine will check.
     ask(cluster, tokens)
     where = Where(cluster, tokens)

@@ -57,6 +57,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         with client(running, "acme") as pool:
             done = pool.put(ACME, HASHES, DATA, replicas=2)
             assert (done.stored, done.replicas) == (4, 2), done.replica_failures
+            wait_until(lambda: pool.lookup(ACME, HASHES).found == 4, "the index hears of them")
         yield running
 
 

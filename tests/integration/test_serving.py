@@ -115,6 +115,7 @@ def test_a_second_prompt_finds_the_shared_prefix_from_the_other_host(cluster: Cl
     shared = prompt(2, 8 * BLOCK)
     first, second = shared + prompt(3, 20), shared + prompt(4, 25)
     complete(cluster, first, decode_worker=cluster.workers["decode-a"]["id"])
+    cluster.wait_indexed(shared)
     target = cluster.workers["decode-b"]["id"]
     hit = complete(cluster, second, decode_worker=target)
     assert hit["kvpool"]["pool_tokens"] == 8 * BLOCK
@@ -150,6 +151,7 @@ def test_a_short_prompt_is_prefilled_by_the_decode_worker_and_stored(cluster: Cl
 def test_a_prompt_of_whole_blocks_recomputes_only_its_last_token(cluster: Cluster) -> None:
     tokens = prompt(7, 6 * BLOCK)
     complete(cluster, tokens)
+    cluster.wait_indexed(tokens)
     again = complete(cluster, tokens)["kvpool"]
     assert (again["pool_tokens"], again["computed_tokens"]) == (6 * BLOCK - 1, 1)
 
@@ -158,6 +160,7 @@ def test_a_remote_prefill_asked_for_a_stored_prompt_is_served_locally(cluster: C
     tokens = prompt(11, 6 * BLOCK + 5)
     first = complete(cluster, tokens, prefill="remote")["kvpool"]
     assert first["mode"] == "disaggregated"
+    cluster.wait_indexed(tokens)
     again = complete(cluster, tokens, prefill="remote")["kvpool"]
     assert (again["mode"], again["pool_tokens"]) == ("local", 6 * BLOCK)
     assert again["token_ids"] == first["token_ids"]
@@ -166,6 +169,7 @@ def test_a_remote_prefill_asked_for_a_stored_prompt_is_served_locally(cluster: C
 def test_every_phase_of_a_disaggregated_request_is_measured_and_exported(cluster: Cluster) -> None:
     shared = prompt(15, 4 * BLOCK)
     complete(cluster, shared + prompt(16, 5))  # so that the prefill has something to read
+    cluster.wait_indexed(shared)
     tokens = shared + prompt(17, 6 * BLOCK + 9)
     started = time.monotonic()
     done = complete(cluster, tokens, prefill="remote")["kvpool"]
@@ -425,6 +429,7 @@ def test_a_node_killed_with_the_prefix_on_it_means_recomputation(own_cluster: Cl
     target = cluster.workers["decode-b"]["id"]
     first = complete(cluster, tokens, decode_worker=target, prefill="remote")["kvpool"]
     assert first["pool_tokens"] == 9 * BLOCK
+    cluster.wait_indexed(tokens)  # else there would be nothing to be misled by
     cluster.kill("node-b")
     started = time.monotonic()
     again = complete(cluster, tokens, decode_worker=target)["kvpool"]

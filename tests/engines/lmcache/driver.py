@@ -11,7 +11,7 @@ from lmcache.v1.memory_allocators.host_memory_allocator import HostMemoryAllocat
 
 from kvpool.engines.lmcache import KVPoolL2Adapter
 from tests.engines.lmcache import server_side as s
-from tests.integration.cluster import wait_until
+from tests.integration.cluster import Cluster, wait_until
 
 GROUPS = {0: s.LAYOUT}
 
@@ -57,6 +57,13 @@ class Driver:
             return all(bits)
 
         wait_until(is_known, "what was stored is found")
+
+    def wait_known_to_others(
+        self, cluster: Cluster, keys: Sequence[ObjectKey], layout: MemoryLayoutDesc = s.LAYOUT
+    ) -> None:
+        """As `wait_known`, by an adapter that has stored nothing and so has only the index to go by."""
+        with s.adapter(s.parameters(cluster)) as other:
+            Driver(other, self.allocator).wait_known(keys, layout)
 
     def lookup(
         self, keys: Sequence[ObjectKey], groups: dict[int, MemoryLayoutDesc] | None = None

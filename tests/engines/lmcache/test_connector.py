@@ -124,6 +124,14 @@ def engine(settings: dict[str, Any], **fields: Any) -> Iterator[Engine]:
         made.close()
 
 
+def wait_known(settings: dict[str, Any], keys: Sequence[CacheEngineKey], **fields: Any) -> None:
+    """Wait until chunks are found by an engine that has stored nothing and so has only the index to go by."""
+    with engine(settings, **fields) as third:
+        wait_until(
+            lambda: third.backend.batched_contains(list(keys)) == len(keys), "another finds them"
+        )
+
+
 def test_chunks_come_back_byte_for_byte_in_another_process_of_the_same_model(
     cluster: Cluster,
 ) -> None:
@@ -203,7 +211,9 @@ def all_is_free(e: Engine) -> bool:
 )
 def test_engines_that_differ_never_meet(cluster: Cluster, other: dict[str, Any]) -> None:
     with engine(where(cluster)) as writer, engine(where(cluster), **other) as reader:
-        writer.put([writer.key(n) for n in range(400, 404)])
+        written = [writer.key(n) for n in range(400, 404)]
+        writer.put(written)
+        wait_known(where(cluster), written)
         keys = [reader.key(n) for n in range(400, 404)]
         assert reader.backend.batched_contains(keys) == 0
         assert reader.backend.batched_get_blocking(keys) == [None] * 4
@@ -211,12 +221,13 @@ def test_engines_that_differ_never_meet(cluster: Cluster, other: dict[str, Any])
 
 def test_tags_revisions_and_salts_never_meet(cluster: Cluster) -> None:
     with engine(where(cluster)) as e:
-        e.put([e.key(500, {"user": "alice"})])
+        e.put([alices := e.key(500, {"user": "alice"})])
         assert not e.backend.contains(e.key(500))
         assert not e.backend.contains(e.key(500, {"user": "bob"}))
+    wait_known(where(cluster), [alices])
     for option in ({"revision": "r2"}, {"salt": "other"}):
         with engine({**where(cluster), **option}) as e:
-            assert not e.backend.contains(e.key(500, {"user": "alice"}))
+            assert not e.backend.contains(alices)
 
 
 def test_a_partial_chunk_is_refused_and_never_read_as_a_whole_one(cluster: Cluster) -> None:
@@ -299,6 +310,7 @@ def test_the_revision_is_read_off_the_models_files_where_none_is_given(
     options = {"conductor": cluster.conductor["wire"], "lookup_timeout_s": 5.0}
     with engine(options, model_name=str(tmp_path / "a")) as e:
         e.put([e.key(900)])
+        wait_known(options, [e.key(900)], model_name=str(tmp_path / "a"))
     # The name is equal, the weights are not.
     other = {**options, "model_path": str(tmp_path / "b")}
     with engine(other, model_name=str(tmp_path / "a")) as e:

@@ -256,9 +256,12 @@ def test_leases_end_with_the_adapter(cluster: Cluster, allocator: HostMemoryAllo
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_keys_that_differ_in_one_field_never_meet(driver: Driver, other: dict[str, Any]) -> None:
+def test_keys_that_differ_in_one_field_never_meet(
+    driver: Driver, cluster: Cluster, other: dict[str, Any]
+) -> None:
     groups = {0: s.LAYOUT, 1: s.LAYOUT}
     driver.store(s.keys(30, 4))
+    driver.wait_known_to_others(cluster, s.keys(30, 4))
     assert driver.lookup(s.keys(30, 4), groups) == [True] * 4
     assert driver.lookup(s.keys(30, 4, **other), groups) == [False] * 4
     bits, _ = driver.load(s.keys(30, 4, **other))
@@ -271,7 +274,7 @@ def test_servers_of_another_revision_or_salt_never_meet(
 ) -> None:
     keys = s.keys(31, 4)
     driver.store(keys)
-    assert driver.lookup(keys) == [True] * 4
+    driver.wait_known_to_others(cluster, keys)
     with s.adapter(s.parameters(cluster, **option)) as adapter:
         other = Driver(adapter, driver.allocator)
         assert other.lookup(keys) == [False] * 4
@@ -287,9 +290,12 @@ def test_servers_of_another_revision_or_salt_never_meet(
     ],
     ids=["dtype", "shape", "partial"],
 )
-def test_an_object_of_another_layout_is_a_miss(driver: Driver, layout: MemoryLayoutDesc) -> None:
+def test_an_object_of_another_layout_is_a_miss(
+    driver: Driver, cluster: Cluster, layout: MemoryLayoutDesc
+) -> None:
     keys = s.keys(32 + layout.shapes[0].numel() % 7, 3)
     assert driver.store(keys, layout).is_successful()
+    driver.wait_known_to_others(cluster, keys, layout)
     assert driver.lookup(keys, {0: layout}) == [True] * 3
     assert driver.lookup(keys) == [False] * 3
     assert driver.load(keys)[0] == [False] * 3
