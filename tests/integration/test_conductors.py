@@ -26,6 +26,14 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
         yield running
 
 
+@pytest.fixture
+def patient_pair(tmp_path: Path) -> Iterator[Pair]:
+    """Suspects nobody in the time that a node takes to turn to the conductor that is left."""
+    patient = ("conductor.suspect_after_s=4", "conductor.dead_after_s=8")
+    with running_pair(tmp_path, *patient) as running:
+        yield running
+
+
 def chain(seed: int, blocks: int) -> list[bytes]:
     tokens = np.random.default_rng(seed).integers(0, 50_000, blocks * LAYOUT.block_tokens)
     return hash_chain(NAMESPACE, tokens)
@@ -60,8 +68,9 @@ def test_what_one_conductor_knows_the_other_knows(pair: Pair) -> None:
 
 @pytest.mark.parametrize("victim", ["a", "b"])
 async def test_no_call_is_lost_when_a_conductor_is_killed_under_load(
-    pair: Pair, victim: str
+    patient_pair: Pair, victim: str
 ) -> None:
+    pair = patient_pair
     for name in ("n0", "n1"):
         pair.start_node(name)
     pair.wait_live("a", 2)
@@ -75,7 +84,7 @@ async def test_no_call_is_lost_when_a_conductor_is_killed_under_load(
     async def work(pool: AsyncPool, seed: int) -> None:
         nonlocal calls
         hashes, out = chain(seed, 4), np.zeros_like(data[seed])
-        await pool.put(NAMESPACE, hashes, data[seed])
+        await writer.put(NAMESPACE, hashes, data[seed])
         await _found(pool, hashes)
         while not is_over:
             got = await pool.get(NAMESPACE, hashes, out)
@@ -85,7 +94,11 @@ async def test_no_call_is_lost_when_a_conductor_is_killed_under_load(
             await asyncio.sleep(0.005)
 
     addresses = f"{pair.facts[victim]['wire']},{pair.facts[survivor]['wire']}"
-    async with AsyncPool(conductor=addresses, host_label="here") as pool:
+    async with (
+        # Another client: whoever wrote blocks finds them for a while whatever a conductor answers.
+        AsyncPool(conductor=addresses, host_label="here") as writer,
+        AsyncPool(conductor=addresses, host_label="here") as pool,
+    ):
         tasks = [asyncio.create_task(work(pool, seed)) for seed in seeds]
         await _until(lambda: calls > 50, tasks)
         await asyncio.to_thread(pair.signal, victim, signal.SIGKILL)
@@ -95,9 +108,10 @@ async def test_no_call_is_lost_when_a_conductor_is_killed_under_load(
         await asyncio.gather(*tasks)
         # Nodes report to the one that is left within seconds: what is new is found there.
         fresh = chain(99, 3)
-        await pool.put(NAMESPACE, fresh, some_data(99, 3))
+        await writer.put(NAMESPACE, fresh, some_data(99, 3))
         await _found(pool, fresh)
-    assert pair.states(survivor) == ["live", "live"]
+    # The other node may be the last to learn which conductor is left.
+    await asyncio.to_thread(pair.wait_live, survivor, 2)
 
 
 async def _found(pool: AsyncPool, hashes: list[bytes], timeout_s: float = 10.0) -> None:
