@@ -197,6 +197,8 @@ def model_named(name: str) -> ModelShape:
         path = path / "config.json"
     if path.is_file():
         return shape_of(_read(path), path.resolve().parent.name or str(path), str(path))
+    if name.endswith(".json"):
+        raise ConfigError(f"cannot read {name}: there is no such file")
     hint = did_you_mean(name.lower(), PRESETS)
     raise ConfigError(f"unknown model {name!r}", hint=f"{hint}, or the path of a config.json")
 

@@ -10,11 +10,30 @@ from kvpool.errors import ConfigError
 GREEN = "#2e9e5b"
 
 
+def check_plot(path: Path) -> None:
+    """To be asked before the work whose result is drawn.
+
+    Raises:
+        ConfigError: matplotlib is missing, or no picture can be written there.
+    """
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        hint = "pip install 'kvpool[plot]'"
+        raise ConfigError("--plot needs matplotlib, which is not installed", hint=hint) from None
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"cannot write {path}: there is no directory {path.absolute().parent}")
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in known:
+        hint = f"end its name in .png or .{', .'.join(sorted(known.keys() - {'png'}))}"
+        raise ConfigError(f"cannot draw {path}: {path.suffix} is no picture", hint=hint)
+
+
 def draw_simulation(document: dict[str, Any], path: Path) -> None:
     """TTFT and goodput of each row; of a ratio sweep the band of splits that meet both objectives.
 
     Raises:
-        ConfigError: matplotlib is missing, or the file cannot be written.
+        ConfigError: the file cannot be written.
     """
     rows = document["rows"]
     pyplot = _pyplot()
@@ -32,7 +51,7 @@ def draw_crossover(document: dict[str, Any], path: Path) -> None:
     """What transfers add and what they remove, by length of the prompt.
 
     Raises:
-        ConfigError: matplotlib is missing, or the file cannot be written.
+        ConfigError: the file cannot be written.
     """
     rows = document["rows"]
     pyplot = _pyplot()
@@ -68,10 +87,8 @@ def save(figure: Any, path: Path) -> None:
 
 
 def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        raise ConfigError("pictures need matplotlib", hint="pip install matplotlib") from None
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvpool.cli.output import console, print_json, print_table
+from kvpool.cli.pictures import check_plot, save
 from kvpool.cli.traces import load
-from kvpool.errors import ConfigError, KvpoolError
+from kvpool.errors import ConfigError, did_you_mean
 from kvpool.settings import parse_bytes
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def replay(
     if window is not None and not window > 0:
         raise ConfigError(f"a window of {window} s", hint="windows are longer than nothing")
     if plot is not None:
-        _check_plot(plot)
+        check_plot(plot)
     loaded, report = load(trace, block_tokens, time_unit, strict, tokenizer)
     rows: list[dict[str, Any]] = []
     with loaded:
@@ -99,17 +100,17 @@ def replay(
 
 
 def _policies(text: str, is_in_parts: bool) -> list[str]:
-    from tiers.policies import policy_class
     from tiers.replay import OF_REQUESTS, REPLAYABLE
 
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         raise ConfigError("--policy names none", hint=f"of {', '.join(REPLAYABLE)}, or all")
+    for name in names:
+        if name not in (*REPLAYABLE, "all"):
+            hint = did_you_mean(name, (*REPLAYABLE, "all"))
+            raise ConfigError(f"unknown eviction policy {name!r}", hint=hint)
     if "all" in names:
         return [name for name in REPLAYABLE if not (is_in_parts and name in OF_REQUESTS)]
-    for name in names:
-        if name not in REPLAYABLE:
-            policy_class(name)  # which names the nearest
     return list(dict.fromkeys(names))
 
 
@@ -196,17 +197,6 @@ def _show(document: dict[str, Any]) -> None:
     print_table(columns, cells, right=columns[1:])
 
 
-def _check_plot(path: Path) -> None:
-    try:
-        import matplotlib
-    except ImportError as error:
-        hint = "pip install 'kvpool[plot]'"
-        raise KvpoolError("--plot needs matplotlib, which is not installed", hint=hint) from error
-    matplotlib.use("Agg")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"cannot write {path}: there is no directory {path.absolute().parent}")
-
-
 def _draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     from matplotlib.figure import Figure
 
@@ -221,7 +211,4 @@ def _draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write {path}: {error}") from error
+    save(figure, path)
