@@ -10,14 +10,23 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, InvalidArgument
+from kvpool.traces import (
+    ROWS_TO_TELL_BY,
+    EmptyTrace,
+    TraceReport,
+    block_tokens_of,
+    check_ids,
+    why_empty,
+)
 
 TIME = ("timestamp", "arrival_time", "created_at", "created", "time", "ts")
 INPUT = ("input_length", "prompt_tokens", "input_tokens", "num_prompt_tokens", "prompt_len")
@@ -27,7 +36,6 @@ TPOT = ("tpot", "time_per_output_token", "itl", "inter_token_latency")
 TOTAL = ("latency", "e2e_latency", "request_time", "duration", "total_time")
 SESSION = ("session_id", "conversation_id", "chat_id", "session")
 CHARS_A_TOKEN = 4  # of text whose tokens nobody counted
-SHOWN_PROBLEMS = 20
 MOST_SESSIONS = 1_000_000
 
 
@@ -71,9 +79,7 @@ class LogProfile:
 
     rule: RagRule
     source: str = "log"
-    is_strict: bool = False
-    skipped: int = 0
-    problems: list[str] = field(default_factory=list)
+    read: TraceReport = field(default_factory=TraceReport)
     inputs: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
@@ -84,11 +90,16 @@ class LogProfile:
     rag: int = 0
     blocks: int = 0
     blocks_seen: int = 0
-    _known_blocks: dict[int, int] = field(default_factory=dict)  # block -> turn of its last request
+    _known_blocks: set[int] = field(default_factory=set)
+    _last_turns: dict[int, int] = field(default_factory=dict)  # last full block -> turn
     _sessions: Counter[str] = field(default_factory=Counter)
 
-    def add(self, row: Mapping[str, Any]) -> None:
-        """One request. Raises ConfigError: a field makes no sense; nothing of it was counted."""
+    def add(self, row: Mapping[str, Any]) -> float | None:
+        """One request; returns its time in seconds, if it says one.
+
+        Raises:
+            ConfigError, InvalidArgument: a field makes no sense; nothing of it was counted.
+        """
         for inner in ("body", "request", "usage", "response"):
             value = row.get(inner)
             if isinstance(value, Mapping):
@@ -104,6 +115,8 @@ class LogProfile:
         ids = row.get("hash_ids")
         if ids is not None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
             raise ConfigError("hash_ids is no list of numbers")
+        if ids is not None:
+            check_ids(prompt, len(ids), self.read.block_tokens)
         ttft, tpot, total = (_seconds(row, names) for names in (TTFT, TPOT, TOTAL))
         if tpot is None and None not in (ttft, total, output) and output and output > 1:
             tpot = max(0.0, (total or 0.0) - (ttft or 0.0)) / (output - 1)
@@ -112,16 +125,16 @@ class LogProfile:
         for known, values in ((at_s, self.times), (ttft, self.ttft), (tpot, self.tpot)):
             if known is not None:
                 values.append(known)
-        self.turns.append(self._turn(row, ids or ()))
+        self.turns.append(self._turn(row, ids or (), prompt))
         if isinstance(row.get("stream"), bool):
             self.streaming[row["stream"]] += 1
         self.rag += self.rule.takes(row, text, prompt, output or 0)
+        return at_s
 
-    def _turn(self, row: Mapping[str, Any], ids: Sequence[int]) -> int:
+    def _turn(self, row: Mapping[str, Any], ids: Sequence[int], prompt: int) -> int:
         """Which turn of a conversation it is; 0 where nothing says so."""
         turn = 0
         if ids:
-            # A turn continues what was asked before when all but the last two of an earlier prompt's blocks return.
             self.blocks += len(ids)
             leading = 0
             for block in ids:
@@ -129,10 +142,14 @@ class LogProfile:
                     break
                 leading += 1
             self.blocks_seen += leading
-            turn = 1 + (self._known_blocks[ids[leading - 1]] if leading > 1 else 0)
-            for block in ids:
-                self._known_blocks[block] = max(turn, self._known_blocks.get(block, 0))
-            self._known_blocks[ids[0]] = 0  # the shared system prompt begins no conversation
+            self._known_blocks.update(ids)
+            # A further turn begins with all full blocks of the one before it, as in `kvpool trace stats`;
+            # prompts that share less than that are conversations of their own.
+            before = next((b for b in reversed(ids[:leading]) if b in self._last_turns), None)
+            turn = 1 + (0 if before is None else self._last_turns.pop(before))
+            full = min(len(ids), prompt // self.read.block_tokens)
+            if full > 1:  # the first block is often everybody's
+                self._last_turns[ids[full - 1]] = turn
         session = next((str(row[name]) for name in SESSION if row.get(name)), "")
         if session and len(self._sessions) < MOST_SESSIONS:
             self._sessions[session] += 1
@@ -150,31 +167,54 @@ def profile_log(
     *,
     is_strict: bool = False,
 ) -> LogProfile:
-    """Read a log; bad lines are skipped with their number, or end it with `is_strict`.
+    """Read a log; bad lines are skipped and counted, with their number, or end it with `is_strict`.
+
+    Lines out of order are counted alike. A trace's `hash_ids` must be as many as its `input_length` implies.
 
     Raises:
         ConfigError: no usable request, or a bad line and `is_strict`.
     """
-    found = LogProfile(rule or RagRule(), source, is_strict)
+    found = LogProfile(rule or RagRule(), source)
+    rows = _rows(lines, found.read, source, is_strict)
+    head = list(islice(rows, ROWS_TO_TELL_BY))
+    found.read.block_tokens = block_tokens_of(
+        [
+            (row["input_length"], len(row["hash_ids"]))
+            for _, row in head
+            if type(row.get("input_length")) is int and isinstance(row.get("hash_ids"), list)
+        ]
+    )
+    latest_s = -math.inf
+    for number, row in chain(head, rows):
+        try:
+            at_s = found.add(row)
+        except (ConfigError, InvalidArgument) as error:
+            found.read.refuse(source, number, str(error), is_strict)
+            continue
+        if at_s is not None and at_s < latest_s:
+            found.read.note_unsorted(source, number, at_s, is_strict)
+        latest_s = max(latest_s, -math.inf if at_s is None else at_s)
+    if not found.inputs:
+        raise EmptyTrace(f"{source} holds no request{why_empty(found.read)}")
+    return found
+
+
+def _rows(
+    lines: Iterable[str | bytes], read: TraceReport, source: str, is_strict: bool
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Lines that hold an object, with their numbers from 1."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-            if not isinstance(row, dict):
-                raise ConfigError("no JSON object")
-            found.add(row)
-        except (ValueError, RecursionError, ConfigError) as error:
-            text = f"{source}:{number}: {error}"
-            if is_strict:
-                raise ConfigError(text) from None
-            found.skipped += 1
-            if len(found.problems) < SHOWN_PROBLEMS:
-                found.problems.append(text)
-    if not found.inputs:
-        why = f"; first problem: {found.problems[0]}" if found.problems else ""
-        raise ConfigError(f"log {source} holds no request{why}")
-    return found
+        except (ValueError, RecursionError) as error:
+            read.refuse(source, number, f"not JSON: {error}", is_strict)
+            continue
+        if isinstance(row, dict):
+            yield number, row
+        else:
+            read.refuse(source, number, "no JSON object", is_strict)
 
 
 def report(profile: LogProfile) -> dict[str, Any]:
@@ -188,11 +228,13 @@ def report(profile: LogProfile) -> dict[str, Any]:
     return {
         "log": profile.source,
         "requests": count,
-        "skipped_lines": profile.skipped,
+        "skipped_lines": profile.read.skipped,
+        "unsorted_lines": profile.read.unsorted,
+        "problems": profile.read.first,
         "input_tokens": _spread(inputs),
         "output_tokens": _spread(outputs),
         "prompt_to_output": _spread(np.array([i / o for i, o in pairs])),
-        "total_prompt_to_output": round(float(inputs.sum()) / max(1.0, outputs.sum()), 3)
+        "total_prompt_to_output": round(float(inputs.sum()) / max(1.0, float(outputs.sum())), 3)
         if outputs.size
         else None,
         "rag_share": round(profile.rag / count, 4),

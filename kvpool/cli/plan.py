@@ -11,13 +11,14 @@ import typer
 from kvpool.cli.deploy_plan import deploy
 from kvpool.cli.output import (
     console,
-    error_console,
     format_bytes,
     format_seconds,
     print_json,
     print_table,
 )
-from kvpool.errors import ConfigError
+from kvpool.cli.pictures import check_plot, draw_crossover
+from kvpool.cli.traces import say_wrong
+from kvpool.traces import open_trace
 
 app = typer.Typer(help="Size KV, links and deployments.", no_args_is_help=True)
 app.command()(deploy)
@@ -88,6 +89,8 @@ def crossover(
     from conductor.planning import hardware
     from conductor.planning.presets import model_named
 
+    if plot is not None:
+        check_plot(plot)
     machine = hardware.fitting(
         model_named(model),
         hardware.gpu_named(gpu),
@@ -110,8 +113,6 @@ def crossover(
         },
     }
     if plot is not None:
-        from kvpool.cli.pictures import draw_crossover
-
         draw_crossover(document, plot)
     if as_json:
         print_json(document)
@@ -177,7 +178,7 @@ def _print_size(report: dict[str, Any]) -> None:
 
 @app.command()
 def profile(
-    log: Annotated[Path, typer.Argument(help="Request log or trace, one JSON object a line.")],
+    log: Annotated[Path, typer.Argument(help="Request log or trace (also .gz), or - for stdin.")],
     rag_min_input: Annotated[int, typer.Option(help="RAG by rule: prompt tokens at least.")] = 2000,
     rag_min_ratio: Annotated[float, typer.Option(help="And prompt over output at least.")] = 10.0,
     rag_match: Annotated[str | None, typer.Option(help="Or this pattern in its text.")] = None,
@@ -190,13 +191,8 @@ def profile(
     rule = RagRule(rag_min_input, rag_min_ratio)
     if rag_match is not None:
         rule = RagRule(rag_min_input, rag_min_ratio, rag_match)
-    try:
-        with log.open("rb") as lines:
-            found = profile_log(lines, str(log), rule, is_strict=strict)
-    except OSError as error:
-        raise ConfigError(f"cannot read {log}: {error.strerror or error}") from None
-    for text in found.problems:
-        error_console().print(f"skipped {text}", markup=False)
+    found = profile_log(open_trace(str(log)), str(log), rule, is_strict=strict)
+    say_wrong(str(log), found.read, "taken as they stand")
     document = report(found)
     if as_json:
         print_json(document)

@@ -1,4 +1,4 @@
-"""What `kvpool replay` and `kvpool trace` share: reading the file, and telling what was wrong with it."""
+"""What the commands that read a trace share: reading the file, and telling what was wrong with it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from kvpool.cli.output import error_console
 from kvpool.errors import ConfigError, KvpoolError
+from kvpool.traces import TraceReport
 
 if TYPE_CHECKING:
-    from tiers.replay import CompactTrace, TraceReport
+    from tiers.replay import CompactTrace
 
 TIME_UNITS = {"auto": None, "ms": 1e-3, "s": 1.0}
 
@@ -35,14 +36,26 @@ def load(
         is_strict=is_strict,
         tokenize=None if tokenizer is None else _tokenize(tokenizer),
     )
-    if report.skipped or report.unsorted:
-        error_console().print(
-            f"{path}: {report.skipped} lines skipped, {report.unsorted} out of order and sorted:"
-            f" {'; '.join(report.first)}",
-            style="yellow",
-            markup=False,
-        )
+    say_wrong(path, report, "sorted")
     return trace, report
+
+
+def say_wrong(path: str, report: TraceReport, became: str) -> None:
+    """A warning on stderr where lines were wrong or out of order: how many, and the first of them by number.
+
+    Args:
+        became: what became of those out of order.
+    """
+    wrong = report.skipped + report.unsorted
+    if not wrong:
+        return
+    more = f"; and {wrong - len(report.first):,} more" if wrong > len(report.first) else ""
+    error_console().print(
+        f"{path}: {report.skipped:,} lines skipped, {report.unsorted:,} out of order and {became}:"
+        f" {'; '.join(report.first)}{more}",
+        style="yellow",
+        markup=False,
+    )
 
 
 def _tokenize(path: str) -> Callable[[str], Sequence[int]]:

@@ -5,9 +5,12 @@ They are read and checked here; who replays, simulates or describes them stands 
 
 from kvpool.traces.reader import (
     MOONCAKE_BLOCK_TOKENS,
+    ROWS_TO_TELL_BY,
     EmptyTrace,
     TraceReport,
     TraceRequest,
+    block_tokens_of,
+    check_ids,
     load_requests,
     open_trace,
     read_trace,
@@ -17,10 +20,13 @@ from kvpool.traces.request_log import Tokenize
 
 __all__ = [
     "MOONCAKE_BLOCK_TOKENS",
+    "ROWS_TO_TELL_BY",
     "EmptyTrace",
     "Tokenize",
     "TraceReport",
     "TraceRequest",
+    "block_tokens_of",
+    "check_ids",
     "load_requests",
     "open_trace",
     "read_trace",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gzip
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -25,8 +25,11 @@ from kvpool.traces.request_log import RequestLog, Tokenize
 
 MOONCAKE_BLOCK_TOKENS = 512
 OTHER_BLOCK_TOKENS = (16, 32, 64, 128, 256, 1024)  # of other published traces
-_ROWS_TO_TELL_BY = 32
+ROWS_TO_TELL_BY = 32  # how many blocks a prompt has in this trace
 _MOST_TOKENS = 1 << 40
+_MOST_PLAIN_TOKENS = (
+    1 << 27
+)  # without ids, where no list of them holds a length to what a line can carry
 _SHOWN = 5
 
 
@@ -53,6 +56,24 @@ class TraceReport:
         """Remember what was wrong with a line, if it is one of the first."""
         if len(self.first) < _SHOWN:
             self.first.append(f"line {line}: {what}")
+
+    def refuse(self, name: str, line: int, what: str, is_strict: bool) -> None:
+        """Skip a line and count it. Raises ConfigError: `is_strict`."""
+        what = brief(what)
+        if is_strict:
+            hint = "without --strict such lines are skipped and counted"
+            raise ConfigError(f"{name}, line {line}: {what}", hint=hint)
+        self.skipped += 1
+        self.note(line, what)
+
+    def note_unsorted(self, name: str, line: int, time_s: float, is_strict: bool) -> None:
+        """Count a line earlier than one above it. Raises ConfigError: `is_strict`."""
+        what = f"its time, {time_s:.10g} s, lies before that of a line above it"
+        if is_strict:
+            hint = "without --strict such lines are counted"
+            raise ConfigError(f"{name}, line {line}: {what}", hint=hint)
+        self.unsorted += 1
+        self.note(line, what)
 
 
 class EmptyTrace(ConfigError):
@@ -100,8 +121,10 @@ def read_trace(
     """
     rows = _rows(lines, report, name, is_strict)
     if block_tokens is None:
-        head = list(islice(rows, _ROWS_TO_TELL_BY))
-        block_tokens = _block_tokens_of([row for _, row in head if isinstance(row, _Row)])
+        head = list(islice(rows, ROWS_TO_TELL_BY))
+        block_tokens = block_tokens_of(
+            [(row.input_length, len(row.hash_ids)) for _, row in head if isinstance(row, _Row)]
+        )
         rows = chain(head, rows)
     report.block_tokens = block_tokens
     log = RequestLog(block_tokens, time_unit_s, tokenize)
@@ -116,15 +139,13 @@ def read_trace(
                 request = _without_ids(row, time_unit_s or 1e-3)
             else:
                 request = TraceRequest(*log.read(row))
+            if request.input_tokens < 1:
+                raise InvalidArgument("a prompt of no tokens")
         except InvalidArgument as error:
-            _refuse(report, name, number, str(error), is_strict)
+            report.refuse(name, number, str(error), is_strict)
             continue
         if request.time_s < latest_s:
-            what = f"its time, {request.time_s:.10g} s, lies before that of a line above it"
-            if is_strict:
-                raise ConfigError(f"{name}, line {number}: {what}")
-            report.unsorted += 1
-            report.note(number, what)
+            report.note_unsorted(name, number, request.time_s, is_strict)
         latest_s = max(latest_s, request.time_s)
         yield request
 
@@ -189,16 +210,7 @@ def _rows(
         if isinstance(row, dict) and "hash_ids" not in row:
             yield number, row
         else:
-            _refuse(report, name, number, what, is_strict)
-
-
-def _refuse(report: TraceReport, name: str, line: int, what: str, is_strict: bool) -> None:
-    what = brief(what)
-    if is_strict:
-        hint = "without --strict such lines are skipped and counted"
-        raise ConfigError(f"{name}, line {line}: {what}", hint=hint)
-    report.skipped += 1
-    report.note(line, what)
+            report.refuse(name, number, what, is_strict)
 
 
 def _check_sizes(row: _Row) -> None:
@@ -211,10 +223,15 @@ def _check_sizes(row: _Row) -> None:
 
 def _check(row: _Row, block_tokens: int) -> None:
     _check_sizes(row)
-    if not _implies(row, block_tokens):
-        implied = -(-row.input_length // block_tokens)
+    check_ids(row.input_length, len(row.hash_ids), block_tokens)
+
+
+def check_ids(input_length: int, ids: int, block_tokens: int) -> None:
+    """Raises InvalidArgument: more or fewer ids than a prompt of that length has blocks."""
+    if not _implies(input_length, ids, block_tokens):
+        implied = -(-input_length // block_tokens)
         raise InvalidArgument(
-            f"{len(row.hash_ids)} hash_ids, but input_length {row.input_length} implies {implied}"
+            f"{ids} hash_ids, but input_length {input_length} implies {implied}"
             f" of {block_tokens} tokens"
         )
 
@@ -225,20 +242,23 @@ def _without_ids(row: dict[str, Any], time_unit_s: float) -> TraceRequest:
     except msgspec.ValidationError as error:
         raise InvalidArgument(str(error)) from None
     _check_sizes(plain)
+    if plain.input_length > _MOST_PLAIN_TOKENS:
+        raise InvalidArgument(f"input_length {plain.input_length}")
     return TraceRequest(plain.timestamp * time_unit_s, plain.input_length, plain.output_length, [])
 
 
-def _implies(row: _Row, block_tokens: int) -> bool:
+def _implies(input_length: int, ids: int, block_tokens: int) -> bool:
     """As many ids as blocks, the last one, partly filled, named or not."""
-    full, rest = divmod(row.input_length, block_tokens)
-    return full <= len(row.hash_ids) <= full + (rest > 0)
+    full, rest = divmod(input_length, block_tokens)
+    return full <= ids <= full + (rest > 0)
 
 
-def _block_tokens_of(rows: list[_Row]) -> int:
+def block_tokens_of(prompts: Sequence[tuple[int, int]]) -> int:
+    """Tokens of a block, told from `input_length` and the number of `hash_ids` of a trace's first lines."""
     # One line alone may as well be wrong: it takes several of one mind to leave the usual size.
-    telling = [row for row in rows if len(row.hash_ids) > 1]
-    if len(telling) >= 8 and not any(_implies(row, MOONCAKE_BLOCK_TOKENS) for row in telling):
+    telling = [prompt for prompt in prompts if prompt[1] > 1]
+    if len(telling) >= 8 and not any(_implies(*p, MOONCAKE_BLOCK_TOKENS) for p in telling):
         for size in OTHER_BLOCK_TOKENS:
-            if all(_implies(row, size) for row in telling):
+            if all(_implies(*prompt, size) for prompt in telling):
                 return size
     return MOONCAKE_BLOCK_TOKENS

@@ -42,6 +42,8 @@ WRONG: dict[str, tuple[Any, str]] = {
     "binary": (b"\xff\xfe\x00\n", "not JSON"),
     "deep": (b"[" * 200_000 + b"\n", "not JSON"),
     "negative input": (row(0, -5, [1]), "input_length -5"),
+    "no input": (row(0, 0, []), "a prompt of no tokens"),
+    "empty prompt": ({"timestamp": 1, "prompt": ""}, "a prompt of no tokens"),
     "negative output": (row(0, 5, [1], output=-1), "output_length -1"),
     "ids too few": (row(0, 5120, [1, 2, 3]), "3 hash_ids, but input_length 5120 implies 10"),
     "ids too many": (row(0, 512, [1, 2]), "2 hash_ids, but input_length 512 implies 1"),
