@@ -128,6 +128,12 @@ def setup_of(scenario: Scenario) -> Setup:
                 )
                 number += 1
     block_bytes = scenario.block_tokens * scenario.model.bytes_per_token(scenario.kv_value_bytes)
+    if scenario.serving == "pooled" and max(scenario.dram_bytes, scenario.nvme_bytes) < block_bytes:
+        raise ConfigError(
+            f"hosts lend the pool {scenario.dram_bytes:,} B of DRAM and {scenario.nvme_bytes:,} B of NVMe,"
+            f" and one block takes {block_bytes:,} B",
+            hint="more DRAM, or serving without a pool: disaggregated or coupled",
+        )
     hosts = sorted({instance.host for instance in instances})
     nodes = tuple(
         NodeSpec(

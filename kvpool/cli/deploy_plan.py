@@ -15,6 +15,7 @@ from kvpool.cli.output import (
     print_json,
     print_table,
 )
+from kvpool.cli.traces import say_wrong
 from kvpool.errors import ConfigError
 from kvpool.traces import load_requests
 
@@ -47,7 +48,7 @@ def deploy(
     from conductor.simulator.scenario import Scenario
     from conductor.simulator.workload import arrivals
     from kvpool.cli.policy_caches import cache_factory
-    from kvpool.cli.simulate import say_skipped, size_option
+    from kvpool.cli.simulate import size_option
 
     base = Scenario(
         model_named(model),
@@ -61,7 +62,7 @@ def deploy(
     )
     make_cache = cache_factory(eviction)
     recorded, report = load_requests(str(trace), is_strict=strict)
-    say_skipped(str(trace), report)
+    say_wrong(str(trace), report, "sorted")
     came = arrivals(recorded, speed=speed, trace_block_tokens=report.block_tokens)
 
     def progress(text: str) -> None:
@@ -70,7 +71,8 @@ def deploy(
     found = placement.search(base, gpus, came[:requests], make_cache, progress)
     hits = pool_size.curve(came, make_cache)
     answer = advice.advise(base, gpus, came[:requests], found, hits, gpu_hour)
-    answer |= {"trace": str(trace), "model": base.model.name, "gpu": gpu, "requests": requests}
+    answer |= {"trace": str(trace), "model": base.model.name, "gpu": gpu}
+    answer |= {"requests": min(requests, len(came)), "skipped_lines": report.skipped}
     answer["files"] = _write(out, answer, advice, base) if out is not None else []
     if as_json:
         print_json(answer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -12,9 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from kvpool.cli.output import console, error_console, format_seconds, print_json, print_table
+from kvpool.cli.pictures import check_plot, draw_simulation
+from kvpool.cli.traces import say_wrong
 from kvpool.errors import ConfigError
 from kvpool.settings import parse_bytes
-from kvpool.traces import MOONCAKE_BLOCK_TOKENS, TraceReport, TraceRequest, load_requests
+from kvpool.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest, load_requests
 
 if TYPE_CHECKING:
     from conductor.simulator.scenario import Scenario
@@ -84,6 +87,8 @@ def simulate(
     from conductor.strategies import strategies
     from kvpool.cli.policy_caches import cache_factory
 
+    if plot is not None:
+        check_plot(plot)
     _one_of("--sweep", [sweep] if sweep else [], SWEEPS)
     servings = _one_of("--serving", serving.split(","), get_args(Serving) or SERVINGS)
     names = _one_of("--strategy", strategy.split(","), strategies())
@@ -146,8 +151,6 @@ def simulate(
         "rows": rows,
     }
     if plot is not None:
-        from kvpool.cli.pictures import draw_simulation
-
         draw_simulation(document, plot)
     if as_json:
         print_json(document)
@@ -166,7 +169,7 @@ def _requests(
         raise ConfigError("give either a trace or --load", hint="--load 4,8000,200,300")
     if trace is not None:
         found, report = load_requests(str(trace), is_strict=strict, limit=limit)
-        say_skipped(str(trace), report)
+        say_wrong(str(trace), report, "sorted")
         return found, report.block_tokens, report.skipped
     shapes = []
     for text in load:
@@ -181,12 +184,6 @@ def _requests(
     if not found:
         raise ConfigError("the load is empty", hint="raise its rate or its duration")
     return found, MOONCAKE_BLOCK_TOKENS, 0
-
-
-def say_skipped(name: str, report: TraceReport) -> None:
-    """Name the first lines that were skipped or came late, on stderr."""
-    for text in report.first:
-        error_console().print(f"{name}, {text}", markup=False)
 
 
 def _one_of(flag: str, given: list[str], known: Any) -> list[str]:
@@ -211,7 +208,7 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from None
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from None
 
 
 def _kinds(scenario: Scenario) -> dict[str, Any]:
@@ -257,8 +254,8 @@ def _print(document: dict[str, Any]) -> None:
                 "yes" if row["overlap"] else "no",
                 row["served"],
                 row["rejected"],
-                *(format_seconds(row["ttft_s"][k]) for k in ("mean", "p50", "p90", "p99")),
-                *(format_seconds(row["tpot_s"][k]) for k in ("mean", "p99")),
+                *(_seconds(row, "ttft_s", k) for k in ("mean", "p50", "p90", "p99")),
+                *(_seconds(row, "tpot_s", k) for k in ("mean", "p99")),
                 f"{row['slo_share']:.1%}",
                 f"{row['goodput_per_s']:.2f}",
                 f"{row['hit_ratio']:.1%}",
@@ -269,3 +266,14 @@ def _print(document: dict[str, Any]) -> None:
         ),
         right=("served", "rejected", "TTFT mean", "p50", "p90", "p99", "TPOT mean", "TPOT p99"),
     )
+    refused: Counter[str] = Counter()
+    for row in document["rows"]:
+        refused.update(row["rejections"])
+    if refused:
+        reasons = ", ".join(f"{count:,} for {reason}" for reason, count in refused.most_common())
+        out.print(f"rejected: {reasons}", markup=False)
+
+
+def _seconds(row: dict[str, Any], name: str, figure: str) -> str:
+    """A latency of those who were served; of nobody there is none."""
+    return format_seconds(row[name][figure]) if row["served"] else "-"

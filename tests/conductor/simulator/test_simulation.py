@@ -194,7 +194,7 @@ def test_mixed_hardware_is_told_apart() -> None:
 def test_a_ratio_sweep_tries_every_split_and_says_which_meet_both_objectives() -> None:
     rows = sweeps.ratio_sweep(replace(BASE, slo_ttft_s=3), load(seconds=15), LRU)
     assert [(r["prefill"], r["decode"]) for r in rows] == [(1, 3), (2, 2), (3, 1)]
-    assert all(isinstance(r["meets_both"], bool) for r in rows)
+    assert [r["meets_both"] for r in rows] == [r["slo_share"] >= 0.9 for r in rows]
     with pytest.raises(ConfigError, match="objectives"):
         sweeps.ratio_sweep(replace(BASE, slo_ttft_s=0), load(seconds=5), LRU)
 
@@ -276,6 +276,15 @@ def test_the_command_prints_one_document_and_a_picture(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_table_says_why_requests_were_refused_and_no_latency_of_nobody() -> None:
+    done = run_command("--load", "1,9000000,5,5", "--prefill", "1", "--decode", "1")
+    assert done.returncode == 0, done.stderr
+    row = next(line for line in done.stdout.splitlines() if line.startswith("pooled")).split()
+    assert row[row.index("yes") + 1] == "0"  # served
+    assert " - " in done.stdout
+    assert "rejected: " in done.stdout
+
+
 @pytest.mark.parametrize(
     "bad",
     [
@@ -293,6 +302,10 @@ def test_the_command_prints_one_document_and_a_picture(tmp_path: Path) -> None:
         ["--load", "4,1000,50,5", "--eviction", "oldest"],
         ["--load", "4,1000,50,5", "--speed", "0"],
         ["--load", "4,1000,50,5", "--sweep", "ratio"],
+        ["--load", "4,1000,50,5", "--dram", "0"],
+        ["--load", "4,1000,50,5", "--plot", "no/such.png"],
+        ["--load", "4,1000,50,5", "--plot", "picture.doc"],
+        ["--load", "4,1000,50,5", "--policy", "absent.yaml"],
     ],
 )
 def test_bad_input_ends_with_one_line_and_status_2(bad: list[str]) -> None:
