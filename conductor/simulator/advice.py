@@ -10,7 +10,7 @@ import yaml
 from conductor.planning.crossover import least_bandwidth
 from conductor.planning.hardware import Machine, fitting, gpu_named
 from conductor.simulator.placement import Placed
-from conductor.simulator.pool_size import Hits, recommended
+from conductor.simulator.pool_size import NEAR, Hits, recommended
 from conductor.simulator.scenario import Group, Scenario
 from conductor.simulator.workload import Arrival
 
@@ -35,15 +35,24 @@ def advise(
     group = best.scenario.decode[0]
     machine = _machine(base, group)
     shortest = _shortest_remote(machine, base.link_bytes_per_s)
-    dram, nvme = recommended(hits)
     block_bytes = base.block_tokens * base.model.bytes_per_token(base.kv_value_bytes)
+    wanted, nvme = recommended(hits)
+    hosts = sum(g.count for g in (*best.scenario.prefill, *best.scenario.decode))
+    dram = min(wanted, hosts * base.dram_bytes // block_bytes)
+    reasons = _reasons(base, gpus, arrivals, best, coupled, apart, machine, shortest)
+    if dram < wanted:  # what memory cannot hold, disks may
+        nvme = max(nvme, wanted)
+        reasons.append(
+            f"pool: {wanted * block_bytes / 1e9:,.0f} GB would find {NEAR:.0%} of what can be found; "
+            f"{hosts} hosts lend {hosts * base.dram_bytes / 1e9:,.0f} GB of DRAM"
+        )
     price = gpu_dollars_per_hour
     if price is None:
         price = gpu_named(base.gpu).dollars_per_hour
     return {
         "gpus": gpus,
         "disaggregate": is_apart,
-        "reasons": _reasons(base, gpus, arrivals, best, coupled, apart, machine, shortest),
+        "reasons": reasons,
         "placement": best.named(),
         "prefill": _role(best.scenario.prefill),
         "decode": _role(best.scenario.decode),
@@ -89,7 +98,8 @@ def policy_yaml(answer: dict[str, Any]) -> str:
 def values_yaml(answer: dict[str, Any], base: Scenario) -> str:
     """Sizes for Kubernetes or docker-compose: replicas, GPUs, environment of each process."""
     nodes = max(1, answer["prefill"]["replicas"] + answer["decode"]["replicas"])
-    node_env = {"KVPOOL_NODE__DRAM_BYTES": _share(answer["pool"]["dram_bytes"], nodes)}
+    lent = base.dram_bytes >> 30
+    node_env = {"KVPOOL_NODE__DRAM_BYTES": _share(answer["pool"]["dram_bytes"], nodes, lent)}
     if answer["pool"]["nvme_bytes"]:
         node_env["KVPOOL_NODE__NVME_DIRECTORY"] = "/var/lib/kvpool/nvme"
         node_env["KVPOOL_NODE__NVME_BYTES"] = _share(answer["pool"]["nvme_bytes"], nodes)
@@ -143,8 +153,8 @@ def _shortest_remote(machine: Machine, bytes_per_s: float) -> int | None:
     return None
 
 
-def _share(size_bytes: int, nodes: int) -> str:
-    gib = max(1, -(-size_bytes // nodes >> 30) + 1)
+def _share(size_bytes: int, nodes: int, most_gib: int = 1 << 30) -> str:
+    gib = max(1, min(-(-size_bytes // nodes >> 30) + 1, most_gib))
     return f"{gib}GiB"
 
 

@@ -82,6 +82,20 @@ def test_advice_has_reasons_and_files_that_kvpool_accepts() -> None:
     assert any("always costs more" in reason for reason in answer["reasons"])
 
 
+def test_nodes_are_not_told_to_lend_more_memory_than_their_hosts_have() -> None:
+    came = load(3, 4000, 100)
+    poor = replace(BASE, dram_bytes=2 << 30)
+    found = search(poor, 2, came, LRU)
+    hits = [pool_size.Hits(100, 0.1), pool_size.Hits(4000, 0.4), pool_size.Hits(5000, 0.41)]
+    answer = advice.advise(poor, 2, came, found, hits, None)
+    env = yaml.safe_load(advice.values_yaml(answer, poor))["node"]["env"]
+    hosts = answer["prefill"]["replicas"] + answer["decode"]["replicas"]
+    assert 0 < answer["pool"]["dram_bytes"] <= hosts * poor.dram_bytes
+    assert answer["pool"]["nvme_bytes"] == 4000 * (64 << 20)  # a block of 512 tokens is 64 MiB
+    assert env["KVPOOL_NODE__DRAM_BYTES"] == "2GiB"
+    assert any(reason.startswith("pool: ") for reason in answer["reasons"])
+
+
 def test_the_command_writes_its_files_and_refuses_in_one_line(tmp_path: Path) -> None:
     trace = tmp_path / "t.jsonl"
     rows = synthetic([Shape(2, 3000, 50, 20)], 1)
