@@ -191,7 +191,12 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_command_prints_one_document_and_refuses_in_one_line() -> None:
     done = run("size", "llama-3-70b", "--tokens", "8192", "--dtype", "fp8", "--json")
     assert json.loads(done.stdout)["kv_bytes"] == 1_342_177_280
-    for bad in (["lama-3-70b"], ["no/config.json"], ["llama-3-70b", "--tokens", "-5"], ["llama-3-70b", "--link", "x"]):
+    for bad in (
+        ["lama-3-70b"],
+        ["no/config.json"],
+        ["llama-3-70b", "--tokens", "-5"],
+        ["llama-3-70b", "--link", "x"],
+    ):
         done = run("size", *bad)
         assert done.returncode == 2
         assert done.stdout == ""
