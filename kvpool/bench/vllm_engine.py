@@ -96,15 +96,24 @@ class BenchEngine:
         self._read(START_TIMEOUT_S)
         return self
 
-    def generate(self, prompt: Sequence[int], output_tokens: int = OUTPUT_TOKENS) -> dict[str, Any]:
+    def generate(
+        self,
+        prompt: Sequence[int],
+        output_tokens: int = OUTPUT_TOKENS,
+        *,
+        may_load: bool = True,
+    ) -> dict[str, Any]:
         """Serve one prompt alone.
+
+        Args:
+            may_load: False: kvpool's connector is asked to leave it alone.
 
         Returns:
             `ttft_s`, `output` (token ids), `external` and `local` (tokens that vLLM counts as hits of the connector
             and of its own cache), `loaded` (tokens whose load our connector began).
         """
         result: dict[str, Any] = self._call(
-            "generate", prompt=list(prompt), output_tokens=output_tokens
+            "generate", prompt=list(prompt), output_tokens=output_tokens, may_load=may_load
         )
         return result
 
@@ -171,9 +180,9 @@ class _Served:
         )
         self._count = 0
 
-    def generate(self, prompt: list[int], output_tokens: int) -> dict[str, Any]:
+    def generate(self, prompt: list[int], output_tokens: int, may_load: bool) -> dict[str, Any]:
         before = self._counted()
-        ttft_s, output = self._serve(prompt, output_tokens)
+        ttft_s, output = self._serve(prompt, output_tokens, {"kvpool": {"load": may_load}})
         after = self._counted()
         counts = {name: int(after[name] - before[name]) for name in before}
         return {"ttft_s": ttft_s, "output": output, **counts}
@@ -193,7 +202,7 @@ class _Served:
         return True
 
     def _serve(
-        self, prompt: list[int], output_tokens: int, transfer: dict[str, Any] | None = None
+        self, prompt: list[int], output_tokens: int, transfer: dict[str, Any]
     ) -> tuple[float, list[int]]:
         from vllm import SamplingParams
 
@@ -203,7 +212,7 @@ class _Served:
             temperature=0.0,
             max_tokens=output_tokens,
             ignore_eos=True,
-            extra_args={"kv_transfer_params": transfer} if transfer else None,
+            extra_args={"kv_transfer_params": transfer},
         )
         ttft_s = 0.0
         output: list[int] = []

@@ -138,7 +138,7 @@ def _spread(work: Callable[[int, int], None], lengths: Int64Array) -> None:
     edges = np.searchsorted(np.cumsum(lengths), np.linspace(0, total, shares + 1)[1:-1]).tolist()
     cuts = [0, *edges, count]
     helpers: list[Future[None]] = [
-        _helpers().submit(work, first, last) for first, last in itertools.pairwise(cuts)
+        _helpers().submit(work, first, last) for first, last in itertools.pairwise(cuts[1:])
     ]
     try:
         work(cuts[0], cuts[1])

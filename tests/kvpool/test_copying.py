@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.errors import DeadlineExceeded
-from kvpool.transports import Pieces
+from kvpool.transports import Pieces, copying
 from kvpool.transports.copying import CHUNK_BYTES, copy, copy_and_sum, sum_runs
 
 lengths_of_runs = st.lists(st.integers(1, 50), min_size=1, max_size=40)
@@ -90,6 +90,17 @@ def test_bytes_arrive_and_sums_are_those_of_the_whole_run(length: int, sum_targe
     assert np.array_equal(source, target)
     expected = [xxhash.xxh3_64_intdigest(run.tobytes()) for run in source]
     assert sums.tolist() == expected == sum_runs(source.ctypes.data + rows, lengths).tolist()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+def test_every_run_is_done_once_whatever_the_number_of_threads(
+    monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    monkeypatch.setattr(copying, "_threads", lambda: threads)
+    done: list[range] = []
+    copying._spread(lambda first, last: done.append(range(first, last)), np.full(11, 1 << 20))
+    assert sorted(at for share in done for at in share) == list(range(11))
+    assert len(done) == threads
 
 
 def test_nothing_is_copied_after_the_deadline() -> None:

@@ -46,10 +46,11 @@ class FakeEngine:
         if not self._is_leaky:
             self._own.clear()
 
-    def generate(self, prompt: Sequence[int]) -> dict[str, Any]:
+    def generate(self, prompt: Sequence[int], *, may_load: bool = True) -> dict[str, Any]:
         key = tuple(prompt)
         whole = len(key) // 128 * 128
-        where = "local" if key in self._own else "external" if key in self._store else ""
+        stored = self._store if may_load else set()
+        where = "local" if key in self._own else "external" if key in stored else ""
         self._own.add(key)
         if self._stores:
             self._store.add(key)
@@ -102,6 +103,7 @@ def test_each_way_is_measured_for_each_length(bench: Callable[..., dict[str, Any
         assert row["recompute_ttft_s"] == MISS_S
         assert row["pool_ttft_s"] == STORE_S
         assert row["local_prefix_hit_ttft_s"] == LOCAL_S
+        assert row["local_prefix_hit_without_connector_ttft_s"] == LOCAL_S
         assert row["outputs_equal"]
         assert row["tokens_from_pool"] == row["tokens_from_local_cache"] == size
     assert report["rows"][0]["peers"] == {"other": STORE_S, "within": STORE_S}
@@ -130,8 +132,8 @@ def test_a_miss_is_asked_again_and_counted(
     generate = FakeEngine.generate
     seen: list[tuple[int, ...]] = []
 
-    def flaky(engine: FakeEngine, prompt: Sequence[int]) -> dict[str, Any]:
-        result = generate(engine, prompt)
+    def flaky(engine: FakeEngine, prompt: Sequence[int], **asked: bool) -> dict[str, Any]:
+        result = generate(engine, prompt, **asked)
         if result["external"] and len(prompt) == 128 + 64 and tuple(prompt) not in seen:
             seen.append(tuple(prompt))
             return result | {"external": 0}
