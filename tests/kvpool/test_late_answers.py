@@ -13,7 +13,7 @@ from kvpool.errors import DeadlineExceeded, Draining
 from kvpool.wire import Session, WireClient, WireServer
 from kvpool.wire import client as wire_client
 from kvpool.wire import messages as m
-from tests.conductor.scripted import until
+from tests.waiting import until
 
 RESERVE = m.Reserve(b"n" * 16, b"h" * 16, b"", 0, 30.0)
 PIN = m.Pin(b"n" * 16, b"h" * 16, 30.0)

@@ -13,8 +13,8 @@ from kvpool.errors import KvpoolError
 from kvpool.hashing import pack_hashes
 from kvpool.wire import WireClient, WireServer
 from kvpool.wire import messages as m
-from tests.conductor.scripted import until
 from tests.tiers.test_long_runs import Room, chain
+from tests.waiting import until
 from tiers.collecting import keep_collections_short, set_aside
 from tiers.mover import Mover
 from tiers.node import NodeIdentity, NodeService
