@@ -84,6 +84,9 @@ class FrameSource:
         self.leases: deque[int] = deque([0], maxlen=4)  # the last that the server granted
         self.reservations: deque[int] = deque([0], maxlen=2)
         self.granted = 1  # blocks of the last reservation
+        self.next_up: deque[m.Message] = deque(
+            maxlen=8
+        )  # sound requests, sent before what they name is over
         self._made: dict[type[m.Message], list[bytes]] = {}
         self._fatal: list[Callable[[int], bytes]] = [
             self._random_bytes,
@@ -157,6 +160,11 @@ class FrameSource:
     def _body(self) -> bytes:
         """A request of any type, a node's own more often; large ones are used several times."""
         rng = self._rng
+        if self.next_up:
+            sound = self.next_up.popleft()
+            return _encode(
+                [type(sound).__name__, *(getattr(sound, n) for n, _ in _fields(type(sound)))]
+            )
         request = rng.choice(OF_A_NODE if rng.random() < 0.7 else REQUESTS)
         if request is m.DropBlocks and rng.random() < 0.95:
             request = m.Pin  # else hardly anything would be left to pin, and no lease to renew

@@ -173,8 +173,10 @@ class Attacker:
             reply = decode_reply(decoder_for(m.REPLIES[frame.request]), body)
             if isinstance(reply, m.PinReply) and reply.lease_id:
                 self._source.leases.append(reply.lease_id)
+                self._source.next_up.append(m.Renew(reply.lease_id, 0.5))
             elif isinstance(reply, m.ReserveReply) and reply.reservation_id:
                 self._source.reservations.append(reply.reservation_id)
+                self._source.next_up.append(m.RenewReservation(reply.reservation_id, 0.5))
                 self._source.granted = reply.statuses.count(m.BlockStatus.GRANTED)
             self.outcomes[f"{name}:ok"] += 1
 

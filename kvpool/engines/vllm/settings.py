@@ -55,6 +55,10 @@ class VllmSettings(EngineSettings):
     layerwise_save: bool = Field(
         False, description="send each layer when it is final, for prefill instances"
     )
+    prefault: bool = Field(
+        True,
+        description="on a CPU, have all of vLLM's KV memory paged in at start, not by the first loads",
+    )
     staging_bytes: Bytes = Field(
         64 << 20, ge=1 << 20, description="of each of the buffers that loads and saves go through"
     )

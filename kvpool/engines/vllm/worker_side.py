@@ -18,6 +18,7 @@ from kvpool.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvpool.engines.vllm.metrics import Figures
 from kvpool.engines.vllm.mover import Rank
 from kvpool.engines.vllm.paged_kv import PagedKV
+from kvpool.engines.vllm.prefault import Prefault
 from kvpool.engines.vllm.saving import Saver
 from kvpool.engines.vllm.settings import VllmSettings
 from kvpool.errors import LayoutMismatch
@@ -62,12 +63,16 @@ class WorkerSide:
         rank = Rank(pool, namespace, paged, settings, part, figures, self._notify, device)
         self._loader = Loader(rank)
         self._saver = Saver(rank)
+        is_prefaulted = settings.prefault and device.type == "cpu"
+        self._prefault = Prefault(paged.regions()) if is_prefaulted else None
         self._report = WorkerReport()
         self._failed_pages: set[int] = set()
         self._failed_requests: set[str] = set()
 
     def close(self) -> None:
         """End the threads; what is under way is waited for, within its deadline."""
+        if self._prefault is not None:
+            self._prefault.close()
         self._loader.close()
         self._saver.close()
 
