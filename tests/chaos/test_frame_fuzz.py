@@ -26,10 +26,12 @@ from kvpool.errors import BY_CODE, KvpoolError
 from kvpool.layout import Layout, Namespace
 from kvpool.wire import messages as m
 from kvpool.wire.framing import (
+    HEADER,
     FrameReader,
     Kind,
     decode_error,
     decode_reply,
+    decode_request,
     decoder_for,
     encode_frame,
 )
@@ -178,6 +180,10 @@ class Attacker:
                 self._source.reservations.append(reply.reservation_id)
                 self._source.next_up.append(m.RenewReservation(reply.reservation_id, 0.5))
                 self._source.granted = reply.statuses.count(m.BlockStatus.GRANTED)
+            elif isinstance(reply, m.PutInlineReply):
+                put = decode_request(memoryview(frame.data[HEADER.size :]))
+                assert isinstance(put, m.PutInline)
+                self._source.next_up.append(m.Pin(put.namespace_id, put.block_hash, 0.5))
             self.outcomes[f"{name}:ok"] += 1
 
 
