@@ -25,11 +25,10 @@ from kvpool.traces.request_log import RequestLog, Tokenize
 
 MOONCAKE_BLOCK_TOKENS = 512
 OTHER_BLOCK_TOKENS = (16, 32, 64, 128, 256, 1024)  # of other published traces
-ROWS_TO_TELL_BY = 32  # how many blocks a prompt has in this trace
+ROWS_TO_TELL_BY = 32  # how many tokens a block of this trace has
 _MOST_TOKENS = 1 << 40
-_MOST_PLAIN_TOKENS = (
-    1 << 27
-)  # without ids, where no list of them holds a length to what a line can carry
+# Without ids, where no list of them holds a length to what a line can carry.
+_MOST_PLAIN_TOKENS = 1 << 27
 _SHOWN = 5
 
 

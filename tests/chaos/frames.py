@@ -84,9 +84,8 @@ class FrameSource:
         self.leases: deque[int] = deque([0], maxlen=4)  # the last that the server granted
         self.reservations: deque[int] = deque([0], maxlen=2)
         self.granted = 1  # blocks of the last reservation
-        self.next_up: deque[m.Message] = deque(
-            maxlen=8
-        )  # sound requests, sent before what they name is over
+        # Sound requests, sent before what they name is over.
+        self.next_up: deque[m.Message] = deque(maxlen=8)
         self._made: dict[type[m.Message], list[bytes]] = {}
         self._fatal: list[Callable[[int], bytes]] = [
             self._random_bytes,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 
 import numpy as np
 
 from kvpool.client.node_link import Lease
 from kvpool.client.renewing import LeaseKeeper
 from kvpool.errors import LeaseExpired
-from tests.waiting import until
+from tests import waiting
+
+until = partial(waiting.until, timeout_s=10.0)
 
 MARGIN_S = 0.01
 

@@ -11,6 +11,7 @@ import socket
 import struct
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,9 @@ from kvpool.wire.framing import (
     decode_request,
     encode_frame,
 )
-from tests.waiting import until
+from tests import waiting
+
+until = partial(waiting.until, timeout_s=5.0)
 
 FRAME_LIMIT = 64 * 1024
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,13 +12,15 @@ import pytest
 from kvpool.hashing import checksum, pack_hashes
 from kvpool.layout import Layout, Namespace
 from kvpool.wire import messages as m
-from tests.waiting import until
+from tests import waiting
 from tiers.arena import Arena
 from tiers.device_arena import HBM_ARENA_ID, DeviceArena, DeviceFailed
 from tiers.mover import Mover
 from tiers.node import NodeIdentity, NodeService
 from tiers.slots import SlotAllocator
 from tiers.store import Store, StoreConfig
+
+until = partial(waiting.until, timeout_s=5.0)
 
 PAGE = 4096
 SLAB = 16 * PAGE

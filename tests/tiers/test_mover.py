@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from kvpool.errors import InvalidArgument
 from kvpool.hashing import checksum, pack_hashes
 from kvpool.layout import Layout, Namespace
 from kvpool.wire import messages as m
-from tests.waiting import until
+from tests import waiting
 from tiers import cold_pins, node
 from tiers.arena import Arena
 from tiers.devices import THREADS, Device, Devices
@@ -28,6 +29,8 @@ from tiers.node import NodeIdentity, NodeService
 from tiers.nvme import NvmeFiles
 from tiers.slots import Place, SlotAllocator
 from tiers.store import Store, StoreConfig
+
+until = partial(waiting.until, timeout_s=5.0)
 
 PAGE = 4096
 SLAB = 16 * PAGE

@@ -407,11 +407,9 @@ class KVPoolStorage(HiCacheStorage):
         except WrongByteCount as error:
             self._metrics.trouble(operation, error.code, str(error), defect=error)
             return miss
-        except (LayoutMismatch, HashMismatch) as error:  # our pages are not wanted there
-            self._unreached(reach, operation, error)
-            return miss
         except KvpoolError as error:
-            if says_pool_is_down(error):
+            is_unwanted = isinstance(error, (LayoutMismatch, HashMismatch))
+            if is_unwanted or says_pool_is_down(error):
                 self._unreached(reach, operation, error)
             else:
                 self._metrics.trouble(operation, error.code, str(error))

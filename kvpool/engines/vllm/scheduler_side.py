@@ -387,10 +387,10 @@ class SchedulerSide:
         jobs = []
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
-            # What is computed on top of a load of the same step is worth no more than that turns out to be.
-            if tracked is None or tracked.extra is None or tracked.is_loading:
+            if tracked is None or tracked.extra is None or not tracked.wishes.save:
                 continue
-            if not tracked.wishes.save:
+            # What is computed on top of a load of the same step is worth no more than that turns out to be.
+            if tracked.is_loading:
                 continue
             job = self._save_job(tracked, scheduled, state.get_block_ids)
             if job is not None:

@@ -68,14 +68,9 @@ def test_turns_come_from_messages_sessions_or_shared_blocks() -> None:
 
 
 def test_prompts_that_only_begin_alike_are_no_turns_of_one_another() -> None:
-    chats = [[0, 1, 2], [0, 1, 7], [0, 1, 8, 9], [0, 1, 8, 9, 10]]
-    lengths = [
-        1536,
-        1536,
-        1900,
-        2500,
-    ]  # the third's last block is not full: its next turn renames it
-    chats[3] = [0, 1, 8, 11, 10]
+    # The third's last block is not full: its next turn renames it.
+    chats = [[0, 1, 2], [0, 1, 7], [0, 1, 8, 9], [0, 1, 8, 11, 10]]
+    lengths = [1536, 1536, 1900, 2500]
     rows = [{"input_length": n, "hash_ids": c} for n, c in zip(lengths, chats, strict=True)]
     found = profile(*rows)
     assert (found["turns"]["max"], found["multi_turn_share"]) == (2, 0.25)
