@@ -11,7 +11,7 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
-PACKAGES := kvpool tiers conductor workers
+PACKAGES := kvpool tiers conductor workers planner
 CODE := $(PACKAGES) tests benchmarks
 
 # The first of these that runs and is new enough; `make PYTHON=/path/to/python setup` overrules.

@@ -2,7 +2,7 @@
 
     python -m benchmarks.copying
 
-Shows why `kvpool.transports.copying` sums chunk by chunk behind the copy, and on several threads.
+Shows why `kvpool.transports.copy` sums chunk by chunk behind the copy, and on several threads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 import xxhash
 
-from kvpool.transports.copying import copy, copy_and_sum, sum_runs
+from kvpool.transports.copy import copy, copy_and_sum, sum_runs
 
 BLOCK_BYTES = 4 << 20
 BLOCKS = 16

@@ -5,7 +5,7 @@
 
 The node's side is whole slots; ours is 8 MiB of pages of one length, every second one of a buffer, which is
 registered, as an engine's is. Packed: few large runs between the slots and a registered buffer of our own, and
-a copy between that and the pages (`kvpool.transports.groups`). Then what it costs to build descriptor lists for
+a copy between that and the pages (`kvpool.transports.batches`). Then what it costs to build descriptor lists for
 each transfer instead of preparing them once and sending indices.
 
 Packed over direct, read and write, on 2 cores with others at work (two runs; one over TCP):
@@ -35,8 +35,8 @@ from kvpool.transports.nixl import NixlTransport
 from kvpool.transports.nixl_agent import NixlAgent
 from kvpool.wire.messages import Arena as ArenaDescriptor
 from kvpool.wire.messages import NodeDescriptor
-from tiers.arena import Arena
-from tiers.nixl_target import NixlTarget
+from tiers.memory.arena import Arena
+from tiers.memory.nixl_target import NixlTarget
 
 TOTAL_BYTES = 8 << 20
 PAGES = (512, 1 << 10, 2 << 10, 4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10, 256 << 10)

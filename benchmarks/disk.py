@@ -2,7 +2,7 @@
 
     python -m benchmarks.disk [--directory /mnt/nvme] [--mib 256] [--json]
 
-Shows why `tiers.nvme` uses preadv and pwritev in threads. All but the buffered rows go around the page cache
+Shows why `tiers.disk.slab_file` uses preadv and pwritev in threads. All but the buffered rows go around the page cache
 (O_DIRECT); buffered reads find it empty, and buffered writes end with an fdatasync. Blocks come in a shuffled order,
 as the pool's do, so that nobody gains by merging neighbours. Rounds of all ways alternate, so that a slow moment of
 the machine hits each; the median counts.
@@ -71,7 +71,7 @@ class Disk:
 
 
 def in_threads(disk: Disk, threads: int, run: int = 1) -> Way:
-    """preadv and pwritev as `tiers.nvme` does; `run` blocks to each task of the pool."""
+    """preadv and pwritev as `tiers.disk.slab_file` does; `run` blocks to each task of the pool."""
     pool = ThreadPoolExecutor(threads)
 
     def blocks(is_write: bool, block_bytes: int, starts: list[int]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import httpx
 
 from benchmarks.traffic import MODEL
-from kvpool.fleet import Fleet
+from kvpool.serving.supervisor import Fleet
 
 HOSTS = ("h0", "h1", "h2")
 ENGINE = (

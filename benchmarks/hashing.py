@@ -14,8 +14,8 @@ from collections.abc import Callable
 import numpy as np
 import xxhash
 
-from kvpool.hashing import hash_chain
-from kvpool.layout import Layout, Namespace
+from kvpool.blocks.hashing import hash_chain
+from kvpool.blocks.layout import Layout, Namespace
 
 REPEATS = 15
 

@@ -24,13 +24,13 @@ from typing import Any
 import psutil
 import uvloop
 
-from conductor.cluster import RECLAIM_BLOCKS, Cluster
-from conductor.membership import MembershipConfig
-from conductor.memory_index import MemoryIndex
-from conductor.redis_index import RedisIndex
-from conductor.redis_link import RedisLink, RedisTarget
-from conductor.scheduler import Policy
-from kvpool.hashing import HASH_BYTES
+from conductor.cluster.cluster import RECLAIM_BLOCKS, Cluster
+from conductor.index.memory import MemoryIndex
+from conductor.members.membership import MembershipConfig
+from conductor.redis.client import RedisLink, RedisTarget
+from conductor.redis.index import RedisIndex
+from conductor.scheduling.scheduler import Policy
+from kvpool.blocks.hashing import HASH_BYTES
 from kvpool.wire import WireClient, WireServer
 from kvpool.wire import messages as m
 
@@ -83,7 +83,8 @@ def in_memory(blocks: int) -> dict[str, Any]:
             [segment] = index.segments(NAMESPACE, chain, hosts, "x")
             lookups.append(time.perf_counter() - started)
             assert segment.count == LOOKUP
-    pauses, busy = [], []
+    pauses: list[float] = []
+    busy: list[float] = []
     is_done = False
     while not is_done:
         started, cpu = time.perf_counter(), time.process_time()
@@ -118,7 +119,7 @@ async def rebuild(blocks: int) -> dict[str, Any]:
     node = m.NodeDescriptor("n", 1, "host", "127.0.0.1:1")
     started = time.perf_counter()
     await client.call(m.NodeJoin(node, []), 10)
-    pauses = []
+    pauses: list[float] = []
     for sequence, packed in enumerate([*reports, b""], 1):
         is_end = not packed
         at = time.perf_counter()
@@ -162,7 +163,7 @@ async def in_redis(blocks: int, target: RedisTarget) -> dict[str, Any]:
             assert segment.count == LOOKUP
     started = time.perf_counter()
     is_done = await index.remove_node("node-a", 0)
-    pauses = []
+    pauses: list[float] = []
     while not is_done:
         at = time.perf_counter()
         is_done = await index.reclaim(2_000)

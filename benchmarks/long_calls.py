@@ -22,9 +22,9 @@ from typing import Any
 
 import uvloop
 
-from kvpool.fleet import Fleet
-from kvpool.hashing import pack_hashes
-from kvpool.layout import Layout, Namespace
+from kvpool.blocks.hashing import pack_hashes
+from kvpool.blocks.layout import Layout, Namespace
+from kvpool.serving.supervisor import Fleet
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.resharding
 
-Shows why `kvpool.resharding` refuses pieces shorter than `MIN_PIECE_BYTES`.
+Shows why `kvpool.blocks.resharding` refuses pieces shorter than `MIN_PIECE_BYTES`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from kvpool import AsyncPool, Layout, Namespace, TensorParallelRank, hash_chain
-from kvpool.client.node_link import NodeLink
-from kvpool.fleet import Fleet
-from kvpool.resharding import Plan, plan_part, plan_read
+from kvpool.blocks.resharding import Plan, plan_part, plan_read
+from kvpool.client.node.node_link import NodeLink
+from kvpool.serving.supervisor import Fleet
 from kvpool.transports import TransportName
 
 PART_BYTES = 4 << 20

@@ -30,7 +30,7 @@ import numpy as np
 
 from benchmarks.fake_pool import HOSTS, start_pool
 from benchmarks.traffic import Measured, Request, read_trace, replay, steady, summary, synthetic
-from kvpool.fleet import Fleet
+from kvpool.serving.supervisor import Fleet
 
 STRATEGIES = "kv-centric,cache-aware,least-loaded,random"
 PARTS = "strategies,overload,roles"

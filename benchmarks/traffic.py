@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from kvpool.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest, load_requests
+from planner.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest, load_requests
 
 SHRINK = 8  # of a trace's tokens: a block of the trace, 512 tokens, is one of 64 here
 BLOCK_TOKENS = 64

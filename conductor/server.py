@@ -10,40 +10,40 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from conductor.cluster import Cluster
-from conductor.cost import CostModel
-from conductor.engine_servers import EngineServers
-from conductor.entrance import Limits
-from conductor.gateway import Gateway
-from conductor.grpc_api import grpc_server
-from conductor.http_api import HttpApi, no_tokenizer
-from conductor.last_news import LastNews
-from conductor.membership import MembershipConfig
-from conductor.memory_index import MemoryIndex
-from conductor.metrics import ConductorCollector, RequestMetrics
-from conductor.policy_holder import PolicyHolder
-from conductor.policy_service import PolicyService
-from conductor.profile import read_profile
-from conductor.requests import RequestLog
-from conductor.role_changes import RoleChanges
-from conductor.roles import RoleController, RoleLimits
-from conductor.scheduler import Policy
-from conductor.sessions import Sessions
-from conductor.tokenizer import Tokenizer
-from conductor.view import DynamoOptions, SglangOptions
-from kvpool.config import ConductorConfig
+from conductor.cluster.cluster import Cluster
+from conductor.engine_servers.discovery import EngineServers
+from conductor.gateway.admission import Limits
+from conductor.gateway.gateway import Gateway
+from conductor.gateway.grpc_api import grpc_server
+from conductor.gateway.http_api import HttpApi, no_tokenizer
+from conductor.gateway.metrics import ConductorCollector, RequestMetrics
+from conductor.gateway.sessions import Sessions
+from conductor.gateway.tokenizer import Tokenizer
+from conductor.index.block_history import LastNews
+from conductor.index.memory import MemoryIndex
+from conductor.members.membership import MembershipConfig
+from conductor.roles.actuator import RoleChanges
+from conductor.roles.controller import RoleController, RoleLimits
+from conductor.routing.policy_file import PolicyHolder
+from conductor.routing.service import PolicyService
+from conductor.scheduling.cost_model import CostModel
+from conductor.scheduling.cost_profile import read_profile
+from conductor.scheduling.decision import RequestLog
+from conductor.scheduling.inputs import DynamoOptions, SglangOptions
+from conductor.scheduling.scheduler import Policy
+from kvpool.blocks.hashing import token_bytes
+from kvpool.config.loader import ConductorConfig
 from kvpool.errors import ConfigError
-from kvpool.grpc_adapter import quiet_grpc
-from kvpool.hashing import token_bytes
-from kvpool.http import HttpServer
-from kvpool.metrics import new_registry
-from kvpool.process import Ready, wait_for_stop
-from kvpool.security import secure
+from kvpool.security.server_security import secure
+from kvpool.serving.grpc import quiet_grpc
+from kvpool.serving.http import HttpServer
+from kvpool.serving.metrics import new_registry
+from kvpool.serving.process import Ready, wait_for_stop
 from kvpool.wire import WireServer
 from kvpool.wire import messages as m
 
 if TYPE_CHECKING:
-    from conductor.shared_cluster import SharedCluster
+    from conductor.redis.shared_state import SharedCluster
 
 log = structlog.get_logger(__name__)
 
@@ -191,8 +191,8 @@ def connect(
         ConfigError: `conductor.redis_url` cannot be understood, or the Redis client is not installed.
     """
     try:
-        from conductor.redis_link import RedisLink, RedisTarget
-        from conductor.shared_cluster import SharedCluster
+        from conductor.redis.client import RedisLink, RedisTarget
+        from conductor.redis.shared_state import SharedCluster
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"conductor.index is redis, but {error.name} is not installed",

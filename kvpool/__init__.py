@@ -3,12 +3,12 @@
 from kvpool import Layout, Namespace, Pool, hash_chain
 """
 
+from kvpool.blocks.hashing import hash_chain
+from kvpool.blocks.layout import Layout, Namespace
+from kvpool.blocks.resharding import TensorParallelRank
 from kvpool.client import AsyncPool, Pool
-from kvpool.credentials import Credentials
 from kvpool.errors import KvpoolError
-from kvpool.hashing import hash_chain
-from kvpool.layout import Layout, Namespace
-from kvpool.resharding import TensorParallelRank
+from kvpool.security.credentials import Credentials
 
 __version__ = "0.1.0"
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import structlog
 
-# As in `kvpool.log`: drawing the local variables of a traceback may take longer than a test waits.
+# As in `kvpool.serving.log`: drawing the local variables of a traceback may take longer than a test waits.
 structlog.configure(
     processors=[
         structlog.processors.add_log_level,

@@ -14,38 +14,38 @@ from pathlib import Path
 import structlog
 from msgspec import structs
 
-from kvpool.auth import Principal
-from kvpool.config import NodeConfig
+from kvpool.config.loader import NodeConfig
 from kvpool.errors import ConfigError, NotFound, brief
-from kvpool.grpc_adapter import quiet_grpc
-from kvpool.http import HttpServer
-from kvpool.metrics import new_registry
-from kvpool.process import Ready, wait_for_stop
-from kvpool.security import is_loopback, secure
+from kvpool.security.server_security import is_loopback, secure
+from kvpool.security.tokens import Principal
+from kvpool.serving.grpc import quiet_grpc
+from kvpool.serving.http import HttpServer
+from kvpool.serving.metrics import new_registry
+from kvpool.serving.process import Ready, wait_for_stop
 from kvpool.transports import Transports, ucx
 from kvpool.transports.nixl_agent import NixlUnavailable
 from kvpool.wire import WireServer
 from kvpool.wire import messages as m
-from tiers import uses
-from tiers.adapters import grpc_server, http_app
-from tiers.arena import Arena, ArenaServer
-from tiers.arenas import ArenaSet, arena_unit, make_arena, make_arenas
-from tiers.collecting import keep_collections_short
-from tiers.device_arena import HBM_ARENA_ID, DeviceArena
-from tiers.devices import Devices, open_devices
-from tiers.draining import Drainer
-from tiers.lent import LentNodes
-from tiers.metrics import NodeCollector
-from tiers.mover import Mover
-from tiers.nixl_target import NixlTarget
-from tiers.node import NodeIdentity, NodeService
-from tiers.prefetching import Prefetcher
-from tiers.replication import Replicator
-from tiers.reporter import Reporter
-from tiers.resizing import Resizer
-from tiers.slot_pool import SlotPool
-from tiers.slots import SlotAllocator
-from tiers.store import Store, StoreConfig
+from tiers.api.http_api import grpc_server, http_app
+from tiers.api.metrics import NodeCollector
+from tiers.disk import access_checkpoint
+from tiers.disk.devices import Devices, open_devices
+from tiers.memory.arena import Arena, ArenaServer
+from tiers.memory.arena_set import ArenaSet, arena_unit, make_arena, make_arenas
+from tiers.memory.hbm_arena import HBM_ARENA_ID, DeviceArena
+from tiers.memory.nixl_target import NixlTarget
+from tiers.service.drain import Drainer
+from tiers.service.gc_tuning import keep_collections_short
+from tiers.service.index_reporter import Reporter
+from tiers.service.migrator import Mover
+from tiers.service.prefetch import Prefetcher
+from tiers.service.replication import Replicator
+from tiers.service.resize import Resizer
+from tiers.service.service import NodeIdentity, NodeService
+from tiers.service.tenant_nodes import LentNodes
+from tiers.store.arena_allocator import SlotPool
+from tiers.store.slab_allocator import SlotAllocator
+from tiers.store.store import Store, StoreConfig
 
 log = structlog.get_logger(__name__)
 
@@ -140,7 +140,7 @@ class _Node:
         if devices is not None:
             count = devices.recover_into(store, time.monotonic())
             mover.counters["namespaces_not_recovered"] += len(devices.unrecovered)
-            uses.restore(devices, store, time.monotonic(), time.time())
+            access_checkpoint.restore(devices, store, time.monotonic(), time.time())
             log.info("recovered blocks from NVMe", parts=count, devices=devices.states())
             self._drop_isolated(store)
             service.on_namespace.append(mover.keep_namespace)
@@ -229,7 +229,7 @@ class _Node:
         def count_failure() -> None:
             mover.counters["notes_not_written"] += 1
 
-        keeper = uses.UseKeeper(
+        keeper = access_checkpoint.UseKeeper(
             store,
             devices,
             self._config.uses_interval_s,

@@ -13,20 +13,20 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvpool.client.async_pool import AsyncPool
-from kvpool.config import ClientConfig, FakeEngineConfig, WorkerConfig
+from kvpool.config.loader import ClientConfig, FakeEngineConfig, WorkerConfig
 from kvpool.errors import ConfigError, KvpoolError
-from kvpool.http import HttpServer, base_app
-from kvpool.metrics import LATENCY_BUCKETS, new_registry
-from kvpool.process import Ready, wait_for_stop
-from kvpool.security import Security, secure
+from kvpool.security.server_security import Security, secure
+from kvpool.serving.http import HttpServer, base_app
+from kvpool.serving.metrics import LATENCY_BUCKETS, new_registry
+from kvpool.serving.process import Ready, wait_for_stop
 from kvpool.wire import WireServer
 from kvpool.wire import messages as m
-from workers.engine import Engine
-from workers.fake_engine import FakeEngine
-from workers.local_prefix import LocalPrefixCache
-from workers.membership import Membership
-from workers.model_files import default_cache_dir, prepare_model
-from workers.service import WorkerService
+from workers.engine.contract import Engine
+from workers.engine.fake_engine import FakeEngine
+from workers.engine.model_files import default_cache_dir, prepare_model
+from workers.engine.prefix_cache import LocalPrefixCache
+from workers.service.heartbeat import Membership
+from workers.service.service import WorkerService
 
 log = structlog.get_logger(__name__)
 
@@ -145,7 +145,7 @@ def load_engine(config: WorkerConfig, fake: FakeEngineConfig) -> Engine:
         )
     import torch
 
-    from workers.transformers_engine import TransformersEngine
+    from workers.engine.transformers_engine import TransformersEngine
 
     if config.threads:
         torch.set_num_threads(config.threads)

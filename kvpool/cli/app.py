@@ -34,37 +34,42 @@ class Registered:
 
 
 COMMANDS: dict[str, Registered] = {
-    "up": Registered("kvpool.cli.up:up", "Start conductor, node and workers on this machine."),
-    "conductor": Registered("kvpool.cli.up:conductor", "Run the conductor."),
-    "node": Registered("kvpool.cli.up:node", "Run a pool node."),
+    "up": Registered("workers.cli.up:up", "Start conductor, node and workers on this machine."),
+    "conductor": Registered("conductor.cli.serve:conductor", "Run the conductor."),
+    "node": Registered("tiers.cli:node", "Run a pool node."),
     "worker": Registered(
-        "kvpool.cli.worker:app", "Run a prefill or decode worker, or measure one."
+        "workers.cli.worker:app", "Run a prefill or decode worker, or measure one."
     ),
-    "demo": Registered("kvpool.cli.demo:demo", "Show what the pool is good for, on this machine."),
-    "put": Registered("kvpool.cli.pool_commands:put", "Write a file's bytes to the pool."),
-    "get": Registered("kvpool.cli.pool_commands:get", "Read bytes from the pool."),
-    "lookup": Registered("kvpool.cli.pool_commands:lookup", "Say what the pool has of a prompt."),
+    "demo": Registered("workers.cli.demo:demo", "Show what the pool is good for, on this machine."),
+    "put": Registered("kvpool.cli.data.pool:put", "Write a file's bytes to the pool."),
+    "get": Registered("kvpool.cli.data.pool:get", "Read bytes from the pool."),
+    "lookup": Registered("kvpool.cli.data.pool:lookup", "Say what the pool has of a prompt."),
     "explain": Registered(
-        "kvpool.cli.explain:explain", "Say why a request was served as it was, and what it missed."
+        "kvpool.cli.ops.explain:explain",
+        "Say why a request was served as it was, and what it missed.",
     ),
-    "ls": Registered("kvpool.cli.ls:ls", "List namespaces and blocks, node by node."),
-    "engines": Registered("kvpool.cli.engines:engines", "List engines' namespaces."),
-    "stats": Registered("kvpool.cli.pool_commands:stats", "Show nodes, tiers, and hits."),
-    "bench": Registered("kvpool.cli.bench:app", "Measure the store beside memcpy and its peers."),
-    "protect": Registered("kvpool.cli.protection:protect", "Keep a prompt's blocks in the pool."),
-    "unprotect": Registered("kvpool.cli.protection:unprotect", "End a prompt's protection."),
-    "drain": Registered("kvpool.cli.drain:drain", "Empty a node and let it end."),
-    "policy": Registered("kvpool.cli.policy:app", "Check, change or explain the routing policy."),
-    "plan": Registered("kvpool.cli.plan:app", "Size KV, links and deployments."),
+    "ls": Registered("kvpool.cli.data.ls:ls", "List namespaces and blocks, node by node."),
+    "engines": Registered("kvpool.cli.ops.engines:engines", "List engines' namespaces."),
+    "stats": Registered("kvpool.cli.data.pool:stats", "Show nodes, tiers, and hits."),
+    "bench": Registered(
+        "benchmarks.cli.store:app", "Measure the store beside memcpy and its peers."
+    ),
+    "protect": Registered("kvpool.cli.ops.protect:protect", "Keep a prompt's blocks in the pool."),
+    "unprotect": Registered("kvpool.cli.ops.protect:unprotect", "End a prompt's protection."),
+    "drain": Registered("kvpool.cli.ops.drain:drain", "Empty a node and let it end."),
+    "policy": Registered(
+        "conductor.cli.policy:app", "Check, change or explain the routing policy."
+    ),
+    "plan": Registered("planner.cli.plan:app", "Size KV, links and deployments."),
     "simulate": Registered(
-        "kvpool.cli.simulate:simulate", "Simulate a cluster over a trace, by the real scheduler."
+        "planner.cli.simulate:simulate", "Simulate a cluster over a trace, by the real scheduler."
     ),
-    "resize": Registered("kvpool.cli.resize:resize", "Give a node more or less DRAM."),
-    "token": Registered("kvpool.cli.token:app", "Make API tokens."),
-    "replay": Registered("kvpool.cli.replay:replay", "Try eviction policies on a trace."),
-    "trace": Registered("kvpool.cli.trace:app", "Describe a trace, or make one."),
-    "config": Registered("kvpool.cli.config_commands:app", "Show or check the configuration."),
-    "doctor": Registered("kvpool.cli.doctor:doctor", "Check what this machine offers."),
+    "resize": Registered("kvpool.cli.ops.resize:resize", "Give a node more or less DRAM."),
+    "token": Registered("kvpool.cli.ops.token:app", "Make API tokens."),
+    "replay": Registered("planner.cli.replay:replay", "Try eviction policies on a trace."),
+    "trace": Registered("planner.cli.trace:app", "Describe a trace, or make one."),
+    "config": Registered("kvpool.cli.ops.config:app", "Show or check the configuration."),
+    "doctor": Registered("kvpool.cli.ops.doctor:doctor", "Check what this machine offers."),
 }
 
 
@@ -98,7 +103,14 @@ def _resolve(name: str, entry: Registered) -> Any:
     try:
         target = getattr(importlib.import_module(module_name), attribute)
     except ModuleNotFoundError as error:
-        ours = (error.name or "").partition(".")[0] in ("kvpool", "tiers", "conductor", "workers")
+        ours = (error.name or "").partition(".")[0] in (
+            "kvpool",
+            "tiers",
+            "conductor",
+            "workers",
+            "planner",
+            "benchmarks",
+        )
         raise KvpoolError(
             f"`kvpool {name}` needs the Python module {error.name}, which is not installed",
             hint="this installation is incomplete: install kvpool again"

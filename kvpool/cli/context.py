@@ -12,9 +12,9 @@ from pathlib import Path
 
 import typer
 
-from kvpool.config import LoadedSettings, Override, load_settings, parse_override
-from kvpool.log import setup_logging
-from kvpool.settings import Settings
+from kvpool.config.loader import LoadedSettings, Override, load_settings, parse_override
+from kvpool.config.settings import Settings
+from kvpool.serving.log import setup_logging
 
 
 @dataclass(slots=True, frozen=True)
@@ -33,7 +33,7 @@ class Invocation:
         `config_path` stands in for `--config`.
 
         Raises:
-            ConfigError: see `kvpool.config.load_settings`.
+            ConfigError: see `kvpool.config.loader.load_settings`.
         """
         overrides = [parse_override(text) for text in self.sets]
         if self.log_level is not None:

@@ -16,19 +16,25 @@ from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Literal, Self, TypeVar, get_args
 
-from kvpool.client import copies, discovery, listing, pinning, protection
-from kvpool.client.buffers import placed, span
-from kvpool.client.copies import PrefetchResult, ReplicateResult
-from kvpool.client.deadlines import time_left
-from kvpool.client.fresh import FreshWrites
-from kvpool.client.listing import NodeListing
-from kvpool.client.misses import Misses
-from kvpool.client.node_link import NodeLink
-from kvpool.client.pinning import PinnedBlocks
-from kvpool.client.placement import choose_nodes, open_to
-from kvpool.client.reading import ChainReader, GetResult
-from kvpool.client.writing import ChainWriter, PutResult
-from kvpool.credentials import NO_CREDENTIALS, Credentials
+from kvpool.blocks.hash_check import registration
+from kvpool.blocks.hashing import pack_hashes
+from kvpool.blocks.layout import Layout, Namespace
+from kvpool.blocks.resharding import Plan, TensorParallelRank, plan_part, plan_read, plan_write
+from kvpool.client.admin import discovery, listing
+from kvpool.client.admin import replication as copies
+from kvpool.client.admin import retention as protection
+from kvpool.client.admin.listing import NodeListing
+from kvpool.client.admin.replication import PrefetchResult, ReplicateResult
+from kvpool.client.data import pinning
+from kvpool.client.data.buffers import placed, span
+from kvpool.client.data.pinning import PinnedBlocks
+from kvpool.client.data.reading import ChainReader, GetResult
+from kvpool.client.data.writing import ChainWriter, PutResult
+from kvpool.client.node.deadlines import time_left
+from kvpool.client.node.negative_cache import Misses
+from kvpool.client.node.node_link import NodeLink
+from kvpool.client.node.placement import choose_nodes, open_to
+from kvpool.client.node.recent_writes import FreshWrites
 from kvpool.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -41,10 +47,7 @@ from kvpool.errors import (
     Unavailable,
     UnknownNamespace,
 )
-from kvpool.golden import registration
-from kvpool.hashing import pack_hashes
-from kvpool.layout import Layout, Namespace
-from kvpool.resharding import Plan, TensorParallelRank, plan_part, plan_read, plan_write
+from kvpool.security.credentials import NO_CREDENTIALS, Credentials
 from kvpool.transports import TransportName, Transports
 from kvpool.wire import FailoverClient, WireClient, split_addresses
 from kvpool.wire import messages as m
@@ -270,7 +273,7 @@ class AsyncPool:
             data: one contiguous piece of host memory; kept alive until `deregister_memory` or `close`.
 
         Raises:
-            InvalidArgument: see `kvpool.client.buffers.span`.
+            InvalidArgument: see `kvpool.client.data.buffers.span`.
             TransferFailed, DeadlineExceeded: NIXL does not take it.
         """
         self.transports.register(*span(data, writable=False))
@@ -341,7 +344,7 @@ class AsyncPool:
                 past the blocks found is undefined afterwards.
             part: which tensor-parallel part to read.
             as_rank: instead of `part`, the rank of an engine whose tensor-parallel size or order is not the
-                namespace's; `out` is laid out as its part (see `kvpool.resharding`).
+                namespace's; `out` is laid out as its part (see `kvpool.blocks.resharding`).
             verify: compare checksums (invariant 5); default: as the client was told. They cover whole parts:
                 over shared memory the parts are summed where they stand when `as_rank` reads only pieces of them.
             segments: where the blocks stand, if the caller knows; saves the look-up.
@@ -483,7 +486,7 @@ class AsyncPool:
             part: which tensor-parallel part they are.
             as_rank: instead of `part`, the rank of an engine whose tensor-parallel size or order is not the
                 namespace's; `data` is laid out as its part. It writes the parts that it wholly holds.
-            node_id: where to; default: this host's node, else by room (see `kvpool.client.placement`).
+            node_id: where to; default: this host's node, else by room (see `kvpool.client.node.placement`).
             replicas: nodes that shall hold the blocks when this returns, on different hosts where there are
                 some. One that cannot be had is no error; `PutResult.replicas` says how many stand. With
                 several parts the put of the last one copies.

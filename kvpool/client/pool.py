@@ -12,16 +12,16 @@ from typing import Any, Self, TypeVar
 
 import uvloop
 
+from kvpool.blocks.layout import Namespace
+from kvpool.blocks.resharding import TensorParallelRank
+from kvpool.client.admin.listing import NodeListing
+from kvpool.client.admin.replication import PrefetchResult, ReplicateResult
 from kvpool.client.async_pool import AsyncPool, MemoryTier
-from kvpool.client.copies import PrefetchResult, ReplicateResult
-from kvpool.client.listing import NodeListing
-from kvpool.client.pinning import PinnedBlocks
-from kvpool.client.reading import GetResult
-from kvpool.client.writing import PutResult
-from kvpool.credentials import NO_CREDENTIALS, Credentials
+from kvpool.client.data.pinning import PinnedBlocks
+from kvpool.client.data.reading import GetResult
+from kvpool.client.data.writing import PutResult
 from kvpool.errors import DeadlineExceeded, Unavailable
-from kvpool.layout import Namespace
-from kvpool.resharding import TensorParallelRank
+from kvpool.security.credentials import NO_CREDENTIALS, Credentials
 from kvpool.transports import TransportName
 from kvpool.wire import messages as m
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.errors import UnverifiableRead
-from kvpool.transports.copying import Int64Array, Sums, sum_runs
+from kvpool.transports.copy import Int64Array, Sums, sum_runs
 from kvpool.wire.messages import NodeDescriptor
 
 THREADS = 8

@@ -22,8 +22,8 @@ import structlog
 from kvpool.errors import DeadlineExceeded, KvpoolError, TransferFailed
 from kvpool.transports import ucx
 from kvpool.transports.base import Pieces, Transport
-from kvpool.transports.copying import Sums, sum_runs
-from kvpool.transports.groups import GRACE_S, GROUP_BYTES, PACK_BELOW_BYTES, GroupMover
+from kvpool.transports.batches import GRACE_S, GROUP_BYTES, PACK_BELOW_BYTES, GroupMover
+from kvpool.transports.copy import Sums, sum_runs
 from kvpool.transports.nixl_agent import NixlAgent
 from kvpool.transports.staging import Buffer, Staging, unpack_and_sum
 from kvpool.wire.messages import NodeDescriptor

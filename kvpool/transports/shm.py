@@ -23,7 +23,7 @@ import numpy as np
 
 from kvpool.errors import StaleEpoch, TransferFailed
 from kvpool.transports.base import Pieces, Transport
-from kvpool.transports.copying import Int64Array, Sums, copy, copy_and_sum, sum_runs
+from kvpool.transports.copy import Int64Array, Sums, copy, copy_and_sum, sum_runs
 from kvpool.wire.messages import NodeDescriptor, Reply
 
 ATTACH_TIMEOUT_S = 2.0

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.transports.base import Pieces
-from kvpool.transports.copying import CHUNK_BYTES, Int64Array, Sums, copy, copy_and_sum, sum_runs
+from kvpool.transports.copy import CHUNK_BYTES, Int64Array, Sums, copy, copy_and_sum, sum_runs
 
 BUFFER_BYTES = 16 << 20
 MAX_BUFFERS = 4

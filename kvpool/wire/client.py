@@ -14,7 +14,6 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, cast
 
-from kvpool.credentials import NO_CREDENTIALS, Credentials
 from kvpool.errors import (
     DeadlineExceeded,
     KvpoolError,
@@ -22,6 +21,7 @@ from kvpool.errors import (
     StaleEpoch,
     Unavailable,
 )
+from kvpool.security.credentials import NO_CREDENTIALS, Credentials
 from kvpool.wire.framing import (
     DEFAULT_MAX_FRAME_BYTES,
     FrameReader,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from kvpool.credentials import NO_CREDENTIALS, Credentials
 from kvpool.errors import ConfigError, DeadlineExceeded, Unavailable
+from kvpool.security.credentials import NO_CREDENTIALS, Credentials
 from kvpool.wire.client import WireClient
 from kvpool.wire.messages import Message
 

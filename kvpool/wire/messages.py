@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvpool.layout import Namespace
+from kvpool.blocks.layout import Namespace
 
 PROTOCOL_VERSION = 1
 
@@ -90,7 +90,7 @@ class Describe(Message, frozen=True):
 
 
 class HashProof(Reply, frozen=True):
-    """How the sender hashes: see `kvpool.golden`. `versions` are for people, should it be otherwise than here."""
+    """How the sender hashes: see `kvpool.blocks.hash_check`. `versions` are for people, should it be otherwise than here."""
 
     golden: bytes
     algorithm: str

@@ -22,8 +22,8 @@ from typing import Any, Protocol, TypeVar
 
 import structlog
 
-from kvpool.auth import ANYBODY, NOBODY, Principal, unknown_token
 from kvpool.errors import InvalidArgument, KvpoolError, PortInUse, ProtocolError, Unauthenticated
+from kvpool.security.tokens import ANYBODY, NOBODY, Principal, unknown_token
 from kvpool.wire.framing import (
     DEFAULT_MAX_FRAME_BYTES,
     FrameReader,
@@ -67,7 +67,7 @@ class Session:
 
 
 class Gatekeeper(Protocol):
-    """What stands before the handlers: see `kvpool.gate.Gate`."""
+    """What stands before the handlers: see `kvpool.security.authorization.Gate`."""
 
     on_change: list[Callable[[], None]]
 

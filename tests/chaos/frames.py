@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
+from kvpool.blocks.layout import DTYPE_BYTES, Layout, Namespace
 from kvpool.errors import KvpoolError, ProtocolError
-from kvpool.layout import DTYPE_BYTES, Layout, Namespace
 from kvpool.wire import messages as m
 from kvpool.wire.framing import HEADER, Kind, decode_request
 

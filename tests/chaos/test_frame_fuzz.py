@@ -22,8 +22,8 @@ import psutil
 import pytest
 
 from kvpool import Pool
+from kvpool.blocks.layout import Layout, Namespace
 from kvpool.errors import BY_CODE, KvpoolError
-from kvpool.layout import Layout, Namespace
 from kvpool.wire import messages as m
 from kvpool.wire.framing import (
     HEADER,
@@ -37,7 +37,7 @@ from kvpool.wire.framing import (
 )
 from tests.chaos.frames import OF_A_NODE, REQUESTS, Fate, Frame, FrameSource
 from tests.chaos.keyed import NAMESPACE, SIZE, contents, prompt, wrong_blocks
-from tests.integration.cluster import Cluster
+from tests.support.process_cluster import Cluster
 
 FRAMES = int(os.environ.get("KVPOOL_FUZZ_FRAMES", "200000"))
 MAX_FRAME_BYTES = 256 << 10

@@ -20,7 +20,7 @@ import pytest
 from kvpool import Pool
 from kvpool.errors import KvpoolError
 from tests.chaos.keyed import NAMESPACE, SIZE, content, contents, prompt, wrong_blocks
-from tests.integration.cluster import Cluster, wait_until
+from tests.support.process_cluster import Cluster, wait_until
 
 ROUNDS = int(os.environ.get("KVPOOL_NODE_KILLS", "50"))
 PROMPTS = 40

@@ -17,12 +17,12 @@ import psutil
 import pytest
 
 from kvpool import AsyncPool
+from kvpool.blocks.hashing import pack_hashes
 from kvpool.errors import BlockMiss, DeadlineExceeded
-from kvpool.hashing import pack_hashes
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
 from tests.chaos.keyed import NAMESPACE, content, contents, prompt
-from tests.integration.cluster import Cluster, wait_until
+from tests.support.process_cluster import Cluster, wait_until
 
 LOOKUPS = int(os.environ.get("KVPOOL_SOAK_LOOKUPS", "100000"))
 PROMPTS = 20

@@ -23,7 +23,7 @@ import pytest
 from kvpool import Pool
 from tests.chaos.keyed import NAMESPACE, SIZE, contents, prompt, wrong_blocks
 from tests.chaos.storm_worker import PROMPT_BLOCKS, PROMPTS, Report
-from tests.integration.cluster import Cluster, wait_until
+from tests.support.process_cluster import Cluster, wait_until
 
 STORM_S = float(os.environ.get("KVPOOL_STORM_S", "60"))
 KILL_EVERY_S = 1.0

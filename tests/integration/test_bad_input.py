@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from kvpool import Layout, Namespace, Pool
+from kvpool.blocks.hashing import checksum, pack_hashes
 from kvpool.errors import (
     BlockTooLarge,
     InvalidArgument,
@@ -27,15 +28,14 @@ from kvpool.errors import (
     ReservationGone,
     WrongByteCount,
 )
-from kvpool.hashing import checksum, pack_hashes
 from kvpool.proto import kvpool_pb2 as pb
 from kvpool.proto import kvpool_pb2_grpc as pb_grpc
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
 from kvpool.wire.framing import Kind, encode_frame
 from tests.chaos.keyed import LAYOUT, NAMESPACE, SIZE, content, contents, prompt, wrong_blocks
-from tests.integration.cluster import Cluster, wait_until
-from tiers.limits import StoreConfig
+from tests.support.process_cluster import Cluster, wait_until
+from tiers.store.config import StoreConfig
 
 SPACE = NAMESPACE.namespace_id
 HUGE = 2**63 - 1

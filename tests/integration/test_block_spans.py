@@ -12,7 +12,7 @@ from kvpool import Pool, TensorParallelRank, hash_chain
 from kvpool.client import BlockSpans
 from kvpool.errors import InvalidArgument, WrongByteCount
 from kvpool.transports.nixl import NixlTransport
-from tests.integration.cluster import LAYOUT, NAMESPACE, Cluster, wait_until
+from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, wait_until
 
 BLOCKS = 5
 SEEDS = itertools.count(1)

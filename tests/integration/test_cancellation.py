@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from kvpool import AsyncPool, Layout, Namespace, Pool, hash_chain
-from kvpool.client.node_link import NodeLink, Reservation
+from kvpool.client.node.node_link import NodeLink, Reservation
 from kvpool.errors import DeadlineExceeded
 from kvpool.transports import Pieces
 from kvpool.transports.shm import ShmTransport
 from kvpool.wire.messages import NodeDescriptor
-from tests.integration.cluster import Cluster
-from workers.engine import LayerChunk
-from workers.sender import LayerSender
+from tests.support.process_cluster import Cluster
+from workers.engine.contract import LayerChunk
+from workers.service.layer_sender import LayerSender
 
 LAYOUT = Layout("bfloat16", layers=4, kv_heads=8, head_dim=128, block_tokens=64)  # 1 MiB
 SPACE = Namespace("tests/cancellation", "r", LAYOUT)

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from kvpool import AsyncPool, Pool, hash_chain
-from tests.integration.cluster import LAYOUT, NAMESPACE, wait_until
-from tests.integration.pair import Pair, running_pair
+from tests.support.node_pair import Pair, running_pair
+from tests.support.process_cluster import LAYOUT, NAMESPACE, wait_until
 
 SIZE = LAYOUT.part_bytes
 

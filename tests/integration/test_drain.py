@@ -19,7 +19,7 @@ from kvpool import AsyncPool, Pool, hash_chain
 from kvpool.errors import Draining, InvalidArgument, NotFound
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
-from tests.integration.cluster import LAYOUT, NAMESPACE, Cluster, wait_until
+from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, wait_until
 
 SIZE = LAYOUT.part_bytes
 HOSTS = {"a": "here", "b": "there"}

@@ -15,7 +15,7 @@ import pytest
 
 from kvpool import AsyncPool, Pool, hash_chain
 from kvpool.errors import KvpoolError, LeaseExpired, StaleEpoch, TransferFailed, Unavailable
-from tests.integration.cluster import LAYOUT, NAMESPACE, Cluster, wait_until
+from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, wait_until
 
 SIZE = LAYOUT.part_bytes
 QUICK = ("node.grace_s=0.3", "node.quarantine_s=1", "node.lease_s=2", "node.reservation_s=2")
@@ -48,7 +48,7 @@ def accounting(cluster: Cluster, name: str = "n0") -> dict[str, int]:
 HOLDER = """
 import sys, time, asyncio, numpy as np
 from kvpool import AsyncPool, hash_chain
-from tests.integration.cluster import LAYOUT, NAMESPACE
+from tests.support.process_cluster import LAYOUT, NAMESPACE
 async def main():
     pool = AsyncPool(conductor=sys.argv[1], host_label="here")
     hashes = hash_chain(NAMESPACE, np.arange(8 * LAYOUT.block_tokens))

@@ -13,8 +13,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.integration.cluster import FREE_PORTS, wait_until
-from tests.integration.pair import Pair, running_pair
+from tests.support.node_pair import Pair, running_pair
+from tests.support.process_cluster import FREE_PORTS, wait_until
 
 ENGINE = (
     "worker.engine=fake",

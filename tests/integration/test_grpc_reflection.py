@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import kvpool.proto
 from kvpool import hash_chain
-from tests.integration.cluster import LAYOUT, NAMESPACE, Cluster
+from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster
 
 TYPED = frozenset(
     (

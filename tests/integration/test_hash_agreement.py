@@ -8,13 +8,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvpool import AsyncPool, Namespace, Pool, golden
+from kvpool import AsyncPool, Namespace, Pool
+from kvpool.blocks import hash_check
+from kvpool.blocks.hash_check import proof_of
 from kvpool.errors import HashMismatch
-from kvpool.golden import proof_of
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
 from tests.chaos.keyed import NAMESPACE, contents, prompt
-from tests.integration.cluster import Cluster, wait_until
+from tests.support.process_cluster import Cluster, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ async def test_a_client_that_hashes_otherwise_is_refused_at_registration(
     }[at]
     async with AsyncPool(host_label="here", **where) as pool:
         await pool.put(NAMESPACE, hashes, data)
-    monkeypatch.setattr(golden, "proof_of", wrong)
+    monkeypatch.setattr(hash_check, "proof_of", wrong)
     fresh = msgspec.structs.replace(NAMESPACE, revision=f"revision-{at}")
     async with AsyncPool(host_label="here", **where) as pool:
         with pytest.raises(HashMismatch, match=r"xxhash 2\.0\.0 \(0\.6\) there, "):
@@ -73,7 +74,7 @@ def test_clients_without_proof_are_served(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashes, data = prompt(2, 2), contents(prompt(2, 2))
-    monkeypatch.setattr(golden, "proof_of", lambda _namespace: None)
+    monkeypatch.setattr(hash_check, "proof_of", lambda _namespace: None)
     with Pool(conductor=cluster.conductor["wire"], host_label="here") as pool:
         pool.put(NAMESPACE, hashes, data)
         wait_until(lambda: pool.lookup(NAMESPACE, hashes).found == 2, "the index hears of it")

@@ -12,7 +12,7 @@ import pytest
 
 from kvpool import Pool, hash_chain
 from kvpool.errors import InvalidArgument, TransferFailed
-from tests.integration.cluster import LAYOUT, NAMESPACE, Cluster, wait_until
+from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, wait_until
 
 SIZE = LAYOUT.part_bytes
 BLOCKS = 20

@@ -20,8 +20,8 @@ from kvpool.errors import Forbidden, KvpoolError, TransferFailed, Unauthenticate
 from kvpool.transports.shm import ShmTransport
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
-from tests.integration.cluster import LAYOUT, NAMESPACE, Cluster, wait_until
-from tests.integration.secured import bearer, credentials, environment, token, tokens_file
+from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, wait_until
+from tests.support.secured import bearer, credentials, environment, token, tokens_file
 
 SIZE = LAYOUT.part_bytes
 SECRET = b"the secret of the vault. "

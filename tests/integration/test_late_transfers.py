@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.transports.staging import MAX_BUFFERS
-from tests.integration.cluster import Cluster
+from tests.support.process_cluster import Cluster
 
 # Over TCP a frozen peer leaves the transfer under way for ever; it goes on when the peer does.
 TCP_ONLY = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}

@@ -12,10 +12,10 @@ import torch
 from transformers import AutoTokenizer
 
 from kvpool.wire.messages import Sampling
-from tiers.quantise import decode, encode
-from workers.engine import Bytes, Engine, SequenceState
-from workers.model_files import default_cache_dir, prepare_model
-from workers.transformers_engine import TransformersEngine
+from tiers.store.fp8 import decode, encode
+from workers.engine.contract import Bytes, Engine, SequenceState
+from workers.engine.model_files import default_cache_dir, prepare_model
+from workers.engine.transformers_engine import TransformersEngine
 
 STEPS = 24
 GREEDY = Sampling(max_tokens=STEPS)

@@ -12,10 +12,10 @@ import pytest
 from kvpool import Pool, hash_chain
 from kvpool.errors import InvalidArgument, Unavailable, UnknownNamespace
 from kvpool.wire import messages as m
-from tests.integration.cluster import LAYOUT, NAMESPACE, Cluster, wait_until
-from tests.integration.secured import credentials, environment, token, tokens_file
 from tests.integration.test_protect_command import Shell
 from tests.integration.test_security import wire
+from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, wait_until
+from tests.support.secured import credentials, environment, token, tokens_file
 
 ACME, BOLT = (msgspec.structs.replace(NAMESPACE, tenant=tenant) for tenant in ("acme", "bolt"))
 HASHES = hash_chain(ACME, np.arange(5 * LAYOUT.block_tokens))

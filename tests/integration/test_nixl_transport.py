@@ -16,7 +16,7 @@ from kvpool.transports import nixl as nixl_module
 from kvpool.transports.nixl import NixlTransport
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
-from tests.integration.cluster import Cluster
+from tests.support.process_cluster import Cluster
 
 RUNS = 12
 RUN_BYTES = 256 << 10

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import pytest
 
 from kvpool import Pool, hash_chain
-from tests.integration.cluster import LAYOUT, NAMESPACE, Cluster, wait_until
-from tiers.quantise import decode, encode, stored_bytes
+from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, wait_until
+from tiers.store.fp8 import decode, encode, stored_bytes
 
 SIZE = LAYOUT.part_bytes
 BLOCKS = 24

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from tests.integration.cluster import FREE_PORTS, Cluster, wait_until
+from tests.support.process_cluster import FREE_PORTS, Cluster, wait_until
 
 ENGINE = (
     "worker.engine=fake",

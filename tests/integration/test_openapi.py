@@ -16,8 +16,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.conductor.tiny_tokenizer import save_tiny_tokenizer
-from tests.integration.cluster import FREE_PORTS, LAYOUT, NAMESPACE, Cluster
+from tests.support.process_cluster import FREE_PORTS, LAYOUT, NAMESPACE, Cluster
+from tests.support.tiny_tokenizer import save_tiny_tokenizer
 
 ENGINE = (
     "worker.engine=fake",

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from kvpool import AsyncPool, hash_chain
-from kvpool.client.node_link import Lease
+from kvpool.client.node.node_link import Lease
 from kvpool.transports import Pieces
 from kvpool.transports.nixl import NixlTransport
 from kvpool.transports.staging import MAX_BUFFERS
-from tests.integration.cluster import LAYOUT, NAMESPACE, Cluster
+from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster
 
 SIZE = LAYOUT.part_bytes  # 24 KiB
 BLOCKS = 24

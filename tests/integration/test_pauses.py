@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from kvpool import AsyncPool, Pool
-from kvpool.client.node_link import NodeLink
+from kvpool.client.node.node_link import NodeLink
 from kvpool.errors import DeadlineExceeded, LeaseExpired, Unavailable
 from kvpool.transports import Transports
 from kvpool.transports.shm import ShmTransport
 from tests.chaos.keyed import NAMESPACE, contents, prompt
-from tests.integration.cluster import Cluster, wait_until
+from tests.support.process_cluster import Cluster, wait_until
 
 
 @pytest.fixture

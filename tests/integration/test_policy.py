@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.cluster import FREE_PORTS, Cluster, wait_until
+from tests.support.process_cluster import FREE_PORTS, Cluster, wait_until
 
 ENGINE = ("worker.engine=fake", "fake_engine.bytes_per_token=64", "worker.block_tokens=32")
 

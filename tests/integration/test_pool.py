@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kvpool import AsyncPool, Layout, Namespace, Pool, hash_chain
+from kvpool.blocks.hashing import pack_hashes
 from kvpool.errors import (
     BlockTooLarge,
     ConfigError,
@@ -23,12 +24,11 @@ from kvpool.errors import (
     UnknownNamespace,
     WrongByteCount,
 )
-from kvpool.hashing import pack_hashes
 from kvpool.proto import kvpool_pb2 as pb
 from kvpool.proto import kvpool_pb2_grpc as pb_grpc
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
-from tests.integration.cluster import LAYOUT, NAMESPACE, Cluster, wait_until
+from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, wait_until
 
 SIZE = LAYOUT.part_bytes
 

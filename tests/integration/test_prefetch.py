@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from kvpool import Pool, hash_chain
+from kvpool.blocks.hashing import pack_hashes
 from kvpool.errors import InvalidArgument
-from kvpool.hashing import pack_hashes
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
-from tests.integration.cluster import LAYOUT, NAMESPACE, Cluster, wait_until
+from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, wait_until
 
 SIZE = LAYOUT.part_bytes
 BLOCKS = 20

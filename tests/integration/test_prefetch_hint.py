@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvpool import Pool, hash_chain
-from tests.integration.cluster import FREE_PORTS, Cluster, wait_until
+from tests.support.process_cluster import FREE_PORTS, Cluster, wait_until
 
 BLOCK_TOKENS = 32
 BLOCKS = 20  # of 32 KiB: of three such prompts a node's DRAM holds two

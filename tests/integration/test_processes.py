@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.cluster import Cluster, wait_until
+from tests.support.process_cluster import Cluster, wait_until
 
 
 def kvpool(*arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvpool import Pool, hash_chain
 from kvpool.cli import app as cli
-from tests.integration.cluster import LAYOUT, NAMESPACE, Cluster
+from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }} {{ message.content }} end {% endfor %}answer"

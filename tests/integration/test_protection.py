@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from kvpool import AsyncPool, Namespace, Pool, hash_chain
+from kvpool.blocks.hashing import pack_hashes
 from kvpool.errors import InvalidArgument, NoRoom
-from kvpool.hashing import pack_hashes
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
-from tests.integration.cluster import LAYOUT, NAMESPACE, Cluster
+from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster
 
 SIZE = LAYOUT.part_bytes
 CAPACITY = 2 << 20

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from kvpool import Pool
+from kvpool.config.settings import NodeConfig
 from kvpool.errors import KvpoolError, NoTransport
-from kvpool.settings import NodeConfig
 from kvpool.transports.nixl import NixlTransport
 from tests.chaos.keyed import NAMESPACE, contents, prompt
-from tests.integration.cluster import Cluster, wait_until
+from tests.support.process_cluster import Cluster, wait_until
 
 HASHES = prompt(1, 8)
 DATA = contents(HASHES)

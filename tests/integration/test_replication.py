@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from kvpool import AsyncPool, Layout, Namespace, Pool, hash_chain
-from kvpool.client.node_link import NodeLink
+from kvpool.blocks.hashing import pack_hashes
+from kvpool.client.node.node_link import NodeLink
 from kvpool.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -24,17 +25,16 @@ from kvpool.errors import (
     TransferFailed,
     Unavailable,
 )
-from kvpool.hashing import pack_hashes
 from kvpool.transports import Pieces, Transport, Transports
 from kvpool.transports.shm import ShmTransport
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
-from tests.integration.cluster import LAYOUT, NAMESPACE, Cluster, wait_until
-from tiers import replication
-from tiers.arena import Arena
-from tiers.replication import Replicator
-from tiers.slots import SlotAllocator
-from tiers.store import Store
+from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, wait_until
+from tiers.memory.arena import Arena
+from tiers.service import replication
+from tiers.service.replication import Replicator
+from tiers.store.slab_allocator import SlotAllocator
+from tiers.store.store import Store
 
 SIZE = LAYOUT.part_bytes
 HOSTS = {"a": "here", "beside": "here", "b": "there"}

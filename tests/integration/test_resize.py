@@ -19,7 +19,7 @@ from kvpool import Pool, hash_chain
 from kvpool.client.async_pool import PinnedBlocks
 from kvpool.errors import InvalidArgument, NoSharedMemory
 from kvpool.wire import messages as m
-from tests.integration.cluster import LAYOUT, NAMESPACE, Cluster, wait_until
+from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, wait_until
 
 MIB = 1 << 20
 SIZE = LAYOUT.part_bytes

@@ -11,7 +11,7 @@ import pytest
 
 from kvpool import Pool
 from tests.chaos.keyed import NAMESPACE, contents, prompt
-from tests.integration.cluster import Cluster, wait_until
+from tests.support.process_cluster import Cluster, wait_until
 
 # Twenty blocks on NVMe, which all are written to at once.
 SETTINGS = (

@@ -12,8 +12,8 @@ import pytest
 
 from kvpool import Pool, hash_chain
 from kvpool.errors import KvpoolError, Unauthenticated
-from tests.integration.cluster import LAYOUT, NAMESPACE, Cluster, wait_until
-from tests.integration.secured import bearer, credentials, environment, tokens_file
+from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, wait_until
+from tests.support.secured import bearer, credentials, environment, tokens_file
 
 BOLT = msgspec.structs.replace(NAMESPACE, tenant="bolt")
 ACME = msgspec.structs.replace(NAMESPACE, tenant="acme")

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.cluster import FREE_PORTS, Cluster
+from tests.support.process_cluster import FREE_PORTS, Cluster
 
 ENGINE = (
     "worker.engine=fake",

@@ -16,7 +16,7 @@ import pytest
 from kvpool import AsyncPool
 from kvpool.client import PutResult
 from tests.chaos.keyed import NAMESPACE, SIZE, contents, prompt, wrong_blocks
-from tests.integration.cluster import Cluster, wait_until
+from tests.support.process_cluster import Cluster, wait_until
 
 BLOCKS = 32
 CLIENTS = 12

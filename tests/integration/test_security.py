@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from kvpool import Credentials, Pool, hash_chain
+from kvpool.blocks.hashing import pack_hashes
 from kvpool.errors import (
     Forbidden,
     LeaseExpired,
@@ -23,14 +24,13 @@ from kvpool.errors import (
     Unauthenticated,
     UnknownNamespace,
 )
-from kvpool.hashing import pack_hashes
 from kvpool.proto import kvpool_pb2 as pb
 from kvpool.proto import kvpool_pb2_grpc as pb_grpc
-from kvpool.scopes import ROUTES
+from kvpool.security.scopes import ROUTES
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
-from tests.integration.cluster import LAYOUT, NAMESPACE, Cluster, wait_until
-from tests.integration.secured import bearer, credentials, environment, token, tokens_file
+from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, wait_until
+from tests.support.secured import bearer, credentials, environment, token, tokens_file
 
 SIZE = LAYOUT.part_bytes
 ACME, BOLT = (msgspec.structs.replace(NAMESPACE, tenant=tenant) for tenant in ("acme", "bolt"))

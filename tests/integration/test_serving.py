@@ -14,12 +14,12 @@ import httpx
 import numpy as np
 import pytest
 
-from conductor.phases import PHASES
+from conductor.gateway.timings import PHASES
 from kvpool.errors import DeadlineExceeded
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
-from tests.integration.cluster import LAYOUT, Cluster, wait_until
-from tests.workers.tiny_model import MAX_TOKENS, VOCABULARY, save_tiny_llama
+from tests.support.process_cluster import LAYOUT, Cluster, wait_until
+from tests.support.tiny_model import MAX_TOKENS, VOCABULARY, save_tiny_llama
 
 BLOCK = LAYOUT.block_tokens
 

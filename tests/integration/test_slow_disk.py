@@ -15,9 +15,9 @@ import pytest
 
 from conductor.server import run_conductor
 from kvpool import AsyncPool, hash_chain
-from kvpool.config import ConductorConfig, NodeConfig
-from tests.integration.cluster import LAYOUT, NAMESPACE
-from tiers.nvme import NvmeFiles
+from kvpool.config.loader import ConductorConfig, NodeConfig
+from tests.support.process_cluster import LAYOUT, NAMESPACE
+from tiers.disk.slab_file import NvmeFiles
 from tiers.server import run_node
 
 SIZE = LAYOUT.part_bytes

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from kvpool import AsyncPool, Layout, Namespace, Pool, TensorParallelRank, hash_chain
+from kvpool.blocks.layout import DTYPE_BYTES
 from kvpool.errors import CannotReshard, InvalidArgument, LayoutMismatch, UnverifiableRead
-from kvpool.layout import DTYPE_BYTES
 from kvpool.transports import Pieces
 from kvpool.transports.shm import ShmTransport
-from tests.integration.cluster import Cluster, wait_until
+from tests.support.process_cluster import Cluster, wait_until
 
 # Eight heads of 4 KiB a layer and block.
 WHOLE = Layout("bfloat16", layers=3, kv_heads=8, head_dim=64, block_tokens=32)

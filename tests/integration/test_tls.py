@@ -18,8 +18,8 @@ from kvpool.proto import kvpool_pb2 as pb
 from kvpool.proto import kvpool_pb2_grpc as pb_grpc
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
-from tests.integration.cluster import LAYOUT, NAMESPACE, Cluster
-from tests.integration.secured import Certificates, bearer, environment, token, tokens_file
+from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster
+from tests.support.secured import Certificates, bearer, environment, token, tokens_file
 
 SPACE = msgspec.structs.replace(NAMESPACE, tenant="acme")
 

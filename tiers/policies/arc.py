@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 from typing import ClassVar
 
 from tiers.policies.base import EvictionPolicy, K, always
-from tiers.policies.heap import LazyHeap
+from tiers.policies.lazy_heap import LazyHeap
 
 
 class Arc(EvictionPolicy[K]):

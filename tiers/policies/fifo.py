@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tiers.policies.base import EvictionPolicy, K, always
-from tiers.policies.heap import LazyHeap
+from tiers.policies.lazy_heap import LazyHeap
 
 
 class Fifo(EvictionPolicy[K]):

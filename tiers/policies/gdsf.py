@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from tiers.policies.base import EvictionPolicy, K, always
-from tiers.policies.heap import LazyHeap
+from tiers.policies.lazy_heap import LazyHeap
 
 
 class Gdsf(EvictionPolicy[K]):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from tiers.policies.base import EvictionPolicy, K, always
-from tiers.policies.heap import LazyHeap
+from tiers.policies.lazy_heap import LazyHeap
 
 
 class Lru(EvictionPolicy[K]):

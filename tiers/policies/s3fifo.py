@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 from typing import ClassVar
 
 from tiers.policies.base import EvictionPolicy, K, always
-from tiers.policies.heap import LazyHeap
+from tiers.policies.lazy_heap import LazyHeap
 
 SMALL_SHARE = 0.1  # of the bytes that stand here; the paper's choice
 MOST_USES = 3

@@ -20,16 +20,16 @@ from lmcache.v1.storage_backend.connector import (
 )
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
+from kvpool.blocks.model_revision import model_directory
 from kvpool.engines.lmcache.keys import Item, Keyspace, layout_of, object_layout
 from kvpool.engines.lmcache.ledger import Ledger
 from kvpool.engines.lmcache.objects import ObjectStore
 from kvpool.engines.lmcache.settings import ConnectorSettings
-from kvpool.engines.loop_thread import LoopThread
-from kvpool.engines.quiet_log import QuietLog
-from kvpool.engines.reachability import Reachability
-from kvpool.engines.settings import read_settings
+from kvpool.engines.shared.circuit_breaker import Reachability
+from kvpool.engines.shared.loop_thread import LoopThread
+from kvpool.engines.shared.rate_limited_log import QuietLog
+from kvpool.engines.shared.settings import read_settings
 from kvpool.errors import ConfigError, KvpoolError, Unavailable
-from kvpool.model_revision import model_directory
 
 T = TypeVar("T")
 

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from kvpool.blocks.hashing import chain_root, object_hash
+from kvpool.blocks.layout import MAX_ORDER_CHARS, Layout, Namespace
 from kvpool.engines.lmcache.settings import LMCacheSettings
 from kvpool.errors import InvalidArgument
-from kvpool.hashing import chain_root, object_hash
-from kvpool.layout import MAX_ORDER_CHARS, Layout, Namespace
 
 FORMAT = 1  # of what is hashed; another number makes all that is stored unfindable
 MAX_SPACES = 1024  # namespaces remembered; each costs a hash to make again

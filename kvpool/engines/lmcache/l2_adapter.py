@@ -25,9 +25,9 @@ from kvpool.engines.lmcache.locks import Group, LockTable
 from kvpool.engines.lmcache.object_names import ObjectNames
 from kvpool.engines.lmcache.objects import Held, ObjectStore
 from kvpool.engines.lmcache.outbox import Outbox
-from kvpool.engines.loop_thread import LoopThread
-from kvpool.engines.quiet_log import QuietLog
-from kvpool.engines.reachability import Reachability
+from kvpool.engines.shared.circuit_breaker import Reachability
+from kvpool.engines.shared.loop_thread import LoopThread
+from kvpool.engines.shared.rate_limited_log import QuietLog
 from kvpool.errors import InvalidArgument, KvpoolError, Unavailable
 
 RENEW_AFTER = 1 / 3  # of a lock's lease

@@ -7,7 +7,7 @@ from typing import Any, Self
 from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
 
 from kvpool.engines.lmcache.settings import AdapterSettings
-from kvpool.engines.settings import read_settings
+from kvpool.engines.shared.settings import read_settings
 from kvpool.errors import ConfigError
 
 SOURCE = "adapter_params of the l2-adapter"

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from kvpool.blocks.layout import Namespace
 from kvpool.client import AsyncPool
-from kvpool.client.deadlines import time_left
-from kvpool.client.pinning import PinnedBlocks
+from kvpool.client.data.pinning import PinnedBlocks
+from kvpool.client.node.deadlines import time_left
 from kvpool.engines.lmcache.keys import Item
-from kvpool.engines.reachability import Reachability, says_pool_is_down
+from kvpool.engines.shared.circuit_breaker import Reachability, says_pool_is_down
 from kvpool.errors import KvpoolError, NoRoom
-from kvpool.layout import Namespace
 
 MAX_ASKED = 8192  # hashes in one question to a conductor
 MAX_GAPS = (

@@ -6,9 +6,9 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from kvpool.engines.settings import EngineSettings
-from kvpool.model_revision import revision_of
-from kvpool.settings import OptionalPath, Seconds
+from kvpool.blocks.model_revision import revision_of
+from kvpool.config.settings import OptionalPath, Seconds
+from kvpool.engines.shared.settings import EngineSettings
 
 
 class LMCacheSettings(EngineSettings):

@@ -9,9 +9,9 @@ from typing import Any
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.version import __version__ as sglang_version
 
+from kvpool.blocks.model_revision import model_directory, revision_of
 from kvpool.engines.sglang.settings import SOURCE, SGLangSettings
 from kvpool.errors import ConfigError, ModelNotFound
-from kvpool.model_revision import model_directory, revision_of
 
 SUPPORTED = "0.5"
 

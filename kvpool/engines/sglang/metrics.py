@@ -13,8 +13,8 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from kvpool.engines.quiet_log import QuietLog
-from kvpool.metrics import LATENCY_BUCKETS
+from kvpool.engines.shared.rate_limited_log import QuietLog
+from kvpool.serving.metrics import LATENCY_BUCKETS
 
 PAGES = Counter(
     "kvpool_sglang_pages",

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from kvpool.engines.settings import EngineSettings
-from kvpool.settings import Seconds
+from kvpool.config.settings import Seconds
+from kvpool.engines.shared.settings import EngineSettings
 
 SOURCE = "hicache-storage-backend-extra-config"
 

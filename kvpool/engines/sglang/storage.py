@@ -21,15 +21,16 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
-from kvpool.engines.reachability import Reachability, says_pool_is_down
-from kvpool.engines.settings import read_settings
+from kvpool.blocks.hashing import MAX_HASHES
 from kvpool.engines.sglang.hits import Wanted, combined_hits
+from kvpool.engines.sglang.host_pages import is_logical
 from kvpool.engines.sglang.identity import identify
 from kvpool.engines.sglang.leases import Leases
 from kvpool.engines.sglang.metrics import BackendMetrics
-from kvpool.engines.sglang.pages import is_logical
+from kvpool.engines.sglang.page_spaces import PageSpace, check_supported, page_space
 from kvpool.engines.sglang.settings import SOURCE, SGLangSettings
-from kvpool.engines.sglang.spaces import PageSpace, check_supported, page_space
+from kvpool.engines.shared.circuit_breaker import Reachability, says_pool_is_down
+from kvpool.engines.shared.settings import read_settings
 from kvpool.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -40,7 +41,6 @@ from kvpool.errors import (
     Unavailable,
     WrongByteCount,
 )
-from kvpool.hashing import MAX_HASHES
 
 log = logging.getLogger("kvpool.sglang")
 T = TypeVar("T")

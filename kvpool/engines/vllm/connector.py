@@ -33,7 +33,7 @@ from kvpool.engines.vllm.lora import LoraVersions
 from kvpool.engines.vllm.metadata import Handshake, StepMetadata, WorkerReport
 from kvpool.engines.vllm.metrics import Figures, PromMetrics, Stats
 from kvpool.engines.vllm.paged_kv import PagedKV
-from kvpool.engines.vllm.reach import Reach
+from kvpool.engines.vllm.pool_health import Reach
 from kvpool.engines.vllm.scheduler_side import SchedulerSide
 from kvpool.engines.vllm.worker_side import WorkerSide
 from kvpool.errors import LayoutMismatch

@@ -15,11 +15,11 @@ from typing import Any
 
 import msgspec
 
+from kvpool.blocks.layout import Namespace
+from kvpool.blocks.model_revision import CONFIG_NOISE, model_directory, revision_of
 from kvpool.engines.vllm.lora import LoraVersions
 from kvpool.engines.vllm.page_layout import LayoutFacts
 from kvpool.engines.vllm.settings import VllmSettings
-from kvpool.layout import Namespace
-from kvpool.model_revision import CONFIG_NOISE, model_directory, revision_of
 
 __all__ = [
     "LayoutFacts",

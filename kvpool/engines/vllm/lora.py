@@ -16,8 +16,8 @@ from typing import Any
 
 import structlog
 
+from kvpool.blocks.model_revision import file_digest
 from kvpool.errors import ModelNotFound
-from kvpool.model_revision import file_digest
 
 log = structlog.get_logger(__name__)
 

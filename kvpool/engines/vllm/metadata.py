@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvpool.engines.vllm.identity import LayoutFacts
-from kvpool.transports.copying import Int64Array
+from kvpool.transports.copy import Int64Array
 from kvpool.wire import messages as m
 
 

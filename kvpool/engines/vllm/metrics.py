@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from kvpool.metrics import LATENCY_BUCKETS
+from kvpool.serving.metrics import LATENCY_BUCKETS
 
 COUNTS = {
     "lookups": "Look-ups in the pool",

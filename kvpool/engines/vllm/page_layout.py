@@ -20,8 +20,8 @@ from typing import Any
 import msgspec
 import torch
 
+from kvpool.blocks.layout import MAX_ORDER_CHARS, Layout
 from kvpool.errors import UnsupportedLayout
-from kvpool.layout import MAX_ORDER_CHARS, Layout
 
 _DTYPES = {
     torch.float32: "float32",

@@ -21,7 +21,7 @@ import torch
 
 from kvpool.engines.vllm.page_layout import Axis, Band, LayoutFacts, PageLayout, read_page_layout
 from kvpool.errors import InvalidArgument, WrongByteCount, brief
-from kvpool.transports.copying import Int64Array
+from kvpool.transports.copy import Int64Array
 
 
 @dataclass(slots=True, frozen=True)

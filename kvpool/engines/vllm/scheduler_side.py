@@ -16,18 +16,18 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
+from kvpool.blocks.hashing import hash_chain
+from kvpool.blocks.layout import Namespace
 from kvpool.client.pool import Pool
-from kvpool.engines.vllm.costs import Costs
 from kvpool.engines.vllm.identity import extra_keys
-from kvpool.engines.vllm.lookups import Lookup
+from kvpool.engines.vllm.load_costs import Costs
+from kvpool.engines.vllm.lookup import Lookup
 from kvpool.engines.vllm.lora import LoraVersions
 from kvpool.engines.vllm.metadata import LoadJob, SaveJob, StepMetadata, WorkerReport, pages_of
 from kvpool.engines.vllm.metrics import Figures
-from kvpool.engines.vllm.reach import Reach
+from kvpool.engines.vllm.pool_health import Reach
+from kvpool.engines.vllm.request_options import Wishes, wishes_of
 from kvpool.engines.vllm.settings import VllmSettings
-from kvpool.engines.vllm.wishes import Wishes, wishes_of
-from kvpool.hashing import hash_chain
-from kvpool.layout import Namespace
 from kvpool.wire import messages as m
 
 log = structlog.get_logger(__name__)

@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic import Field
 
-from kvpool.engines.settings import EngineSettings, read_settings
+from kvpool.config.settings import Bytes
+from kvpool.engines.shared.settings import EngineSettings, read_settings
 from kvpool.errors import ConfigError
-from kvpool.settings import Bytes
 
 SOURCE = "kv_connector_extra_config"
 

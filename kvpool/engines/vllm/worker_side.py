@@ -11,18 +11,18 @@ import time
 import structlog
 import torch
 
+from kvpool.blocks.layout import Namespace
 from kvpool.client.pool import Pool
 from kvpool.engines.vllm.layers import Progress
-from kvpool.engines.vllm.loading import Loader
+from kvpool.engines.vllm.loader import Loader
 from kvpool.engines.vllm.metadata import StepMetadata, WorkerReport
 from kvpool.engines.vllm.metrics import Figures
-from kvpool.engines.vllm.mover import Rank
 from kvpool.engines.vllm.paged_kv import PagedKV
 from kvpool.engines.vllm.prefault import Prefault
-from kvpool.engines.vllm.saving import Saver
+from kvpool.engines.vllm.saver import Saver
 from kvpool.engines.vllm.settings import VllmSettings
+from kvpool.engines.vllm.transfer_thread import Rank
 from kvpool.errors import LayoutMismatch
-from kvpool.layout import Namespace
 
 log = structlog.get_logger(__name__)
 

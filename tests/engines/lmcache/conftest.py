@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("lmcache")
 
-from tests.integration.cluster import Cluster
+from tests.support.process_cluster import Cluster
 
 
 @pytest.fixture(scope="package")

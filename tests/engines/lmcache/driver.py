@@ -11,7 +11,7 @@ from lmcache.v1.memory_allocators.host_memory_allocator import HostMemoryAllocat
 
 from kvpool.engines.lmcache import KVPoolL2Adapter
 from tests.engines.lmcache import server_side as s
-from tests.integration.cluster import Cluster, wait_until
+from tests.support.process_cluster import Cluster, wait_until
 
 GROUPS = {0: s.LAYOUT}
 

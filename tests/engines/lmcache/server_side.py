@@ -33,7 +33,7 @@ from lmcache.v1.distributed.l2_adapters.config import (
 from lmcache.v1.distributed.storage_manager import StorageManager
 
 from kvpool.engines.lmcache import KVPoolL2Adapter, KVPoolL2AdapterConfig
-from tests.integration.cluster import Cluster, wait_until
+from tests.support.process_cluster import Cluster, wait_until
 
 CHUNK_TOKENS = 16
 SHAPE = torch.Size((2, 4, CHUNK_TOKENS, 64))  # K and V of four layers: 16 KiB a chunk

@@ -23,7 +23,7 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 
 from tests.engines.lmcache.server_side import bytes_of
-from tests.integration.cluster import Cluster, wait_until
+from tests.support.process_cluster import Cluster, wait_until
 
 TOKENS, LAYERS, HEADS, SIZE = 16, 4, 2, 32
 CHUNK_BYTES = 2 * LAYERS * TOKENS * HEADS * SIZE * 2

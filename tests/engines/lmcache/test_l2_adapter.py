@@ -20,7 +20,7 @@ from kvpool.engines.lmcache import KVPoolL2AdapterConfig
 from kvpool.engines.lmcache.keys import Keyspace, object_layout
 from tests.engines.lmcache import server_side as s
 from tests.engines.lmcache.driver import GROUPS, Driver
-from tests.integration.cluster import Cluster, wait_until
+from tests.support.process_cluster import Cluster, wait_until
 
 LAYOUT = object_layout(s.LAYOUT.shapes, s.LAYOUT.dtypes)
 

@@ -19,7 +19,7 @@ from lmcache.v1.memory_allocators.host_memory_allocator import HostMemoryAllocat
 
 from tests.engines.lmcache import server_side as s
 from tests.engines.lmcache.driver import Driver
-from tests.integration.cluster import Cluster, wait_until
+from tests.support.process_cluster import Cluster, wait_until
 
 SHM = "node.transports=shm"  # starts faster than with NIXL
 SMALL = ("node.dram_bytes=1MiB", "node.slab_bytes=128KiB", SHM)

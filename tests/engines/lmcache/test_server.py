@@ -20,7 +20,7 @@ import pytest
 from lmcache.cli.commands.bench.server_bench.client import ServerBenchClient
 from lmcache.cli.commands.bench.server_bench.config import BenchConfig
 
-from tests.integration.cluster import Cluster, wait_until
+from tests.support.process_cluster import Cluster, wait_until
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/lmcache.md").read_text()

@@ -8,7 +8,7 @@ from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.distributed.storage_manager import StorageManager
 
 from tests.engines.lmcache import server_side as s
-from tests.integration.cluster import Cluster, wait_until
+from tests.support.process_cluster import Cluster, wait_until
 
 
 def test_chunks_evicted_from_l1_come_back_from_the_pool(cluster: Cluster) -> None:

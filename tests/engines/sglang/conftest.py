@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.cluster import Cluster
+from tests.support.process_cluster import Cluster
 
 collect_ignore_glob = []
 if importlib.util.find_spec("sglang") is None:

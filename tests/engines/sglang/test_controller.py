@@ -15,7 +15,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from kvpool.engines.sglang import KVPoolStorage
 from tests.engines.sglang.real import HEAD_DIM, HEADS, LAYERS, PAGE, mha_pool, page_bytes
-from tests.integration.cluster import wait_until
+from tests.support.process_cluster import wait_until
 
 ONE_RANK = {
     "tp_rank": 0,

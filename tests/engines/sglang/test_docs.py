@@ -14,12 +14,12 @@ from sglang.srt.server_args import ServerArgs
 from typer.testing import CliRunner
 
 from kvpool.cli.app import app
-from kvpool.engines.settings import read_settings
 from kvpool.engines.sglang.settings import SOURCE, SGLangSettings
-from tests.engines.pages import commands
+from kvpool.engines.shared.settings import read_settings
 from tests.engines.sglang.conftest import LOADED, MakeBackend, keys
 from tests.engines.sglang.real import indices, mha_pool
-from tests.integration.cluster import Cluster, wait_until
+from tests.support.pages import commands
+from tests.support.process_cluster import Cluster, wait_until
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "sglang.md").read_text()

@@ -17,7 +17,7 @@ from tests.engines.sglang.real import (
     mla_pool,
     page_bytes,
 )
-from tests.integration.cluster import wait_until
+from tests.support.process_cluster import wait_until
 
 N = 6
 ALL, TRAILING = PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES

@@ -13,15 +13,15 @@ import pytest
 from prometheus_client import REGISTRY
 from sglang.srt import runtime_context
 
-from kvpool.engines.settings import read_settings
+from kvpool.blocks.model_revision import revision_of
 from kvpool.engines.sglang import identity as identity_module
 from kvpool.engines.sglang.identity import identify
 from kvpool.engines.sglang.settings import SOURCE, SGLangSettings
+from kvpool.engines.shared.settings import read_settings
 from kvpool.errors import ConfigError
-from kvpool.model_revision import revision_of
 from tests.engines.sglang.conftest import LOADED, MakeBackend, keys
 from tests.engines.sglang.real import indices, mha_pool, storage_config
-from tests.integration.cluster import wait_until
+from tests.support.process_cluster import wait_until
 
 
 def model_dir(directory: Path, weights: bytes = b"\0" * 64) -> Path:

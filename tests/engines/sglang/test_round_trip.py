@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 from kvpool.errors import ConfigError
 from tests.engines.sglang.conftest import MakeBackend, keys
 from tests.engines.sglang.real import indices, mha_pool, mla_pool, page_bytes
-from tests.integration.cluster import wait_until
+from tests.support.process_cluster import wait_until
 
 MHA = ("layer_first", "page_first", "page_first_direct", "page_head")
 MLA = ("layer_first", "page_first", "page_first_direct")

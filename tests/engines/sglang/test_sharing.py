@@ -15,8 +15,8 @@ import torch
 from kvpool.errors import ConfigError, LayoutMismatch
 from tests.engines.sglang.conftest import MakeBackend, OtherProcess, keys
 from tests.engines.sglang.real import indices, mha_pool, mla_pool, page_bytes
-from tests.integration.cluster import Cluster, wait_until
-from tests.integration.secured import environment, token, tokens_file
+from tests.support.process_cluster import Cluster, wait_until
+from tests.support.secured import environment, token, tokens_file
 
 
 def put(backend: Any, pool: Any, names: list[str], pages: list[int]) -> None:

@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from kvpool.errors import ConfigError, TransferFailed
 from tests.engines.sglang.conftest import MakeBackend, keys
 from tests.engines.sglang.real import indices, mha_pool, mla_pool, page_bytes
-from tests.integration.cluster import Cluster, wait_until
+from tests.support.process_cluster import Cluster, wait_until
 
 N = 3
 QUICK = {"lookup_timeout_s": 0.6, "load_timeout_s": 0.8, "store_timeout_s": 0.8, "backoff_s": 0.2}

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.engines.vllm.harness import Engine, write_model
-from tests.integration.cluster import Cluster
+from tests.support.process_cluster import Cluster
 
 
 def pytest_configure(config: pytest.Config) -> None:

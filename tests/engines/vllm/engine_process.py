@@ -161,7 +161,7 @@ class _Served:
 
     def hold_loads(self, after: int) -> Any:
         """Let the next load stop after so many buffers until `go_on` says; it tells "held" then."""
-        from kvpool.engines.vllm.loading import Loader
+        from kvpool.engines.vllm.loader import Loader
 
         original = Loader._place
         placed = 0

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvpool.bench import vllm_engine, vllm_run
-from kvpool.bench.peers import PeerMissing
-from kvpool.bench.vllm_backends import Backend
-from kvpool.bench.vllm_engine import EngineFailed
-from kvpool.bench.vllm_run import Bench, Order
+from benchmarks import vllm_engine, vllm_run
+from benchmarks.peers import PeerMissing
+from benchmarks.vllm_backends import Backend
+from benchmarks.vllm_engine import EngineFailed
+from benchmarks.vllm_run import Bench, Order
 from kvpool.cli.app import app
 
 SIZES = (128, 256)

@@ -16,9 +16,9 @@ import httpx
 import pytest
 
 from tests.engines.vllm.engine_process import ENVIRONMENT
-from tests.integration.cluster import Cluster, wait_until
-from tests.waiting import free_port
-from workers.model_files import default_cache_dir, prepare_model
+from tests.support.process_cluster import Cluster, wait_until
+from tests.support.waiting import free_port
+from workers.engine.model_files import default_cache_dir, prepare_model
 
 pytestmark = pytest.mark.model
 PAGE = 128

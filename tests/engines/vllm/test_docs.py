@@ -12,11 +12,11 @@ import pytest
 import yaml
 from vllm.config import KVEventsConfig, KVTransferConfig
 
-from kvpool.config import load_settings
-from kvpool.engines.settings import EngineSettings
+from kvpool.config.loader import load_settings
+from kvpool.engines.shared.settings import EngineSettings
 from kvpool.engines.vllm.metrics import COUNTS, TIMES
 from kvpool.engines.vllm.settings import VllmSettings, read
-from tests.engines.pages import commands
+from tests.support.pages import commands
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "vllm.md").read_text()

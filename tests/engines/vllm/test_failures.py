@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 import structlog
 
+from kvpool.blocks.hashing import hash_chain
+from kvpool.blocks.layout import Namespace
 from kvpool.client import AsyncPool, Pool
 from kvpool.engines.vllm import KVPoolConnector, scheduler_side
-from kvpool.engines.vllm.loading import Loader
-from kvpool.engines.vllm.saving import Saver
+from kvpool.engines.vllm.loader import Loader
+from kvpool.engines.vllm.saver import Saver
 from kvpool.engines.vllm.version import require_supported
 from kvpool.errors import ConfigError, KvpoolError, LayoutMismatch
-from kvpool.hashing import hash_chain
-from kvpool.layout import Namespace
 from kvpool.transports import Pieces
 from kvpool.transports.shm import ShmTransport
 from tests.engines.vllm.harness import Engine
 from tests.engines.vllm.test_serving import EXPECTED, PROMPT, gate, has_no_leases
-from tests.integration.cluster import Cluster, wait_until
-from tests.waiting import free_port
+from tests.support.process_cluster import Cluster, wait_until
+from tests.support.waiting import free_port
 
 MakeEngine = Callable[..., Engine]
 

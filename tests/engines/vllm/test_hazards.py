@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from kvpool.client import AsyncPool
-from kvpool.client.layered import LayeredReader
+from kvpool.client.data.layered import LayeredReader
 from kvpool.client.pool import Pool
-from kvpool.engines.vllm import loading
-from kvpool.engines.vllm.loading import Loader
-from kvpool.engines.vllm.saving import Saver
+from kvpool.engines.vllm import loader
+from kvpool.engines.vllm.loader import Loader
+from kvpool.engines.vllm.saver import Saver
 from tests.engines.vllm.harness import Engine, expected_output
 from tests.engines.vllm.test_serving import EXPECTED, PROMPT, gate, has_no_leases, leases
-from tests.integration.cluster import Cluster
+from tests.support.process_cluster import Cluster
 
 MakeEngine = Callable[..., Engine]
 LONG = [*PROMPT, *(3 + (i * 7907) % 900 for i in range(250))]
@@ -91,7 +91,7 @@ def test_pages_come_back_only_when_nothing_writes_to_them_any_more(
 ) -> None:
     first, second = engine(), engine({"load_timeout_s": 0.2})
     first.run("a", PROMPT)
-    monkeypatch.setattr(loading, "LATE_S", 0.1)
+    monkeypatch.setattr(loader, "LATE_S", 0.1)
     hold, held, was_cancelled = threading.Event(), threading.Event(), threading.Event()
     original = AsyncPool.get
 
@@ -243,7 +243,7 @@ def test_saves_that_wait_for_one_another_hold_pages_no_longer_than_one_save_may_
     def put(*_: Any, timeout_s: float, **__: Any) -> Any:
         """A node that does not answer."""
         threading.Event().wait(timeout_s)
-        raise loading.DeadlineExceeded("no answer")
+        raise loader.DeadlineExceeded("no answer")
 
     monkeypatch.setattr(Pool, "put", put)
     began = time.monotonic()

@@ -21,6 +21,8 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
+from kvpool.blocks.hashing import hash_chain
+from kvpool.blocks.layout import Namespace
 from kvpool.engines.vllm import lora
 from kvpool.engines.vllm.identity import (
     LayoutFacts,
@@ -33,8 +35,6 @@ from kvpool.engines.vllm.identity import (
 from kvpool.engines.vllm.lora import LoraVersions
 from kvpool.engines.vllm.settings import read
 from kvpool.errors import ModelNotFound
-from kvpool.hashing import hash_chain
-from kvpool.layout import Namespace
 from tests.engines.vllm.harness import HF_CONFIG, write_model
 
 pytestmark = pytest.mark.vllm
@@ -189,7 +189,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from tests.engines.vllm.test_identity import FACTS, namespace, vllm_config
-from kvpool.hashing import hash_chain
+from kvpool.blocks.hashing import hash_chain
 ours = namespace(vllm_config(Path(sys.argv[1])))
 print("=", ours.namespace_id.hex(), hash_chain(ours, list(range(128)), ("lora:a",))[-1].hex())
 """

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from kvpool.client.layered import LayeredReader, LayeredWriter
+from kvpool.client.data.layered import LayeredReader, LayeredWriter
 from tests.engines.vllm.harness import LAYERS, Engine, expected_output
 from tests.engines.vllm.test_serving import EXPECTED, PROMPT, has_no_leases
-from tests.integration.cluster import Cluster, wait_until
+from tests.support.process_cluster import Cluster, wait_until
 
 MakeEngine = Callable[..., Engine]
 

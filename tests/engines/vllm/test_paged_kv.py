@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool.errors import InvalidArgument, UnsupportedLayout, WrongByteCount
-from kvpool.transports.copying import copy
+from kvpool.transports.copy import copy
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm

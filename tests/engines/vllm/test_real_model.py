@@ -14,8 +14,8 @@ import pytest
 
 from kvpool import Pool, hash_chain
 from tests.engines.vllm.engine_process import EngineProcess
-from tests.integration.cluster import Cluster, wait_until
-from workers.model_files import default_cache_dir, prepare_model
+from tests.support.process_cluster import Cluster, wait_until
+from workers.engine.model_files import default_cache_dir, prepare_model
 
 pytestmark = pytest.mark.model
 PAGE = 128  # vLLM's on CPU

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.engine_entry import EngineServer
-from kvpool.engines.vllm.loading import Loader
+from kvpool.config.engine_server import EngineServer
+from kvpool.engines.vllm.loader import Loader
 from tests.engines.vllm.harness import Engine, expected_output
-from tests.integration.cluster import Cluster, wait_until
+from tests.support.process_cluster import Cluster, wait_until
 
 PROMPT = [3 + (i * 7919) % 900 for i in range(300)]
 EXPECTED = expected_output(PROMPT, 4)
@@ -236,7 +236,7 @@ def test_a_request_whose_wishes_cannot_be_read_shares_nothing(
 def test_blocks_stay_in_vllm_until_they_are_copied(
     engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvpool.engines.vllm.saving import Saver
+    from kvpool.engines.vllm.saver import Saver
 
     one, two = engine(pages=40), engine()
     hold, held = gate(monkeypatch, Saver, "_save")

@@ -10,7 +10,7 @@ from kvpool.engines.vllm.metadata import Handshake
 from kvpool.errors import LayoutMismatch
 from tests.engines.vllm.harness import Engine, expected_output
 from tests.engines.vllm.test_serving import PROMPT, gate, has_no_leases
-from tests.integration.cluster import Cluster
+from tests.support.process_cluster import Cluster
 
 MakeEngine = Callable[..., Engine]
 EXPECTED = expected_output(PROMPT, 4, ranks=2)
@@ -29,7 +29,7 @@ def test_each_rank_reads_what_its_like_has_written(engine: MakeEngine, cluster: 
 def test_a_block_without_all_parts_is_a_miss(
     engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvpool.engines.vllm.saving import Saver
+    from kvpool.engines.vllm.saver import Saver
 
     first, second = engine(ranks=2), engine(ranks=2)
     original = Saver._save
@@ -47,7 +47,7 @@ def test_a_block_without_all_parts_is_a_miss(
 def test_pages_are_held_until_both_ranks_are_done(
     engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvpool.engines.vllm.saving import Saver
+    from kvpool.engines.vllm.saver import Saver
 
     one = engine(ranks=2, pages=40)
     original = Saver._save
@@ -75,7 +75,7 @@ def test_pages_are_held_until_both_ranks_are_done(
 def test_one_ranks_failed_load_is_computed_again_by_all(
     engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvpool.engines.vllm.loading import Loader
+    from kvpool.engines.vllm.loader import Loader
 
     first, second = engine(ranks=2), engine(ranks=2)
     first.run("a", PROMPT)

@@ -1,0 +1,111 @@
+"""Stores of KV behind vLLM that `kvpool bench vllm` measures: the pool, and peers where they are installed.
+
+Each as its users would run it on one host, over loopback or shared memory, with its own defaults where it has any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers import PeerMissing, mooncake_master
+from kvpool.serving.supervisor import Fleet
+
+HOST = "bench"
+SLAB = "64MiB"
+
+
+@dataclass(slots=True, frozen=True)
+class Backend:
+    """How vLLM is told of a store.
+
+    Args:
+        transfer: vLLM's `KVTransferConfig`.
+        reader_role: of the process that finds. One that stores as well would find, asked again, what it computed.
+        is_shared: another process finds what one has stored; else hits are measured in the process that stored,
+            after it has dropped its own prefix cache.
+    """
+
+    transfer: dict[str, Any]
+    env: dict[str, str] = field(default_factory=dict)
+    is_shared: bool = True
+    reader_role: str = "kv_both"
+
+
+@contextlib.contextmanager
+def kvpool(directory: Path, store_bytes: int) -> Iterator[Backend]:
+    """A conductor and a node on this host."""
+    with Fleet(directory / "kvpool") as fleet:
+        ports = ("--wire-port", "0", "--http-port", "0", "--grpc-port", "0")
+        conductor = fleet.start("conductor", ["conductor", *ports])
+        node = ["--set", f"node.slab_bytes={SLAB}", "node", *ports, "--host-label", HOST]
+        fleet.start("node", [*node, "--dram", str(store_bytes), "--conductor", conductor["wire"]])
+        yield Backend(
+            {
+                "kv_connector": "KVPoolConnector",
+                "kv_connector_module_path": "kvpool.engines.vllm",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"conductor": conductor["wire"], "host_label": HOST},
+            },
+            reader_role="kv_consumer",
+        )
+
+
+@contextlib.contextmanager
+def mooncake_store(directory: Path, store_bytes: int) -> Iterator[Backend]:
+    """vLLM's MooncakeStoreConnector over TCP: a master, and a segment in each vLLM process."""
+    with mooncake_master(directory) as port:
+        config = directory / "mooncake.json"
+        config.write_text(
+            json.dumps(
+                {
+                    "metadata_server": "P2PHANDSHAKE",
+                    "master_server_address": f"127.0.0.1:{port}",
+                    "protocol": "tcp",
+                    "device_name": "",
+                    "global_segment_size": store_bytes,
+                    "local_buffer_size": 512 << 20,
+                }
+            )
+        )
+        transfer = {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
+        transfer["kv_load_failure_policy"] = "recompute"
+        yield Backend(transfer, {"MOONCAKE_CONFIG_PATH": str(config)})
+
+
+@contextlib.contextmanager
+def offloading(directory: Path, store_bytes: int) -> Iterator[Backend]:
+    """vLLM's own offloading to host memory."""
+    extra = {"cpu_bytes_to_use": store_bytes}
+    transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    yield Backend(transfer | {"kv_connector_extra_config": extra}, is_shared=False)
+
+
+@contextlib.contextmanager
+def lmcache(directory: Path, store_bytes: int) -> Iterator[Backend]:
+    """LMCache within vLLM's process, with its store in host memory."""
+    if importlib.util.find_spec("lmcache") is None:
+        raise PeerMissing("pip install lmcache")
+    env = {
+        "PYTHONHASHSEED": "0",  # its keys depend on it
+        "LMCACHE_CHUNK_SIZE": "128",
+        "LMCACHE_LOCAL_CPU": "True",
+        "LMCACHE_MAX_LOCAL_CPU_SIZE": str(store_bytes / (1 << 30)),
+    }
+    transfer = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+    yield Backend(transfer, env, is_shared=False)
+
+
+Open = Callable[[Path, int], AbstractContextManager[Backend]]
+PEERS: dict[str, Open] = {
+    "mooncake": mooncake_store,
+    "offloading": offloading,
+    "lmcache": lmcache,
+}

@@ -1,0 +1,501 @@
+"""What this conductor knows of the pool: nodes, workers, namespaces, the index. Soft state, all of it.
+
+The service behind the wire, gRPC and HTTP adapters for everything that is not a request for tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import structlog
+
+from conductor.index.block_history import LastNews
+from conductor.index.contract import Found, Index
+from conductor.kv_events.feeds import Engines
+from conductor.members.membership import Member, Membership, MembershipConfig, State, Verdict
+from conductor.members.namespaces import KnownNamespaces
+from conductor.members.peer_guard import Watches
+from conductor.scheduling import disk_wait
+from conductor.scheduling.cost_model import CostModel
+from conductor.scheduling.decision import InFlight
+from conductor.scheduling.scheduler import IDLE, ClusterView, NodeView, Policy, WorkerView
+from kvpool.blocks.hash_check import check_proof
+from kvpool.blocks.hashing import HASH_BYTES, unpack_hashes
+from kvpool.blocks.layout import Namespace
+from kvpool.errors import LayoutMismatch, StaleEpoch
+from kvpool.security.authorization import unknown_namespace
+from kvpool.security.tokens import ANYBODY, Principal
+from kvpool.wire import Session, WireServer
+from kvpool.wire import messages as m
+
+log = structlog.get_logger(__name__)
+
+RECLAIM_BLOCKS = 8_000  # about 0.6 µs a block: 5 ms a slice at most
+FORGET_REQUESTS_AFTER_S = 3600.0
+MAX_STANDING = 8_192  # hashes of one question; 3 µs each
+MAX_MISSES = 8_192  # of one report
+UNKNOWN_ROOM = 1 << 62  # a node that has not reported yet may have room
+
+
+class Cluster:
+    """Membership, index and look-ups of one conductor.
+
+    Args:
+        conductor_id, epoch: identity of this process.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        conductor_id: str,
+        epoch: int,
+        index: Index,
+        config: MembershipConfig,
+        policy: Policy,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        now = clock()
+        self.conductor_id = conductor_id
+        self.epoch = epoch
+        self.index = index
+        self.nodes: Membership[m.NodeDescriptor, m.NodeStatsReply] = Membership(config, now)
+        self.workers: Membership[m.WorkerDescriptor, m.WorkerLoad] = Membership(config, now)
+        self.namespaces = KnownNamespaces()
+        self.cost = CostModel()
+        self.in_flight = InFlight()
+        self.news = LastNews()  # to give misses a reason
+        self.engines = Engines()  # what stands in their own memory
+        self.watches = Watches()  # over calls to nodes and workers
+        self.policy = policy
+        self.counters: Counter[str] = Counter()
+        self.isolated_tenants: frozenset[str] = frozenset()  # their blocks stand in their own nodes
+        self.clock = clock
+        self._started = now
+        self._config = config
+
+    def expose(self, server: WireServer) -> None:
+        """Register every handler with a wire server."""
+        handlers: dict[type[m.Message], Callable[[Any, Session], m.Reply]] = {
+            m.NodeJoin: lambda r, _s: self.node_join(r),
+            m.NodeEvents: lambda r, _s: self.node_events(r),
+            m.NodeHeartbeat: lambda r, _s: self.node_heartbeat(r),
+            m.NodeLeave: lambda r, _s: self.node_leave(r),
+            m.NodeDraining: lambda r, _s: self.node_draining(r),
+            m.WorkerJoin: lambda r, _s: self.worker_join(r),
+            m.WorkerHeartbeat: lambda r, _s: self.worker_heartbeat(r),
+            m.WorkerLeave: lambda r, _s: self.worker_leave(r),
+            m.RegisterNamespace: lambda r, _s: self.register_namespace(r),
+            m.Lookup: lambda r, _s: self.lookup(r),
+            m.ReportMiss: lambda r, _s: self.report_miss(r),
+            m.Standing: lambda r, _s: self.standing(r),
+            m.Nodes: lambda _r, s: self.node_list(s.principal),
+            m.Namespaces: lambda r, s: self.namespace_page(r, s.principal),
+            m.PoolStats: lambda _r, s: self.stats_for(s.principal),
+        }
+        for message, handler in handlers.items():
+            server.handle(message, handler)
+
+    # ------------------------------------------------------------ nodes
+
+    def node_join(self, request: m.NodeJoin) -> m.MemberReply:
+        """A node announces itself; its full report follows as snapshot slices."""
+        node = request.descriptor
+        try:
+            joined = self.nodes.join(node.node_id, node.epoch, node, self.clock())
+            self.index.begin_snapshot(node.node_id, node.epoch)
+        except StaleEpoch:
+            return self._reply(resync=True)
+        for namespace in request.namespaces:
+            self._learn(node.node_id, namespace)
+        log.info(
+            "node joined",
+            node=node.node_id,
+            epoch=node.epoch,
+            host=node.host,
+            restarted=joined.voided_epoch is not None,
+        )
+        return self._reply()
+
+    def _learn(self, node_id: str, namespace: Namespace) -> None:
+        """Take in a namespace that a node brings; one that contradicts what is known is unknown here.
+
+        Anybody may have registered it at that node: the node and all its other blocks are as good.
+        """
+        try:
+            self.namespaces.add(namespace)
+        except LayoutMismatch as error:
+            self.counters["layout_mismatches"] += 1
+            log.error("a node has blocks of another layout", node=node_id, error=str(error))
+
+    def node_events(self, request: m.NodeEvents) -> m.MemberReply:
+        """A numbered batch of events, or a slice of the full report."""
+        return self._reply(resync=self._take_events(request).resync)
+
+    def _take_events(self, request: m.NodeEvents) -> Verdict:
+        """Do what is to be done about a batch; returns what that was."""
+        try:
+            verdict = self.nodes.receive_events(
+                request.node_id,
+                request.epoch,
+                request.sequence,
+                self.clock(),
+                snapshot=request.snapshot,
+                snapshot_end=request.snapshot_end,
+            )
+            if verdict.resync:
+                self.counters["event_gaps"] += 1
+            if verdict.begin_snapshot:
+                self.index.begin_snapshot(request.node_id, request.epoch)
+            if verdict.apply:
+                self.index.apply(request.node_id, request.epoch, request.events)
+                self.news.heard(request.node_id, request.events)
+            if verdict.end_snapshot:
+                self.index.end_snapshot(request.node_id)
+        except StaleEpoch:
+            return Verdict(resync=True)
+        return verdict
+
+    def node_heartbeat(self, request: m.NodeHeartbeat) -> m.MemberReply:
+        """A sign of life with the node's accounting."""
+        try:
+            resync = self.nodes.heartbeat(
+                request.node_id, request.epoch, self.clock(), request.stats, request.sequence
+            )
+        except StaleEpoch:
+            resync = True
+        return self._reply(resync=resync)
+
+    def node_leave(self, request: m.NodeLeave) -> m.Ok:
+        """A node stops: its blocks are forgotten at once."""
+        if self.nodes.leave(request.node_id, request.epoch):
+            self._forget_node(request.node_id)
+            log.info("node left", node=request.node_id)
+        return m.Ok()
+
+    def node_draining(self, request: m.NodeDraining) -> m.Ok:
+        """A node is about to stop: no new blocks for it, reads go on until it leaves."""
+        member = self.nodes.get(request.node_id)
+        if member is not None and member.epoch == request.epoch:
+            self.nodes.drain(request.node_id)
+            log.info("node drains", node=request.node_id)
+        return m.Ok()
+
+    # ------------------------------------------------------------ workers
+
+    def worker_join(self, request: m.WorkerJoin) -> m.MemberReply:
+        """A worker announces itself and its namespace.
+
+        Raises:
+            LayoutMismatch: another worker serves this model, revision, tenant and salt with another layout.
+            HashMismatch: it hashes otherwise than this conductor.
+        """
+        worker = request.descriptor
+        check_proof(worker.namespace, request.proof)
+        self.namespaces.add(worker.namespace)
+        try:
+            self.workers.join(worker.worker_id, worker.epoch, worker, self.clock())
+        except StaleEpoch:
+            return self._reply(resync=True)
+        log.info("worker joined", worker=worker.worker_id, role=worker.role, host=worker.host)
+        return self._reply()
+
+    def worker_heartbeat(self, request: m.WorkerHeartbeat) -> m.MemberReply:
+        """A sign of life with the worker's load; its measurements teach the cost model."""
+        try:
+            resync = self.workers.heartbeat(
+                request.worker_id, request.epoch, self.clock(), request.load
+            )
+        except StaleEpoch:
+            resync = True
+        load = request.load
+        if load.tpot_s and load.decode_sequences:
+            self.cost.observe_tpot(
+                request.worker_id, load.decode_context_tokens, load.decode_sequences, load.tpot_s
+            )
+        return self._reply(resync=resync)
+
+    def worker_leave(self, request: m.WorkerLeave) -> m.Ok:
+        """A worker stops."""
+        if self.workers.leave(request.worker_id, request.epoch):
+            self._forget_worker(request.worker_id)
+            log.info("worker left", worker=request.worker_id)
+        return m.Ok()
+
+    def _forget_node(self, node_id: str) -> None:
+        self.index.remove_node(node_id, RECLAIM_BLOCKS)
+
+    def _forget_worker(self, worker_id: str) -> None:
+        self.cost.forget_worker(worker_id)
+        self.in_flight.forget_worker(worker_id)
+
+    # ------------------------------------------------------------ clients
+
+    def register_namespace(self, request: m.RegisterNamespace) -> m.NamespaceReply:
+        """Raises LayoutMismatch, HashMismatch."""
+        check_proof(request.namespace, request.proof)
+        return m.NamespaceReply(self.namespaces.add(request.namespace))
+
+    def lookup(self, request: m.Lookup) -> m.LookupReply:
+        """Leading blocks that live nodes hold, and where.
+
+        Raises:
+            UnknownNamespace: nobody registered it here since this conductor started.
+        """
+        if request.namespace_id not in self.namespaces:
+            raise unknown_namespace(request.namespace_id)
+        segments = self.index.segments(
+            request.namespace_id,
+            unpack_hashes(request.hashes),
+            self._readable_hosts(request.exclude),
+            request.host,
+        )
+        return self._lookup_reply(request, segments)
+
+    async def answer_lookup(self, request: m.Lookup) -> m.LookupReply:
+        """As `lookup`, for an index that may have to be waited for."""
+        return self.lookup(request)
+
+    async def answer_registration(self, request: m.RegisterNamespace) -> m.NamespaceReply:
+        """As `register_namespace`, where others may have to be asked."""
+        return self.register_namespace(request)
+
+    def _lookup_reply(self, request: m.Lookup, segments: list[m.Segment]) -> m.LookupReply:
+        found = sum(segment.count for segment in segments)
+        wait_s = disk_wait.wait_s(self.nodes, self.namespaces[request.namespace_id], segments)
+        self.counters["lookups"] += 1
+        self.counters["lookup_hits" if found else "lookup_misses"] += 1
+        return m.LookupReply(found, segments, wait_s)
+
+    async def find(self, namespace_id: bytes, hashes: Sequence[bytes]) -> Found:
+        """Which leading blocks of a chain the pool has. One question for any number of hosts."""
+        return Found(self.index.holders(namespace_id, hashes), self._readable_hosts())
+
+    def _readable_hosts(self, exclude: Sequence[str] = ()) -> Mapping[str, str]:
+        return {
+            node.member_id: node.descriptor.host
+            for node in self.nodes.readable()
+            if node.member_id not in exclude
+        }
+
+    def report_miss(self, request: m.ReportMiss) -> m.Ok:
+        """A client's pin or read failed; believed for a while only, for a claim is no proof.
+
+        Of a long run the head alone: no plan gets to what follows it.
+        """
+        hashes = unpack_hashes(request.hashes[: MAX_MISSES * HASH_BYTES])
+        self.counters["reported_misses"] += len(hashes)
+        self.suspect_blocks(request.node_id, request.namespace_id, hashes)
+        return m.Ok()
+
+    def standing(self, request: m.Standing) -> m.StandingReply:
+        """On how many live nodes each block stands, draining and excluded ones left out.
+
+        Raises:
+            InvalidArgument: more than `MAX_STANDING` hashes.
+        """
+        live = {node.member_id for node in self.nodes.choosable()} - set(request.exclude)
+        copies = bytearray()
+        for block_hash in unpack_hashes(request.hashes, MAX_STANDING):
+            found = self.index.holders(request.namespace_id, [block_hash])
+            holders = {holder.node_id for holder in found[0]} & live if found else ()
+            copies.append(min(255, len(holders)))
+        return m.StandingReply(bytes(copies))
+
+    def namespace_page(
+        self, request: m.Namespaces, principal: Principal = ANYBODY
+    ) -> m.NamespacesReply:
+        """A page of the namespaces that the principal may know of."""
+        tenant = None if principal.sees_all else principal.tenant
+        return m.NamespacesReply(self.namespaces.page(request.offset, request.limit, tenant))
+
+    def node_list(self, principal: Principal = ANYBODY) -> m.NodesReply:
+        """Every node that is known, with its state and room."""
+        infos = []
+        now = self.clock()
+        for node in self.nodes.members():
+            free = capacity = 0
+            # Its own uptime outlives a restart of this conductor; before it reported, the join counts.
+            age_s = max(now - node.joined_at, node.report.uptime_s if node.report else 0.0)
+            for tier in node.report.tiers if node.report else ():
+                if tier.tier == "dram":
+                    free, capacity = tier.free_bytes, tier.capacity_bytes
+            if not principal.sees_all and not self.is_open_to(node.descriptor, principal.tenant):
+                continue
+            infos.append(m.NodeInfo(node.descriptor, node.state, free, capacity, age_s))
+        return m.NodesReply(infos)
+
+    def notice(self) -> str:
+        """What an operator should know: "" when all is well."""
+        return ""
+
+    def index_blocks(self) -> int:
+        """Entries of the index that look-ups are answered from now."""
+        return self.index.blocks()
+
+    def stats(self) -> m.PoolStatsReply:
+        """The whole pool's accounting, as nodes and workers last reported it."""
+        return self._stats({})
+
+    def _stats(
+        self,
+        counters: dict[str, float],
+        *,
+        index: str = "memory",
+        notice: str = "",
+        conductors: Sequence[str] = (),
+    ) -> m.PoolStatsReply:
+        return m.PoolStatsReply(
+            self.conductor_id,
+            self.epoch,
+            self.clock() - self._started,
+            [node.report for node in self.nodes if node.report is not None],
+            {node.member_id: str(node.state) for node in self.nodes},
+            [
+                m.WorkerInfo(worker.descriptor, worker.state, worker.report or IDLE)
+                for worker in self.workers
+            ],
+            self.index_blocks(),
+            {name: float(value) for name, value in self.counters.items()}
+            | self.engines.stats()
+            | counters,
+            index,
+            notice,
+            list(conductors),
+        )
+
+    def stats_for(self, principal: Principal) -> m.PoolStatsReply:
+        """As `stats`; a tenant is told of the nodes' room and its own workers, and of no count over all."""
+        stats = self.stats()
+        if principal.sees_all:
+            return stats
+        own = {worker.member_id for worker in self.workers_of(principal)}
+        nodes = {
+            node.member_id
+            for node in self.nodes.members()
+            if self.is_open_to(node.descriptor, principal.tenant)
+        }
+        return msgspec.structs.replace(
+            stats,
+            nodes=[m.visible_stats(node, False) for node in stats.nodes if node.node_id in nodes],
+            node_states={k: state for k, state in stats.node_states.items() if k in nodes},
+            workers=[info for info in stats.workers if info.descriptor.worker_id in own],
+            index_blocks=0,
+            counters={},
+            conductors=[],
+        )
+
+    def is_open_to(self, node: m.NodeDescriptor, tenant: str) -> bool:
+        """Whether blocks of this tenant may stand there, and its clients know how to reach that node."""
+        return node.tenant == (tenant if tenant in self.isolated_tenants else "")
+
+    def tenant_of_worker(self, worker_id: str) -> str | None:
+        """Whose a worker is; None when it is not known."""
+        worker = self.workers.get(worker_id)
+        return worker.descriptor.namespace.tenant if worker is not None else None
+
+    def workers_of(self, principal: Principal) -> list[Member[m.WorkerDescriptor, m.WorkerLoad]]:
+        """The workers that the principal may know of: those of its tenant."""
+        return [
+            worker
+            for worker in self.workers
+            if principal.sees_all or worker.descriptor.namespace.tenant == principal.tenant
+        ]
+
+    # ------------------------------------------------------------ for the scheduler
+
+    def view(self, tenant: str | None = None) -> ClusterView:
+        """The cluster as a decision may see it now; with the nodes of one tenant, or of all."""
+        workers = {
+            worker.member_id: WorkerView(
+                worker.member_id,
+                worker.descriptor.role,
+                worker.descriptor.host,
+                worker.descriptor.namespace.namespace_id,
+                worker.state,
+                worker.report or IDLE,
+                worker.reported_at,
+                worker.descriptor.max_model_tokens,
+            )
+            for worker in self.workers
+        }
+        nodes = {
+            node.member_id: NodeView(
+                node.member_id,
+                node.descriptor.host,
+                _room(node.report),
+                node.state,
+                {
+                    t.tier: t.read_bytes_per_s
+                    for t in disk_wait.tiers(node.report)
+                    if t.read_bytes_per_s
+                },
+                sum(t.queued_read_bytes for t in disk_wait.tiers(node.report)),
+            )
+            for node in self.nodes
+            if tenant is None or self.is_open_to(node.descriptor, tenant)
+        }
+        return ClusterView(workers, nodes, self.cost, self.in_flight, self.policy)
+
+    def worthwhile_s(
+        self,
+        worker: Member[m.WorkerDescriptor, Any],
+        namespace: Namespace,
+        tokens: int,
+        segments: Sequence[m.Segment],
+    ) -> float:
+        """How long this worker should wait for a disk; 0: no limit. See `prices`."""
+        if self.policy.always_reuse:
+            return 0.0
+        return disk_wait.worthwhile_s(self.cost, self.nodes, worker, namespace, tokens, segments)
+
+    def live_nodes(self, tenant: str) -> list[m.NodeDescriptor]:
+        """Descriptors of the nodes where a tenant's blocks may be read."""
+        nodes = (node.descriptor for node in self.nodes.readable())
+        return [node for node in nodes if self.is_open_to(node, tenant)]
+
+    def sweep(self) -> None:
+        """Suspect the silent, forget the dead, end vain waits, free memory in slices.
+
+        Call it every `sweep_s`.
+        """
+        now = self.clock()
+        for member in self.nodes.sweep(now).died:
+            log.warning("node is dead, its blocks are forgotten", node=member)
+            self._forget_node(member)
+        for member in self.workers.sweep(now).died:
+            log.warning("worker is dead", worker=member)
+            self._forget_worker(member)
+        self.engines.follow([worker.descriptor for worker in self.workers])
+        self.watches.check()
+        for request_id in self.in_flight.expire(now - FORGET_REQUESTS_AFTER_S):
+            log.warning("request never ended, its load is forgotten", request_id=request_id)
+        self.index.expire_suspicions(now)
+        self.index.reclaim(RECLAIM_BLOCKS)
+
+    def suspect_blocks(self, node_id: str, namespace_id: bytes, hashes: Sequence[bytes]) -> None:
+        """A planned read from this node failed: do not plan it again for a while."""
+        until = self.clock() + self._config.suspect_after_s
+        for block_hash in hashes:
+            self.index.suspect(node_id, namespace_id, block_hash, until)
+
+    def _reply(self, *, resync: bool = False) -> m.MemberReply:
+        return m.MemberReply(resync, self._config.heartbeat_s)
+
+
+def _room(report: m.NodeStatsReply | None) -> int:
+    """Bytes that a reservation could get: free, or held by blocks that nobody has pinned."""
+    if report is None:
+        return UNKNOWN_ROOM
+    return sum(
+        tier.free_bytes + tier.committed_bytes - tier.pinned_bytes
+        for tier in report.tiers
+        if tier.tier == "dram"
+    )
+
+
+__all__ = ["Cluster", "State"]

@@ -1,0 +1,148 @@
+"""The conductor's connections to workers and nodes, and how long it waits for each of them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator
+from typing import Any, Protocol
+
+from conductor.cluster.cluster import Cluster
+from conductor.members.membership import Member, State
+from kvpool.security.credentials import NO_CREDENTIALS, Credentials
+from kvpool.wire import WireClient
+from kvpool.wire import messages as m
+from kvpool.wire.client import Undo
+
+
+class Link(Protocol):
+    """What can be asked of a member, whatever it speaks; see `kvpool.wire.WireClient`."""
+
+    async def call(self, request: m.Message, timeout_s: float, undo: Undo | None = None) -> Any: ...
+
+    async def send(self, request: m.Message) -> None: ...
+
+    def stream(self, request: m.Generate, timeout_s: float) -> AsyncGenerator[Any, None]: ...
+
+    async def close(self) -> None: ...
+
+
+class Links:
+    """One pipelined connection per address; every wait ends when its member is lost."""
+
+    def __init__(self, cluster: Cluster, credentials: Credentials = NO_CREDENTIALS) -> None:
+        self._cluster = cluster
+        self._credentials = credentials
+        self._clients: dict[str, Link] = {}
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for client in self._clients.values():
+            await client.close()
+
+    def add(self, address: str, link: Link) -> None:
+        """Reach `address` by this link, which is ours from now on."""
+        self._clients[address] = link
+
+    def to(self, address: str) -> Link:
+        """The connection to `address`, made when there is none yet."""
+        client = self._clients.get(address)
+        if client is None:
+            cluster = self._cluster
+            client = self._clients[address] = WireClient(
+                address,
+                cluster.conductor_id,
+                kind="conductor",
+                epoch=cluster.epoch,
+                credentials=self._credentials,
+            )
+        return client
+
+    async def call_node(
+        self,
+        node: Member[m.NodeDescriptor, Any],
+        request: m.Message,
+        within_s: float,
+        undo: Undo | None = None,
+    ) -> Any:
+        """A node's answer. `undo`: see `WireClient.call`.
+
+        Raises:
+            DeadlineExceeded: none within `within_s`.
+            Unavailable: the node is silent, gone or restarted.
+        """
+        nodes = self._cluster.nodes
+        async with self._cluster.watches.waiting(
+            f"node {node.member_id}", lambda: nodes.why_lost(node.member_id, node.epoch), within_s
+        ):
+            return await self.to(node.descriptor.address).call(request, within_s, undo)
+
+    async def call_worker(
+        self, worker: Member[m.WorkerDescriptor, Any], request: m.Message, within_s: float
+    ) -> Any:
+        """A worker's answer. Raises: as `call_node`."""
+        workers = self._cluster.workers
+        async with self._cluster.watches.waiting(
+            f"worker {worker.member_id}",
+            lambda: workers.why_lost(worker.member_id, worker.epoch),
+            within_s,
+        ):
+            return await self.to(worker.descriptor.address).call(request, within_s)
+
+    async def stream(
+        self,
+        worker: Member[m.WorkerDescriptor, Any],
+        request: m.Generate,
+        deadline: float,
+        first_within_s: float,
+    ) -> AsyncGenerator[Any, None]:
+        """A worker's tokens, then its report.
+
+        Tokens are a sign of life, too: while they come, missing heartbeats mean nothing. And a silent
+        worker is waited for as long as no other could take over.
+
+        Args:
+            deadline: of the whole, in monotonic seconds.
+            first_within_s: longest wait for the first item.
+
+        Raises:
+            DeadlineExceeded, Unavailable: as `call_node`.
+            KvpoolError: what the worker raised.
+        """
+        patience_s = self._cluster.workers.config.suspect_after_s
+        heard_at = float("-inf")
+
+        def why_in_vain() -> str:
+            member = self._cluster.workers.get(worker.member_id)
+            reason = self._cluster.workers.why_lost(worker.member_id, worker.epoch)
+            is_speaking = time.monotonic() - heard_at < patience_s
+            if is_speaking and (member is None or member.epoch == worker.epoch):
+                return ""
+            if member is not None and member.epoch == worker.epoch and not self.has_other(worker):
+                return ""
+            return reason
+
+        within_s = min(first_within_s, deadline - time.monotonic())
+        items = self.to(worker.descriptor.address).stream(request, deadline - time.monotonic())
+        async with contextlib.aclosing(items):
+            while True:
+                async with self._cluster.watches.waiting(
+                    f"worker {worker.member_id}", why_in_vain, within_s
+                ):
+                    item = await anext(items, None)
+                if item is None:
+                    return
+                heard_at = time.monotonic()
+                yield item
+                within_s = deadline - time.monotonic()
+
+    def has_other(self, worker: Member[m.WorkerDescriptor, Any]) -> bool:
+        """Whether another live worker could decode what this one does."""
+        namespace = worker.descriptor.namespace
+        return any(
+            other.member_id != worker.member_id
+            and other.state is State.LIVE
+            and other.descriptor.role in ("decode", "both")
+            and other.descriptor.namespace == namespace
+            for other in self._cluster.workers
+        )

@@ -1,0 +1,97 @@
+"""Has nodes copy the hot prefixes that decisions name, in the background and a few at a time.
+
+Nobody waits for a copy, and one that fails costs nothing but the chance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from conductor.cluster.cluster import Cluster
+from conductor.cluster.connections import Links
+from conductor.gateway.request import Job
+from conductor.scheduling.decision import Decision, Replication
+from conductor.scheduling.hot_blocks import HotBlocks
+from kvpool.blocks.hash_check import registration
+from kvpool.blocks.hashing import pack_hashes
+from kvpool.errors import KvpoolError
+from kvpool.wire import messages as m
+
+log = structlog.get_logger(__name__)
+
+COPY_TIMEOUT_S = 30.0
+ANSWER_MARGIN_S = 2.0
+
+
+class Replicator:
+    """Carries out `Decision.replicate`.
+
+    Args:
+        at_once: copies under way; more are declined, for the next request will ask again. 0: none.
+    """
+
+    def __init__(self, cluster: Cluster, links: Links, at_once: int) -> None:
+        self._cluster = cluster
+        self._links = links
+        self._at_once = at_once
+        self._hot = HotBlocks()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def offer(self, job: Job, decision: Decision) -> None:
+        """Copy what this decision wants copied, as far as others wanted it, too."""
+        for copy in decision.replicate if self._at_once else ():
+            run = job.hashes[copy.start : copy.start + copy.count]
+            now = self._cluster.clock()
+            start, count = self._hot.wanted(copy.target, run, now)
+            if not count:
+                continue
+            if len(self._tasks) >= self._at_once:
+                self._cluster.counters["replications:declined"] += 1
+                continue
+            self._hot.asked(copy.target, run[start : start + count], now)
+            hot = Replication(copy.source, copy.target, copy.start + start, count)
+            task = asyncio.create_task(self._copy(job, hot), name="replication")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Give up what is under way."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _copy(self, job: Job, copy: Replication) -> None:
+        counters = self._cluster.counters
+        source = self._cluster.nodes.get(copy.source)
+        target = self._cluster.nodes.get(copy.target)
+        if source is None or target is None:
+            counters["replications:failed"] += 1
+            return
+        request = m.Replicate(
+            job.namespace.namespace_id,
+            pack_hashes(job.hashes[copy.start : copy.start + copy.count]),
+            job.hashes[copy.start - 1] if copy.start else b"",
+            source.descriptor,
+            COPY_TIMEOUT_S,
+        )
+        counters["replications:asked"] += 1
+        try:
+            await self._links.call_node(target, registration(job.namespace), ANSWER_MARGIN_S)
+            reply: m.ReplicateReply = await self._links.call_node(
+                target, request, COPY_TIMEOUT_S + ANSWER_MARGIN_S
+            )
+        except KvpoolError as error:
+            counters["replications:failed"] += 1
+            log.warning("a hot prefix was not copied", target=copy.target, error=str(error))
+            return
+        counters["replicated_blocks"] += reply.stored
+        log.info(
+            "hot prefix copied",
+            source=copy.source,
+            target=copy.target,
+            blocks=reply.stored,
+            of=copy.count,
+            reason=reply.reason,
+        )

@@ -1,0 +1,142 @@
+"""The conductor's figures for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from conductor.cluster.cluster import Cluster
+from conductor.gateway.gateway import Gateway
+from conductor.gateway.request import Result
+from conductor.roles.actuator import RoleChanges
+from kvpool.serving.metrics import LATENCY_BUCKETS
+
+
+class RequestMetrics:
+    """Histograms over finished requests."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._ttft = Histogram(
+            "kvpool_ttft_seconds",
+            "Time to first token",
+            ["mode"],
+            buckets=LATENCY_BUCKETS,
+            registry=registry,
+        )
+        self._tpot = Histogram(
+            "kvpool_tpot_seconds",
+            "Time per output token after the first",
+            buckets=LATENCY_BUCKETS,
+            registry=registry,
+        )
+        self._phase = Histogram(
+            "kvpool_request_phase_seconds",
+            "Seconds of a request by phase",
+            ["phase"],
+            buckets=LATENCY_BUCKETS,
+            registry=registry,
+        )
+        self._source = Counter(
+            "kvpool_prompt_tokens",
+            "Tokens of prompts by where their KV came from: a tier of the pool, the engine, or computed",
+            ["source"],
+            registry=registry,
+        )
+        self._error = Histogram(
+            "kvpool_prediction_error_ratio",
+            "Predicted over measured: 1 is right, 2 is twice too much",
+            ["what"],
+            buckets=(0.1, 0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0, 10.0),
+            registry=registry,
+        )
+
+    def observe(self, result: Result, prompt_tokens: int) -> None:
+        """Take in one request, however it ended."""
+        decision = result.decision
+        if decision is None or not result.ttft_s:
+            return
+        self._ttft.labels(decision.mode).observe(result.ttft_s)
+        for what, ratio in zip(("ttft", "tpot"), result.prediction_errors(), strict=True):
+            if ratio:
+                self._error.labels(what).observe(ratio)
+        if result.tpot_s:
+            self._tpot.observe(result.tpot_s)
+        for tier, tokens in result.tokens_by_tier.items():
+            self._source.labels(tier).inc(tokens)
+        computed = prompt_tokens - sum(result.tokens_by_tier.values())
+        self._source.labels("computed").inc(max(0, computed))
+        for name, seconds in result.phases.items():
+            self._phase.labels(name).observe(seconds)
+
+
+class ConductorCollector(Collector):
+    """Members, index and counters, read at scrape time."""
+
+    def __init__(self, cluster: Cluster, gateway: Gateway, roles: RoleChanges) -> None:
+        self._cluster = cluster
+        self._gateway = gateway
+        self._roles = roles
+
+    def collect(self) -> Iterator[Metric]:
+        members = GaugeMetricFamily(
+            "kvpool_members", "Members by kind and state", labels=["kind", "state"]
+        )
+        counts: dict[tuple[str, str], int] = {}
+        for kind, group in (("node", self._cluster.nodes), ("worker", self._cluster.workers)):
+            for member in group.members():
+                key = (kind, str(member.state))
+                counts[key] = counts.get(key, 0) + 1
+        for (kind, state), count in counts.items():
+            members.add_metric([kind, state], count)
+        yield members
+        yield GaugeMetricFamily(
+            "kvpool_index_blocks", "Blocks in the index", value=self._cluster.index_blocks()
+        )
+        yield GaugeMetricFamily(
+            "kvpool_active_requests", "Requests in work", value=self._gateway.active
+        )
+        waiting = GaugeMetricFamily(
+            "kvpool_waiting_requests", "Requests in the admission queue", labels=["priority"]
+        )
+        for priority, count in self._gateway.entrance.queue.by_priority().items():
+            waiting.add_metric([priority], count)
+        yield waiting
+        yield CounterMetricFamily(
+            "kvpool_goodput_requests",
+            "Requests that met both their objectives",
+            value=float(self._cluster.counters["goodput_requests"]),
+        )
+        decoding = GaugeMetricFamily(
+            "kvpool_decode_active_sequences",
+            "Sequences being decoded, as workers last reported",
+            labels=["worker"],
+        )
+        for worker in self._cluster.workers:
+            if worker.report is not None:
+                decoding.add_metric([worker.member_id], worker.report.decode_sequences)
+        yield decoding
+        scaling = GaugeMetricFamily(
+            "kvpool_instances",
+            "Workers by role, as they are and as advised",
+            labels=["role", "which"],
+        )
+        advice = self._roles.advice()
+        for which in ("instances", "desired"):
+            for role, count in advice[which].items():
+                scaling.add_metric([role, which], count)
+        yield scaling
+        events = CounterMetricFamily(
+            "kvpool_conductor_events", "Counted events, by kind", labels=["kind"]
+        )
+        missed = CounterMetricFamily(
+            "kvpool_missed_blocks", "Blocks of prompts that were not reused", labels=["reason"]
+        )
+        for name, value in sorted(self._cluster.counters.items()):
+            if name.startswith("miss:"):
+                missed.add_metric([name.removeprefix("miss:")], float(value))
+            events.add_metric([name], float(value))
+        yield missed
+        yield events

@@ -1,0 +1,218 @@
+"""The OpenAI-compatible request and response shapes that the gateway understands. No logic of serving.
+
+Requests are decoded by msgspec, which ends at the first mistake: a body with half a million of them costs
+no more than one with one, and the error quotes none of it.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from conductor.gateway.admission_queue import Priority
+from kvpool.errors import InvalidArgument, brief
+
+Positive = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0)]
+
+
+class PoolOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The `kvpool` field of a request: how the pool is to be used for it.
+
+    `pool`: "on" (default); "off" recomputes everything; "local" uses the decode engine's own prefix
+    cache instead (a reference to compare with), at most `local_prefix_tokens` of it when that is not 0.
+    `prefill`: "remote" or "local" takes the choice from the scheduler, as does `decode_worker`.
+    `priority`: whose place in the queue comes first; never above that of the tenant, where it has one.
+    """
+
+    pool: Literal["on", "off", "local"] = "on"
+    prefill: Literal["auto", "remote", "local"] = "auto"
+    decode_worker: Annotated[str, Meta(max_length=128)] | None = None
+    local_prefix_tokens: Natural = 0
+    return_token_ids: bool = False
+    priority: Priority | None = None
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """`include_usage`: end the stream with a report."""
+
+    include_usage: bool | None = None
+
+
+class _Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """What both endpoints share. Fields that we do not know are ignored, as OpenAI's clients expect."""
+
+    model: Annotated[str, Meta(max_length=512)] = ""
+    max_tokens: Positive | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    seed: int | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: Literal[1] = 1
+    stop: str | list[str] | None = None
+    ignore_eos: bool = False
+    user: Annotated[str, Meta(max_length=512)] = ""
+    kvpool: PoolOptions = PoolOptions()
+
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings, none of them empty.
+
+        Raises:
+            InvalidArgument: more than four, or one too long.
+        """
+        given = [self.stop] if isinstance(self.stop, str) else (self.stop or [])
+        if len(given) > 4 or any(len(text) > 256 for text in given):
+            raise InvalidArgument("stop takes at most 4 texts of at most 256 characters")
+        return tuple(text for text in given if text)
+
+    def wants_usage(self) -> bool:
+        """Whether a stream is to end with usage and report."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class TextPart(msgspec.Struct, frozen=True):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    role: Annotated[str, Meta(min_length=1, max_length=32)]
+    content: str | list[TextPart]
+
+    def plain(self) -> dict[str, str]:
+        """Role and text, as chat templates take them."""
+        text = (
+            self.content
+            if isinstance(self.content, str)
+            else "".join(part.text for part in self.content)
+        )
+        return {"role": self.role, "content": text}
+
+
+class ChatRequest(_Completion, frozen=True, kw_only=True):
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
+    max_completion_tokens: Positive | None = None
+
+
+class CompletionRequest(_Completion, frozen=True, kw_only=True):
+    """`prompt`, a text or a list of token ids, is decoded by `read_prompt`."""
+
+    prompt: msgspec.Raw
+
+
+class PrefetchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A hint that a request is about to come: one of a session's key, a conversation, or a prompt."""
+
+    model: Annotated[str, Meta(max_length=512)] = ""
+    key: Annotated[str, Meta(max_length=512)] = ""
+    messages: Annotated[list[ChatMessage], Meta(max_length=4096)] = []
+    prompt: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+
+    def given(self) -> list[str]:
+        """Which of the three are there."""
+        ways = {"key": self.key, "messages": self.messages, "prompt": bytes(self.prompt)}
+        return [name for name, value in ways.items() if value]
+
+
+TokenIds = list[Annotated[int, Meta(ge=0, lt=1 << 32)]]
+R = TypeVar("R", ChatRequest, CompletionRequest, PrefetchRequest)
+T = TypeVar("T")
+
+
+def read_request(raw: bytes, shape: type[R]) -> R:
+    """A request from its body.
+
+    Raises:
+        InvalidArgument: it is not JSON, or the first field that is wrong.
+    """
+    return _decode(raw, shape, "", strict=False)
+
+
+def read_prompt(raw: msgspec.Raw, max_tokens: int) -> str | list[int]:
+    """A completion's prompt: a text (perhaps alone in a list), or token ids.
+
+    Raises:
+        InvalidArgument: anything else, more than one text, or more than `max_tokens` ids; which of a
+            list's items was wrong is named.
+    """
+    prompt = bytes(raw)
+    if prompt[:1] == b'"':
+        return _decode(prompt, str, "prompt")
+    if prompt[:1] != b"[":
+        raise InvalidArgument("prompt: neither a text nor a list of token ids")
+    if prompt[1:].lstrip()[:1] == b'"':
+        texts = _decode(prompt, list[str], "prompt")
+        if len(texts) != 1:
+            raise InvalidArgument(f"{len(texts)} prompts in one request", hint="send one")
+        return texts[0]
+    # Commas are counted before numbers are made: of what is too long nothing is built.
+    count = prompt.count(b",") + 1
+    if count > max_tokens:
+        raise InvalidArgument(f"the prompt has {count} items", hint=f"the limit is {max_tokens}")
+    return _decode(prompt, TokenIds, "prompt", expected=" (a token id)")
+
+
+def _decode(
+    raw: bytes, shape: type[T], where: str, *, strict: bool = True, expected: str = ""
+) -> T:
+    try:
+        return msgspec.json.decode(raw, type=shape, strict=strict)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `$")
+        path = (where + path.rstrip("`")).lstrip(".")
+        text = what[:1].lower() + what[1:]
+        raise InvalidArgument(f"{brief(path) or 'body'}: {brief(text)}{expected}") from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise InvalidArgument(f"the body is not JSON: {brief(error)}") from None
+
+
+class Shape:
+    """Builds the objects of one response: chat or plain, streamed or whole."""
+
+    def __init__(self, request_id: str, model: str, *, is_chat: bool) -> None:
+        self._is_chat = is_chat
+        self._base = {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def chunk(self, text: str, finish_reason: str | None, *, is_first: bool) -> dict[str, Any]:
+        """One event of a stream."""
+        if self._is_chat:
+            delta: dict[str, str] = {"role": "assistant"} if is_first else {}
+            if text or is_first:
+                delta["content"] = text
+            choice: dict[str, Any] = {"index": 0, "delta": delta, "finish_reason": finish_reason}
+            return {**self._base, "object": "chat.completion.chunk", "choices": [choice]}
+        choice = {"index": 0, "text": text, "finish_reason": finish_reason, "logprobs": None}
+        return {**self._base, "object": "text_completion", "choices": [choice]}
+
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """The last event, without choices."""
+        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+        return {**self._base, "object": kind, "choices": [], "usage": usage}
+
+    def whole(self, text: str, finish_reason: str, usage: dict[str, Any]) -> dict[str, Any]:
+        """The response of a request that does not stream."""
+        choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason, "logprobs": None}
+        if self._is_chat:
+            choice["message"] = {"role": "assistant", "content": text}
+        else:
+            choice["text"] = text
+        kind = "chat.completion" if self._is_chat else "text_completion"
+        return {**self._base, "object": kind, "choices": [choice], "usage": usage}
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """OpenAI's usage object."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }

@@ -1,0 +1,78 @@
+"""What stands in the engines' own memory: one KV-event feed for each worker that publishes them. Soft state."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+
+import structlog
+
+from conductor.kv_events.engine_blocks import EngineBlocks
+from conductor.kv_events.subscriber import KvFeed
+from kvpool.wire import messages as m
+
+log = structlog.get_logger(__name__)
+
+MAX_PAGES = 1_000_000  # of one engine; about 0.4 GB
+
+
+class Engines:
+    """Feeds of the workers that are members, by worker id and epoch.
+
+    Args:
+        max_pages: bound of what is remembered of one engine.
+    """
+
+    def __init__(self, max_pages: int = MAX_PAGES) -> None:
+        self.counters: Counter[str] = Counter()
+        self._max_pages = max_pages
+        self._feeds: dict[str, tuple[m.WorkerDescriptor, KvFeed, asyncio.Task[None]]] = {}
+
+    def follow(self, workers: Sequence[m.WorkerDescriptor]) -> None:
+        """Have a feed for each of these workers that publishes, and for no other. Needs a running loop."""
+        wanted = {worker.worker_id: worker for worker in workers if worker.kv_events}
+        for worker_id, (known, _, task) in list(self._feeds.items()):
+            if wanted.get(worker_id) != known or task.done():
+                task.cancel()
+                del self._feeds[worker_id]
+        for worker_id, worker in wanted.items():
+            if worker_id not in self._feeds:
+                blocks = EngineBlocks(worker.namespace, self._max_pages)
+                feed = KvFeed(worker_id, worker.kv_events, worker.kv_replay, blocks, self.counters)
+                task = asyncio.create_task(feed.run(), name=f"kv-events {worker_id}")
+                task.add_done_callback(_say_why)
+                self._feeds[worker_id] = (worker, feed, task)
+
+    def leading(self, namespace_id: bytes, hashes: Sequence[bytes]) -> dict[str, int]:
+        """Worker id -> leading blocks of the chain in that engine; workers without any are left out."""
+        found = {}
+        for worker_id, (worker, feed, _) in self._feeds.items():
+            if worker.namespace.namespace_id == namespace_id:
+                count = feed.blocks.leading(hashes)
+                if count:
+                    found[worker_id] = count
+        return found
+
+    def stats(self) -> dict[str, float]:
+        """Counters and sizes, for stats and metrics."""
+        numbers = {name: float(value) for name, value in self.counters.items()}
+        numbers["kv_events:engines"] = float(len(self._feeds))
+        numbers["kv_events:blocks"] = float(sum(len(f.blocks) for _, f, _ in self._feeds.values()))
+        numbers["kv_events:overflowed"] = float(
+            sum(f.blocks.overflowed for _, f, _ in self._feeds.values())
+        )
+        return numbers
+
+    async def close(self) -> None:
+        """End every feed."""
+        tasks = [task for _, _, task in self._feeds.values()]
+        self._feeds.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _say_why(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("a KV-event feed ended", feed=task.get_name(), error=str(task.exception()))

@@ -1,0 +1,346 @@
+"""The block index in Redis or Valkey: the contract of `conductor.index`, shared by any number of conductors.
+
+What is stored how, and what each step does, stands in `conductor.redis.scripts`. A lookup is one script,
+one round trip. Suspicions are this conductor's own and stay here: they last seconds.
+
+A node speaks to one conductor at a time. Each joining opens a session, and Redis refuses what belongs to an
+earlier one, so that a conductor which stood still cannot undo what another was told meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from conductor.index.contract import TIER_RANK, Holder, Holders, checked_hashes, cover_run
+from conductor.index.negative_cache import Suspicions
+from conductor.redis import scripts as lua
+from conductor.redis.client import RedisLink
+from kvpool.blocks.hashing import HASH_BYTES, pack_hashes
+from kvpool.errors import StaleEpoch
+from kvpool.wire.messages import TIERS, BlockEvent, Segment
+
+SLICE_BLOCKS = 2_000  # a script: about 2 ms during which Redis serves nobody else
+MAX_HOLDERS = 65_536  # decoded answers that are remembered; ids never change their meaning
+TTL_S = 86_400
+
+
+@dataclass(slots=True)
+class _Session:
+    """One joining of a node, as this conductor knows it."""
+
+    epoch: int
+    number: int
+    spaces: set[bytes] = field(default_factory=set)
+    is_reporting: bool = False  # between begin and end of a snapshot
+
+
+class RedisIndex:
+    """See `conductor.index.SharedIndex` for the contract.
+
+    Args:
+        pool: name of the pool; several may share a Redis.
+        max_blocks: entries kept at most in a namespace; beyond it new blocks are not recorded, which
+            makes them misses; `dropped` counts them.
+        ttl_s: how long keys outlive the last touch.
+        max_suspicions: failed pins remembered at most.
+    """
+
+    def __init__(
+        self,
+        link: RedisLink,
+        pool: str,
+        *,
+        max_blocks: int = 16_000_000,
+        ttl_s: int = TTL_S,
+        max_suspicions: int = 65_536,
+    ) -> None:
+        self.max_blocks = max_blocks
+        self.dropped = 0
+        self._link = link
+        self._pool = pool.encode()
+        self._ttl_s = ttl_s
+        self._suspicions = Suspicions(max_suspicions)
+        self._sessions: dict[str, _Session] = {}
+        self._counts: dict[bytes, int] = {}
+        self._retired: set[bytes] = set()  # namespaces with something left to reclaim
+        self._holders: dict[tuple[bytes, ...], Holders] = {}
+
+    # ------------------------------------------------------------ what nodes say
+
+    async def apply(self, node_id: str, epoch: int, events: Sequence[BlockEvent]) -> None:
+        for event in events:
+            checked_hashes(event)
+        session = await self._session(node_id, epoch)
+        by_space: dict[bytes, list[BlockEvent]] = {}
+        for event in events:
+            by_space.setdefault(event.namespace_id, []).append(event)
+        for namespace_id, ours in by_space.items():
+            await self._enter(node_id, session, namespace_id)
+            for batch in _slices(ours):
+                await self._apply(node_id, session, namespace_id, batch)
+            self._end_suspicions(node_id, namespace_id, ours)
+
+    async def begin_snapshot(self, node_id: str, epoch: int) -> None:
+        await self._open(node_id, epoch, is_new=True, is_reporting=True)
+
+    async def end_snapshot(self, node_id: str) -> bool:
+        session = self._sessions.get(node_id)
+        if session is None or not session.is_reporting:
+            return False
+        session.is_reporting = False
+        args = (node_id, session.epoch, session.number, self._ttl_s)
+        spaces = sorted(session.spaces)
+        for namespace_id, kept in zip(
+            spaces, await self._everywhere(lua.END, spaces, args), strict=True
+        ):
+            if kept < 0:
+                raise self._superseded(node_id, session)
+            if not kept:
+                session.spaces.discard(namespace_id)
+                await self._link.command("SREM", self._spaces_key(node_id), namespace_id)
+        self._retired.update(spaces)
+        return True
+
+    async def remove_node(
+        self, node_id: str, max_blocks: int, session_number: int | None = None
+    ) -> bool:
+        """As the contract says; with `session_number` only if the node has not joined again since."""
+        known = self._sessions.pop(node_id, None)
+        if session_number is None:
+            session_number = known.number if known is not None else 0
+        fence, spaces_key = self._member_keys(node_id)
+        current = await self._link.command("HGET", fence, "session")
+        if current is not None and int(current) > session_number > 0:
+            return await self.reclaim(max_blocks)
+        spaces = sorted(await self._link.command("SMEMBERS", spaces_key))
+        await self._everywhere(lua.RETIRE, spaces, (node_id, int(current or 0)))
+        await self._link.command("DEL", spaces_key)
+        self._retired.update(spaces)
+        return await self.reclaim(max_blocks)
+
+    async def reclaim(self, max_blocks: int) -> bool:
+        left = max_blocks
+        while self._retired and left > 0:
+            namespace_id = next(iter(self._retired))
+            part = min(left, SLICE_BLOCKS)
+            waiting, entries = await self._in_space(lua.RECLAIM, namespace_id, part)
+            self._counted(namespace_id, entries)
+            left -= part
+            if not waiting:
+                self._retired.discard(namespace_id)
+        return not self._retired
+
+    async def touch(self, namespace_id: bytes) -> bool:
+        """Keep a namespace with blocks from expiring, and notice what others left to reclaim.
+
+        Returns:
+            True when there are blocks.
+        """
+        entries, waiting = await self._in_space(lua.TOUCH, namespace_id, self._ttl_s)
+        self._counted(namespace_id, entries)
+        if waiting:
+            self._retired.add(namespace_id)
+        return bool(entries)
+
+    async def forget_block(self, namespace_id: bytes, block_hash: bytes) -> None:
+        entries = await self._in_space(lua.FORGET, namespace_id, block_hash)
+        self._counted(namespace_id, entries)
+        self._suspicions.clear(namespace_id, block_hash)
+
+    def session_number(self, node_id: str) -> int:
+        """Of the node's joining here; 0 when it has not joined here."""
+        session = self._sessions.get(node_id)
+        return session.number if session is not None else 0
+
+    def forget_session(self, node_id: str) -> None:
+        """The node reports to another conductor now."""
+        self._sessions.pop(node_id, None)
+
+    # ------------------------------------------------------------ suspicion
+
+    def suspect(self, node_id: str, namespace_id: bytes, block_hash: bytes, until: float) -> None:
+        self._suspicions.add(node_id, namespace_id, block_hash, until)
+
+    def expire_suspicions(self, now: float) -> int:
+        return self._suspicions.expire(now)
+
+    # ------------------------------------------------------------ answers
+
+    async def leading_run(self, namespace_id: bytes, hashes: Sequence[bytes]) -> int:
+        return len(await self.holders(namespace_id, hashes))
+
+    async def holders(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[Holders]:
+        found = await self._look(namespace_id, hashes, everywhere=False)
+        suspects = self._suspicions.of(namespace_id)
+        if suspects:
+            for at, block_hash in enumerate(hashes[: len(found)]):
+                doubted = suspects.get(block_hash)
+                if doubted:
+                    found[at] = tuple(copy for copy in found[at] if copy.node_id not in doubted)
+                    if not found[at]:
+                        return found[:at]
+        return found
+
+    async def standing(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[Holders]:
+        """Who holds each block, also beyond gaps (an empty tuple)."""
+        return await self._look(namespace_id, hashes, everywhere=True)
+
+    async def segments(
+        self,
+        namespace_id: bytes,
+        hashes: Sequence[bytes],
+        hosts: Mapping[str, str],
+        prefer_host: str = "",
+    ) -> list[Segment]:
+        return cover_run(await self.holders(namespace_id, hashes), hosts, prefer_host)
+
+    def blocks(self) -> int:
+        """Entries as Redis counted them when last asked, in the namespaces that were touched from here."""
+        return sum(self._counts.values())
+
+    # ------------------------------------------------------------ inside
+
+    async def _look(
+        self, namespace_id: bytes, hashes: Sequence[bytes], *, everywhere: bool
+    ) -> list[Holders]:
+        if not hashes:
+            return []
+        keys = self._space_keys(namespace_id)[:2]
+        args = (pack_hashes(hashes), int(everywhere))
+        runs, holdings, entries = await self._link.run(lua.LOOKUP, keys, args)
+        self._counted(namespace_id, entries)
+        live = {holdings[i]: holdings[i + 1] for i in range(0, len(holdings), 2)}
+        found: list[Holders] = []
+        for i in range(0, len(runs), 2):
+            ids = runs[i]
+            values = tuple(
+                live[x] for x in (ids[j : j + 4] for j in range(0, len(ids), 4)) if x in live
+            )
+            found += [self._copies(values)] * runs[i + 1]
+        return found
+
+    def _copies(self, values: tuple[bytes, ...]) -> Holders:
+        copies = self._holders.get(values)
+        if copies is None:
+            named = {Holder(v[1:].decode(), TIERS[v[0] - 48]) for v in values}
+            if len(self._holders) >= MAX_HOLDERS:
+                self._holders.clear()
+            copies = tuple(sorted(named, key=lambda copy: (TIER_RANK[copy.tier], copy.node_id)))
+            self._holders[values] = copies
+        return copies
+
+    async def _session(self, node_id: str, epoch: int) -> _Session:
+        """The node's session at this epoch; one that began elsewhere is taken over."""
+        session = self._sessions.get(node_id)
+        if session is not None and session.epoch == epoch:
+            return session
+        return await self._open(node_id, epoch, is_new=False, is_reporting=False)
+
+    async def _open(
+        self, node_id: str, epoch: int, *, is_new: bool, is_reporting: bool
+    ) -> _Session:
+        keys = self._member_keys(node_id)
+        number, fence, spaces = await self._link.run(
+            lua.JOIN, keys, (epoch, int(is_new), self._ttl_s)
+        )
+        if not number:
+            raise StaleEpoch(f"node {node_id} is at epoch {int(fence)}, message is of {epoch}")
+        session = _Session(epoch, number, set(spaces), is_reporting)
+        args = (node_id, epoch, number, int(is_reporting), self._ttl_s)
+        known = sorted(session.spaces)
+        if not all(await self._everywhere(lua.BEGIN, known, args)):
+            raise self._superseded(node_id, session)
+        self._retired.update(known)  # of an earlier epoch, or of a report that was not finished
+        self._sessions[node_id] = session
+        return session
+
+    async def _enter(self, node_id: str, session: _Session, namespace_id: bytes) -> None:
+        """Remember that the node has blocks in this namespace, before it has."""
+        if namespace_id in session.spaces:
+            return
+        keys = self._member_keys(node_id)
+        args = (session.epoch, session.number, self._ttl_s, namespace_id)
+        if not await self._link.run(lua.ENTER, keys, args):
+            raise self._superseded(node_id, session)
+        session.spaces.add(namespace_id)
+
+    async def _apply(
+        self, node_id: str, session: _Session, namespace_id: bytes, batch: Sequence[BlockEvent]
+    ) -> None:
+        args: list[Any] = [node_id, session.epoch, session.number, int(session.is_reporting)]
+        args += [self._ttl_s, self.max_blocks]
+        for event in batch:
+            tiers = "".join(str(TIER_RANK[t]) for t in ((event.tier,) if event.tier else TIERS))
+            args += [event.kind, tiers, event.hashes]
+            if event.kind == "cleared":
+                self._retired.add(namespace_id)
+        done, entries, dropped = await self._in_space(lua.APPLY, namespace_id, *args)
+        if not done:
+            raise self._superseded(node_id, session)
+        self._counted(namespace_id, entries)
+        self.dropped += dropped
+
+    def _superseded(self, node_id: str, session: _Session) -> StaleEpoch:
+        if self._sessions.get(node_id) is session:
+            del self._sessions[node_id]
+        return StaleEpoch(
+            f"node {node_id} has joined again since", hint="it reports to another conductor"
+        )
+
+    def _end_suspicions(
+        self, node_id: str, namespace_id: bytes, events: Sequence[BlockEvent]
+    ) -> None:
+        suspects = self._suspicions.of(namespace_id)
+        if suspects:
+            named = {h for e in events if e.kind == "stored" for h in checked_hashes(e)}
+            for block_hash in named & suspects.keys():
+                self._suspicions.clear(namespace_id, block_hash, node_id)
+
+    def _counted(self, namespace_id: bytes, entries: int) -> None:
+        if entries:
+            self._counts[namespace_id] = entries
+        else:
+            self._counts.pop(namespace_id, None)
+
+    async def _in_space(self, script: lua.Script, namespace_id: bytes, *args: Any) -> Any:
+        return await self._link.run(script, self._space_keys(namespace_id), args)
+
+    async def _everywhere(
+        self, script: lua.Script, spaces: Sequence[bytes], args: Sequence[Any]
+    ) -> list[Any]:
+        """Run a script in several namespaces, a few at a time; they may lie on different servers."""
+        results: list[Any] = []
+        for at in range(0, len(spaces), 16):
+            some = (self._in_space(script, space, *args) for space in spaces[at : at + 16])
+            results += await asyncio.gather(*some)
+        return results
+
+    def _space_keys(self, namespace_id: bytes) -> list[bytes]:
+        tag = b"kvpool:{%b:%b}:" % (self._pool, namespace_id.hex().encode())
+        names = (b"blocks", b"holdings", b"nodes", b"retired", b"ids", b"set:")
+        return [tag + name for name in names]
+
+    def _member_keys(self, node_id: str) -> list[bytes]:
+        return [b"kvpool:{%b}:node:%b" % (self._pool, node_id.encode()), self._spaces_key(node_id)]
+
+    def _spaces_key(self, node_id: str) -> bytes:
+        return b"kvpool:{%b}:spaces:%b" % (self._pool, node_id.encode())
+
+
+def _slices(events: Sequence[BlockEvent]) -> list[list[BlockEvent]]:
+    """Cut events, in order, into batches of at most `SLICE_BLOCKS` hashes."""
+    batches: list[list[BlockEvent]] = [[]]
+    room = size = SLICE_BLOCKS * HASH_BYTES
+    for event in events:
+        # An event without hashes ("cleared") is a step, too.
+        for at in range(0, max(1, len(event.hashes)), size):
+            part = event.hashes[at : at + size]
+            if len(part) > room or len(batches[-1]) >= SLICE_BLOCKS:
+                batches.append([])
+                room = size
+            batches[-1].append(BlockEvent(event.kind, event.namespace_id, part, event.tier))
+            room -= len(part)
+    return batches

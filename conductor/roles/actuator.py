@@ -1,0 +1,115 @@
+"""Carries out what the role controller says, and publishes its advice. Decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import structlog
+
+from conductor.cluster.cluster import Cluster
+from conductor.cluster.connections import Links
+from conductor.members.membership import State
+from conductor.roles.controller import Instance, RoleController, Verdict
+from kvpool.errors import KvpoolError
+from kvpool.wire import messages as m
+
+log = structlog.get_logger(__name__)
+
+STEP_S = 1.0
+CALL_TIMEOUT_S = 2.0
+
+
+class RoleChanges:
+    """Steps the controller and tells workers their new roles.
+
+    Args:
+        is_active: whether moves are carried out; advice is given in any case.
+        before_step: brings the controller's outcomes up to date.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        links: Links,
+        controller: RoleController,
+        *,
+        is_active: bool,
+        clock: Callable[[], float],
+        before_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.verdict = Verdict(None, (), 0.0, 0.0, 0)
+        self._cluster = cluster
+        self._links = links
+        self._controller = controller
+        self._is_active = is_active
+        self._clock = clock
+        self._before_step = before_step
+        self._history: list[dict[str, Any]] = []
+
+    async def run(self) -> None:
+        """Step until cancelled."""
+        while True:
+            await asyncio.sleep(STEP_S)
+            await self.step()
+
+    async def step(self) -> None:
+        """One look at the pool; at most one worker changes its role."""
+        self._before_step()
+        self.verdict = self._controller.step(self._instances(), self._clock())
+        move = self.verdict.move
+        if move is None:
+            return
+        worker = self._cluster.workers.get(move.worker_id)
+        if worker is None:
+            return
+        try:
+            await self._links.call_worker(worker, m.SetRole(move.role), CALL_TIMEOUT_S)
+        except KvpoolError as error:
+            self._cluster.counters["roles:failed"] += 1
+            log.warning("a role did not change", worker=move.worker_id, error=str(error))
+            return
+        self._cluster.counters[f"roles:to_{move.role}"] += 1
+        self._history = [*self._history[-99:], {"at_s": self._clock(), **asdict(move)}]
+        log.info("role changed", worker=move.worker_id, role=move.role, reason=move.reason)
+
+    def advice(self) -> dict[str, Any]:
+        """What `/v1/scaling` answers: counts by role, changes advised, and the moves so far."""
+        instances = self._instances()
+        counts = {
+            role: sum(i.role == role for i in instances) for role in ("prefill", "decode", "both")
+        }
+        desired = dict(counts)
+        for advice in self.verdict.advice:
+            desired[advice.role] = max(0, desired[advice.role] + advice.change)
+        return {
+            "instances": counts,
+            "desired": desired,
+            "advice": [asdict(advice) for advice in self.verdict.advice],
+            "ttft_violations": self.verdict.ttft_violations,
+            "tpot_violations": self.verdict.tpot_violations,
+            "requests": self.verdict.requests,
+            "moves": self._history,
+        }
+
+    def _instances(self) -> list[Instance]:
+        found = []
+        for worker in self._cluster.workers:
+            load = worker.report
+            if worker.state is not State.LIVE or load is None:
+                continue
+            found.append(
+                Instance(
+                    worker.member_id,
+                    worker.descriptor.role,
+                    load.running,
+                    load.places,
+                    load.queued_prefill_tokens,
+                    self._is_active
+                    and worker.descriptor.role != "both"
+                    and worker.descriptor.may_change_role,
+                )
+            )
+        return found

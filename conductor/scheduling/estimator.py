@@ -1,0 +1,315 @@
+"""What serving one request in some way would take: the predictions that strategies choose by.
+
+TTFT = queue + fetch of what the pool has and the worker lacks + prefill of the rest, and for a prefill
+elsewhere the exposed transfer of the last layer, the decode worker's read and its tail. Reuse is declined
+as far as fetching costs more than computing (Mooncake's Algorithm 1, by cost instead of by a threshold).
+TPOT is predicted for the moment when the prefill ends. It chooses nothing; it is pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from conductor.members.membership import State
+from conductor.scheduling.cost_model import MEASURED, exposed_s
+from conductor.scheduling.decision import Candidate
+from conductor.scheduling.inputs import ClusterView, NodeView, ScheduleRequest, WorkerView
+
+
+class Estimate:
+    """Predictions for one request at one moment."""
+
+    def __init__(self, request: ScheduleRequest, state: ClusterView, now: float) -> None:
+        self.request = request
+        self.state = state
+        self.now = now
+        self._queues: dict[str, float] = {}
+        self._prefills: dict[tuple[str, int], tuple[int, float, float]] = {}
+        self._targets: dict[tuple[str, int], NodeView | None] = {}
+        # Parts that many candidates share: each is predicted once.
+        self._transfers: dict[tuple[float, bool], float] = {}
+        self._tails: dict[str, float] = {}
+        self._fetches: dict[tuple[str, int, int], float] = {}
+        self._loads: dict[str, tuple[int, float]] = {}
+
+    # ------------------------------------------------------------ candidates
+
+    def local(self, worker: WorkerView) -> Candidate:
+        """Read what pays, compute the rest, decode: all on one worker."""
+        request = self.request
+        queue_s = self.queue_s(worker)
+        reuse, fetch_s, prefill_s = self._best_reuse(worker, request.prompt_tokens)
+        ttft_s = queue_s + fetch_s + prefill_s
+        sequences, tpot_s = self.tpot_s(worker, ttft_s)
+        # Some end while it is computed, others begin: those in the middle of it stand for all.
+        others = (self.decode_load(worker, queue_s + fetch_s)[0] + sequences - 1) / 2
+        candidate = Candidate(
+            mode="local",
+            prefill=None,
+            decode=worker.worker_id,
+            reuse_blocks=reuse,
+            ttft_s=ttft_s,
+            tpot_s=tpot_s,
+            queue_s=queue_s,
+            fetch_s=fetch_s,
+            prefill_s=prefill_s,
+            stalls_s=others * prefill_s,
+        )
+        return self._judged(candidate, worker, True, prefill_s if others else 0.0)
+
+    def remote(self, prefiller: WorkerView, decoder: WorkerView) -> Candidate | None:
+        """Compute full blocks at `prefiller`, the tail at `decoder`; None when that is no choice."""
+        request = self.request
+        full_tokens = request.full_blocks * request.block_tokens
+        if prefiller.worker_id == decoder.worker_id or full_tokens == 0:
+            return None
+        queue_s = self.queue_s(prefiller)
+        reuse, fetch_s, prefill_s = self._best_reuse(prefiller, full_tokens)
+        new_blocks = request.full_blocks - reuse
+        if new_blocks == 0:
+            return None  # nothing left to compute there
+        target = self.target_node(decoder.host, new_blocks)
+        target_host = target.host if target else decoder.host
+        new_bytes = new_blocks * request.block_bytes
+        is_near = prefiller.host == target_host
+        # Overlapped, but over a link slower than the prefill more shows than the last layer.
+        send_s = max(
+            self._transfer_s(new_bytes / request.layers, is_near),
+            exposed_s(prefill_s, self._transfer_s(new_bytes, is_near), request.layers),
+        )
+        arrives_s = queue_s + fetch_s + prefill_s + send_s
+        load_s = max(0.0, self.queue_s(decoder) - arrives_s)
+        load_s += self._load_fetch_s(decoder, reuse)
+        load_s += self._transfer_s(new_bytes, decoder.host == target_host)
+        tail_s = self._tail_s(decoder, full_tokens)
+        ttft_s = arrives_s + load_s + tail_s
+        others = self.decode_load(decoder, ttft_s - tail_s)[0]
+        at_prefiller = 0
+        if prefiller.role != "prefill":
+            at_prefiller = self.decode_load(prefiller, queue_s + fetch_s)[0]
+        candidate = Candidate(
+            mode="disaggregated",
+            prefill=prefiller.worker_id,
+            decode=decoder.worker_id,
+            reuse_blocks=reuse,
+            ttft_s=ttft_s,
+            tpot_s=self.tpot_s(decoder, ttft_s)[1],
+            queue_s=queue_s,
+            fetch_s=fetch_s,
+            prefill_s=prefill_s,
+            send_s=send_s,
+            load_s=load_s,
+            tail_s=tail_s,
+            stalls_s=others * tail_s + at_prefiller * prefill_s,
+        )
+        is_roomy = target is not None and target.room_bytes >= new_bytes
+        return self._judged(candidate, decoder, is_roomy, tail_s if others else 0.0)
+
+    def _judged(
+        self, candidate: Candidate, decoder: WorkerView, is_roomy: bool, stall_s: float
+    ) -> Candidate:
+        """The candidate with the reason, if any, why it may not be chosen.
+
+        Whoever decodes there stands still for `stall_s`: spread over an answer's tokens, that must not take
+        the TPOT of others over the objective either. We know no more of theirs than that they are like this one.
+
+        Objectives are not held against an idle worker that was hardly measured: the profile it is judged
+        by may be far off, and only work can correct it.
+        """
+        request, cost = self.request, self.state.cost
+        admission = self.state.policy.admission
+        prefills_on = candidate.prefill or candidate.decode
+        waits = candidate.queue_s > 0 or self.queue_s(decoder) > 0
+        knows_prefill = waits or cost.prefill_samples(prefills_on) >= MEASURED
+        is_idle = decoder.load.decode_sequences == 0 and not self.decode_load(decoder, 0.0)[0]
+        knows_tpot = not is_idle or cost.tpot_samples(decoder.worker_id) >= MEASURED
+        tpot_s = candidate.tpot_s + stall_s / max(1, request.output_tokens)
+        after_s = candidate.ttft_s
+        if admission == "arrival":
+            tpot_s, after_s = self.tpot_s(decoder, 0.0)[1], 0.0
+        rejected = ""
+        if not is_roomy:
+            rejected = "no_room"
+        elif not self._has_kv_room(decoder, after_s):
+            rejected = "no_kv_room"
+        elif admission == "none":
+            pass
+        elif knows_prefill and 0 < request.ttft_s < candidate.ttft_s:
+            rejected = "ttft_slo"
+        elif knows_tpot and 0 < request.tpot_s < tpot_s:
+            rejected = "tpot_slo"
+        return replace(candidate, rejected=rejected) if rejected else candidate
+
+    # ------------------------------------------------------------ order
+
+    def rank(self, candidate: Candidate) -> tuple[float, int, int, str, str]:
+        """Predicted time to the whole answer, and what it costs others; among equals who has rested longest.
+
+        Times within a tenth of a millisecond are equal: predictions are not better than that.
+        """
+        total_s = candidate.ttft_s + self.request.output_tokens * candidate.tpot_s
+        total_s += self.state.policy.stall_weight * candidate.stalls_s
+        last = self.state.in_flight.last_assigned
+        prefill = candidate.prefill or candidate.decode
+        return (
+            round(total_s, 4),
+            last(candidate.decode),
+            last(prefill),
+            candidate.decode,
+            prefill,
+        )
+
+    def decode_rank(self, worker: WorkerView) -> tuple[float, int, str]:
+        tpot_s = self.tpot_s(worker, 0.0)[1]
+        rested = self.state.in_flight.last_assigned(worker.worker_id)
+        return (round(tpot_s, 6), rested, worker.worker_id)
+
+    # ------------------------------------------------------------ parts
+
+    def target_node(self, host: str, blocks: int) -> NodeView | None:
+        """Where to reserve `blocks`: the roomiest live node on `host`; else, or if it lacks room, of all.
+
+        The node given may lack room, when all do.
+        """
+        key = (host, blocks)
+        if key not in self._targets:
+            live = [node for node in self.state.nodes.values() if node.state is State.LIVE]
+            needed = blocks * self.request.block_bytes
+            self._targets[key] = min(
+                live,
+                key=lambda n: (n.room_bytes < needed, n.host != host, -n.room_bytes, n.node_id),
+                default=None,
+            )
+        return self._targets[key]
+
+    def queue_s(self, worker: WorkerView) -> float:
+        """Prefill work ahead of this request: the worker's report, worked off since, and what we sent.
+
+        Of what we sent before its report, part may still be on the way there: hence the maximum.
+        """
+        known = self._queues.get(worker.worker_id)
+        if known is not None:
+            return known
+        load, in_flight = worker.load, self.state.in_flight
+        reported_s = self.state.cost.queue_s(
+            worker.worker_id, load.queued_prefill_tokens, load.prefill_tokens_per_s
+        )
+        reported_s = max(0.0, reported_s - max(0.0, self.now - worker.reported_at))
+        unreported_s = in_flight.backlog_s(worker.worker_id, self.now, worker.reported_at)
+        sent_s = in_flight.backlog_s(worker.worker_id, self.now)
+        queue_s = max(reported_s + unreported_s, sent_s)
+        self._queues[worker.worker_id] = queue_s
+        return queue_s
+
+    def fetch_s(self, worker: WorkerView, start: int, end: int) -> float:
+        """Reading blocks [start, end) of the chain from the pool to `worker`."""
+        total_s = 0.0
+        waited_for: set[str] = set()  # nodes whose disk has a queue before it: it counts once
+        for segment in self.request.segments_at(worker.host):
+            count = min(end, segment.start + segment.count) - max(start, segment.start)
+            node = self.state.nodes.get(segment.node_id)
+            if count <= 0 or node is None:
+                continue
+            size = self.request.block_bytes
+            cost = self.state.cost
+            total_s += cost.transfer_s(count * size, same_host=node.host == worker.host)
+            slow = min(end, segment.start + segment.count) - max(
+                start, segment.start + segment.ready
+            )
+            rate = node.read_bytes_per_s.get(segment.tier, 0.0)
+            if slow > 0 and cost.tier_s(1.0, segment.tier, rate):
+                queued = node.queued_read_bytes if segment.node_id not in waited_for else 0
+                waited_for.add(segment.node_id)
+                total_s += cost.tier_s(slow * size + queued, segment.tier, rate)
+        return total_s
+
+    def _load_fetch_s(self, decoder: WorkerView, reuse: int) -> float:
+        own = self.request.engine_blocks.get(decoder.worker_id, 0)
+        key = (decoder.worker_id, own, reuse)
+        known = self._fetches.get(key)
+        if known is None:
+            known = self._fetches[key] = self.fetch_s(decoder, own, reuse)
+        return known
+
+    def _transfer_s(self, size_bytes: float, same_host: bool) -> float:
+        key = (size_bytes, same_host)
+        known = self._transfers.get(key)
+        if known is None:
+            known = self.state.cost.transfer_s(size_bytes, same_host=same_host)
+            self._transfers[key] = known
+        return known
+
+    def _tail_s(self, decoder: WorkerView, full_tokens: int) -> float:
+        """The last token's logits are needed even when the prompt ends with a block."""
+        known = self._tails.get(decoder.worker_id)
+        if known is None:
+            tokens = self.request.prompt_tokens
+            tail = max(1, tokens - full_tokens)
+            known = self.state.cost.prefill_s(decoder.worker_id, tail, tokens - tail)
+            self._tails[decoder.worker_id] = known
+        return known
+
+    def tpot_s(self, worker: WorkerView, after_s: float) -> tuple[int, float]:
+        """Sequences and TPOT at `worker` once this request decodes there too, `after_s` from now."""
+        sequences, context = self.decode_load(worker, after_s)
+        context += self.request.prompt_tokens + self.request.output_tokens / 2
+        tpot_s = self.state.cost.tpot_s(worker.worker_id, context, sequences + 1)
+        return sequences + 1, tpot_s
+
+    def decode_load(self, worker: WorkerView, after_s: float) -> tuple[int, float]:
+        """Sequences and tokens of KV: others' that the worker reported, and ours as predicted for then."""
+        others, others_context = self._of_others(worker)
+        in_flight = self.state.in_flight
+        then, context = in_flight.decoding(worker.worker_id, self.now + after_s, self.now)
+        return others + then, others_context + context
+
+    def _of_others(self, worker: WorkerView) -> tuple[int, float]:
+        """Sequences and tokens of KV that the worker reported and that are not ours."""
+        known = self._loads.get(worker.worker_id)
+        if known is None:
+            load = worker.load
+            ours, context = self.state.in_flight.decoding(worker.worker_id, self.now, self.now)
+            others = max(0, load.decode_sequences - ours)
+            known = (others, max(0.0, load.decode_context_tokens - context) if others else 0.0)
+            self._loads[worker.worker_id] = known
+        return known
+
+    def _has_kv_room(self, worker: WorkerView, after_s: float) -> bool:
+        if worker.kv_capacity_tokens == 0:
+            return True
+        context = self.decode_load(worker, after_s)[1]
+        needed = self.request.prompt_tokens + self.request.output_tokens
+        return context + needed <= worker.kv_capacity_tokens
+
+    def _best_reuse(self, worker: WorkerView, tokens: int) -> tuple[int, float, float]:
+        """How many leading blocks to reuse for the first `tokens`; with seconds of fetch and prefill.
+
+        Prefill's saving grows with each further block and the cost of a segment's part in one tier is
+        linear, so the sum is concave within such a part and least at one of its ends: only those are tried.
+        """
+        key = (worker.worker_id, tokens)
+        known = self._prefills.get(key)
+        if known is not None:
+            return known
+        request, cost = self.request, self.state.cost
+        most = tokens // request.block_tokens
+        if tokens == request.prompt_tokens:
+            most = (tokens - 1) // request.block_tokens  # one token at least must be computed
+        own = min(most, request.engine_blocks.get(worker.worker_id, 0))
+        cuts = {own}
+        for segment in request.segments_at(worker.host):
+            node = self.state.nodes.get(segment.node_id)
+            if node is None or node.state is State.SUSPECT:
+                break  # fell silent or left since the lookup: what follows has no prefix
+            cuts.add(min(most, max(own, segment.start + segment.ready)))
+            cuts.add(min(most, max(own, segment.start + segment.count)))
+        best: tuple[int, float, float] | None = None
+        for cut in [max(cuts)] if self.state.policy.always_reuse else sorted(cuts):
+            reused = cut * request.block_tokens
+            fetch_s = self.fetch_s(worker, own, cut)
+            prefill_s = cost.prefill_s(worker.worker_id, tokens - reused, reused)
+            if best is None or fetch_s + prefill_s < best[1] + best[2]:
+                best = (cut, fetch_s, prefill_s)
+        result = best if best is not None else (0, 0.0, 0.0)
+        self._prefills[key] = result
+        return result

@@ -1,0 +1,182 @@
+"""What a scheduling decision may depend on: the request, workers, nodes, thresholds.
+
+Plain values; the shell makes them from membership, index and reports. No decision is taken here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from conductor.members.membership import State
+from conductor.scheduling.cost_model import CostModel
+from conductor.scheduling.decision import InFlight
+from kvpool.errors import InvalidArgument
+from kvpool.wire.messages import Segment, WorkerLoad
+
+IDLE = WorkerLoad(0, 0, 0, 0, 0.0, 0.0)
+
+
+@dataclass(slots=True, frozen=True)
+class ScheduleRequest:
+    """What the scheduler must know of a request; sizes in bytes and tokens, times in seconds.
+
+    Args:
+        segments: host -> segments that cover the leading blocks the pool has, as best read from there
+            (`Index.segments` with that host preferred). The key "" serves hosts that are not named.
+        engine_blocks: worker id -> leading blocks that stand in that engine's own prefix cache.
+        ttft_s, tpot_s: objectives; 0 means none.
+        mode: "" lets the scheduler choose, "local" or "disaggregated" forces it.
+        pin_prefill, pin_decode: use this worker and no other.
+
+    Raises:
+        InvalidArgument: a size is not positive, an objective is negative, or the mode is unknown.
+    """
+
+    request_id: str
+    namespace_id: bytes
+    prompt_tokens: int
+    block_tokens: int
+    block_bytes: int
+    layers: int
+    segments: Mapping[str, Sequence[Segment]] = field(default_factory=dict)
+    engine_blocks: Mapping[str, int] = field(default_factory=dict)
+    output_tokens: int = 128  # expected
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
+    mode: str = ""
+    pin_prefill: str | None = None
+    pin_decode: str | None = None
+    excluded: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_tokens", "block_tokens", "block_bytes", "layers"):
+            if getattr(self, name) < 1:
+                raise InvalidArgument(f"{name} of a request is {getattr(self, name)}")
+        for name in ("output_tokens", "ttft_s", "tpot_s"):
+            if not getattr(self, name) >= 0:
+                raise InvalidArgument(f"{name} of a request is {getattr(self, name)}")
+        if self.mode not in ("", "local", "disaggregated"):
+            raise InvalidArgument(f"unknown mode {self.mode!r}", hint="local or disaggregated")
+
+    @property
+    def full_blocks(self) -> int:
+        """Blocks that the prompt fills; the tail beyond them has no name."""
+        return self.prompt_tokens // self.block_tokens
+
+    def segments_at(self, host: str) -> Sequence[Segment]:
+        """What the pool has, as best read from `host`."""
+        return self.segments.get(host) or self.segments.get("") or ()
+
+
+@dataclass(slots=True, frozen=True)
+class WorkerView:
+    """One worker as it is known now. `reported_at`: when `load` came (monotonic seconds)."""
+
+    worker_id: str
+    role: str  # "prefill", "decode", "both"
+    host: str
+    namespace_id: bytes
+    state: State = State.LIVE
+    load: WorkerLoad = IDLE
+    reported_at: float = 0.0
+    max_model_tokens: int = 0  # 0: unknown
+    kv_capacity_tokens: int = 0  # of its engine; 0: unknown
+
+
+@dataclass(slots=True, frozen=True)
+class NodeView:
+    """One pool node. `room_bytes`: what a reservation could get, by eviction too (not pinned or held).
+
+    `read_bytes_per_s`: by tier, as the node measured it; `queued_read_bytes`: what its disk reads first.
+    """
+
+    node_id: str
+    host: str
+    room_bytes: int
+    state: State = State.LIVE
+    read_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    queued_read_bytes: int = 0
+
+
+Admission = Literal["none", "arrival", "predicted"]
+
+
+@dataclass(slots=True, frozen=True)
+class DynamoOptions:
+    """Of the strategy `dynamo`; names and defaults after NVIDIA Dynamo's KV router.
+
+    Args:
+        engine_credit: share of a block's prefill that it saves in the engine's own cache.
+        host_credit, remote_credit, disk_credit: the same in memory of the host, of another host, on a disk.
+        prefill_scale: weight of blocks to prefill against blocks in use by decodes.
+        temperature: 0 takes the cheapest worker; more spreads requests, by softmax over normalised costs.
+    """
+
+    engine_credit: float = 1.0
+    host_credit: float = 0.75
+    remote_credit: float = 0.5
+    disk_credit: float = 0.25
+    prefill_scale: float = 1.0
+    temperature: float = 0.0
+
+
+@dataclass(slots=True, frozen=True)
+class SglangOptions:
+    """Of the strategy `sglang`: workers are out of balance when both bounds are exceeded.
+
+    Args:
+        imbalance_requests: difference between the longest and the shortest queue, in requests.
+        imbalance_ratio: the longest queue over the shortest.
+    """
+
+    imbalance_requests: int = 32
+    imbalance_ratio: float = 1.1
+
+
+@dataclass(slots=True, frozen=True)
+class Policy:
+    """Thresholds of the scheduler.
+
+    Args:
+        strategy: name of the strategy that decides (`conductor.scheduling.strategies`).
+        admission: "none" refuses only for lack of room, "arrival" by objectives under the load of now,
+            "predicted" under the load predicted for when the prefill ends.
+        seed: of the strategies that draw lots.
+        min_remote_prefill_tokens: with fewer tokens left to compute, prefill locally; 0: by cost only.
+        balancing_threshold: a prefix is replicated toward the chosen worker's host when the pool has more
+            than this many times what stands near that worker; 0: never (strategy `kv-centric`).
+        retry_after_s, max_retry_after_s: bounds of what a refused caller is told.
+        decode_shortlist: decode workers paired with every prefill worker (the best by TPOT); the others
+            are tried only when none of these meets the objectives.
+        max_candidates: kept in the decision, best first.
+        stall_weight: of a second that a sequence which decodes stands still for this prefill, against one that
+            this request takes itself (strategy `kv-centric`); 0 disregards others.
+        always_reuse: read whatever the pool has, also where computing it again is predicted to be faster.
+    """
+
+    strategy: str = "kv-centric"
+    admission: Admission = "predicted"
+    seed: int = 0
+    min_remote_prefill_tokens: int = 0
+    balancing_threshold: float = 1.5
+    retry_after_s: float = 1.0
+    max_retry_after_s: float = 30.0
+    decode_shortlist: int = 8
+    max_candidates: int = 64
+    stall_weight: float = 0.1
+    always_reuse: bool = False
+    dynamo: DynamoOptions = field(default_factory=DynamoOptions)
+    sglang: SglangOptions = field(default_factory=SglangOptions)
+
+
+@dataclass(slots=True, frozen=True)
+class ClusterView:
+    """All that a decision may depend on beside the request and the time."""
+
+    workers: Mapping[str, WorkerView]
+    nodes: Mapping[str, NodeView]
+    cost: CostModel = field(default_factory=CostModel)
+    in_flight: InFlight = field(default_factory=InFlight)
+    policy: Policy = field(default_factory=Policy)

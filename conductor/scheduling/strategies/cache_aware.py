@@ -1,0 +1,32 @@
+"""`cache-aware`: prefill where the most of the prefix stands near, whatever is queued there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from conductor.scheduling.inputs import WorkerView
+from conductor.scheduling.strategies.baselines import load
+from conductor.scheduling.strategies.candidates import Choices
+from conductor.scheduling.strategies.ranked import Ranked, Stage
+
+
+class CacheAware(Ranked):
+    """The longest prefix in the engine or on a node of its host; of these the most in the engine; then by load.
+
+    Decode workers that do not prefill are taken by load: they read what was just written near them.
+    """
+
+    def order(
+        self, choices: Choices, workers: Sequence[WorkerView], stage: Stage
+    ) -> list[WorkerView]:
+        if stage == "decode":
+            return sorted(workers, key=lambda worker: load(choices, worker, stage))
+        own = choices.request.engine_blocks
+        return sorted(
+            workers,
+            key=lambda worker: (
+                -choices.near_blocks(worker),
+                -own.get(worker.worker_id, 0),
+                load(choices, worker, stage),
+            ),
+        )

@@ -1,0 +1,81 @@
+"""`dynamo`: a cost in blocks, in the manner of NVIDIA Dynamo's KV router.
+
+    cost = prefill_scale * (blocks to prefill there - credit for what it finds there) + blocks in use by decodes
+
+Credit is weighted by where a block stands: in the engine, in memory of the host, of another host, on a
+disk. Costs are normalised to [0, 1] over the workers; a temperature above 0 draws the order by softmax of
+-cost / temperature, seeded by the request. Prefill workers are judged by the first term, decode workers by
+the second, as Dynamo does when it serves disaggregated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from conductor.members.membership import State
+from conductor.scheduling.inputs import WorkerView
+from conductor.scheduling.strategies.candidates import Choices
+from conductor.scheduling.strategies.lots import lot
+from conductor.scheduling.strategies.ranked import Ranked, Stage
+
+
+class Dynamo(Ranked):
+    """See the module's docstring."""
+
+    def order(
+        self, choices: Choices, workers: Sequence[WorkerView], stage: Stage
+    ) -> list[WorkerView]:
+        costs = {w.worker_id: round(_cost(choices, w, stage), 6) for w in workers}
+        least, most = min(costs.values(), default=0.0), max(costs.values(), default=0.0)
+        policy, request_id = choices.state.policy, choices.request.request_id
+        temperature = policy.dynamo.temperature
+        if temperature <= 0 or most <= least:
+            return sorted(workers, key=lambda w: (costs[w.worker_id], *choices.rested(w)))
+
+        def drawn(worker: WorkerView) -> tuple[float, str]:
+            # Gumbel's trick: sorting by cost / temperature + noise is drawing by softmax, one by one.
+            normal = (costs[worker.worker_id] - least) / (most - least)
+            noise = math.log(-math.log(lot(policy.seed, request_id, stage, worker.worker_id)))
+            return normal / temperature + noise, worker.worker_id
+
+        return sorted(workers, key=drawn)
+
+
+def _cost(choices: Choices, worker: WorkerView, stage: Stage) -> float:
+    cost = 0.0
+    if stage != "decode":
+        scale = choices.state.policy.dynamo.prefill_scale
+        cost += scale * (_prefill_blocks(choices, worker) - _credit(choices, worker))
+    if stage != "prefill":
+        context = choices.estimate.decode_load(worker, 0.0)[1] + choices.request.prompt_tokens
+        cost += context / choices.request.block_tokens
+    return cost
+
+
+def _prefill_blocks(choices: Choices, worker: WorkerView) -> float:
+    """All that it has to prefill with this request, reused or not, in blocks."""
+    queued = max(
+        worker.load.queued_prefill_tokens,
+        choices.state.in_flight.prefill_tokens(worker.worker_id),
+    )
+    return (queued + choices.request.prompt_tokens) / choices.request.block_tokens
+
+
+def _credit(choices: Choices, worker: WorkerView) -> float:
+    request, options = choices.request, choices.state.policy.dynamo
+    own = min(request.engine_blocks.get(worker.worker_id, 0), request.full_blocks)
+    credit = options.engine_credit * own
+    for segment in request.segments_at(worker.host):
+        node = choices.state.nodes.get(segment.node_id)
+        if node is None or node.state is State.SUSPECT:
+            break  # what follows has no prefix
+        end = min(segment.start + segment.count, request.full_blocks)
+        ready = end  # where what must be read from a disk begins
+        if segment.tier == "nvme":
+            ready = min(end, segment.start + segment.ready)
+        memory = options.host_credit if node.host == worker.host else options.remote_credit
+        start = max(own, segment.start)
+        credit += memory * max(0, ready - start)
+        credit += options.disk_credit * max(0, end - max(start, ready))
+    return credit

@@ -1,0 +1,42 @@
+"""`sglang`: the shortest queue when queues are out of balance, else the longest match.
+
+After the cache-aware policy of SGLang's router: imbalance is max - min > an absolute bound and max > min
+times a relative one, over requests outstanding per worker. Where SGLang guesses from a tree of past
+prompts, the pool's index and the engines' own reports are asked here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from conductor.scheduling.inputs import WorkerView
+from conductor.scheduling.strategies.candidates import Choices
+from conductor.scheduling.strategies.ranked import Ranked, Stage
+
+
+class Sglang(Ranked):
+    """See the module's docstring. Decode workers that do not prefill are taken by their queues."""
+
+    def order(
+        self, choices: Choices, workers: Sequence[WorkerView], stage: Stage
+    ) -> list[WorkerView]:
+        queues = {worker.worker_id: choices.outstanding(worker) for worker in workers}
+        if stage == "decode" or _is_imbalanced(choices, list(queues.values())):
+            return sorted(workers, key=lambda w: (queues[w.worker_id], *choices.rested(w)))
+        return sorted(
+            workers,
+            key=lambda w: (
+                -choices.near_blocks(w),
+                queues[w.worker_id],
+                *choices.rested(w),
+            ),
+        )
+
+
+def _is_imbalanced(choices: Choices, queues: Sequence[int]) -> bool:
+    options = choices.state.policy.sglang
+    longest, shortest = max(queues, default=0), min(queues, default=0)
+    return (
+        longest - shortest > options.imbalance_requests
+        and longest > shortest * options.imbalance_ratio
+    )

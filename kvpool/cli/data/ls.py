@@ -1,0 +1,93 @@
+"""`kvpool ls`: which namespaces and blocks stand where, how large, how old, and held by whom."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from kvpool.cli.data.pool import AsJson, Conductor, open_pool
+from kvpool.cli.ids import full_id
+from kvpool.cli.output import console, format_seconds, print_json, print_table
+from kvpool.client.admin.listing import NodeListing, SpaceListing
+from kvpool.wire import messages as m
+from kvpool.wire.json_view import named
+
+SHOWN_HASH = 12  # hex digits: enough to tell blocks apart by eye
+
+
+def ls(
+    ctx: typer.Context,
+    node: Annotated[
+        str, typer.Option("--node", help="Node's id, or a beginning that only it has.")
+    ] = "",
+    model: Annotated[
+        str, typer.Option("--model", help="Model, model@revision, or a namespace's id in hex.")
+    ] = "",
+    limit: Annotated[
+        int, typer.Option("--limit", min=0, help="Blocks of each namespace of each node.")
+    ] = 50,
+    conductor: Conductor = None,
+    as_json: AsJson = False,
+) -> None:
+    """List namespaces and blocks, node by node, oldest first. No look counts as a use."""
+    with open_pool(ctx, conductor) as pool:
+        node_id = ""
+        if node:
+            node_id = full_id(node, [info.descriptor.node_id for info in pool.nodes()])
+        nodes = pool.list_blocks(node_id=node_id, model=model, limit=limit)
+    if as_json:
+        print_json({"nodes": [_plain(listing) for listing in nodes]})
+        return
+    if not any(listing.namespaces for listing in nodes):
+        console().print(f"nothing of {model}; `kvpool ls` shows all" if model else "nothing yet")
+    for listing in nodes:
+        for space in listing.namespaces:
+            _show(listing, space)
+
+
+def _plain(listing: NodeListing) -> dict[str, Any]:
+    return {
+        "node_id": listing.node_id,
+        "host": listing.host,
+        "namespaces": [
+            {**named(space.usage), "listed": [named(block) for block in space.blocks]}
+            for space in listing.namespaces
+        ],
+    }
+
+
+def _show(listing: NodeListing, space: SpaceListing) -> None:
+    usage = space.usage
+    standing = ", ".join(f"{count} in {tier}" for tier, count in usage.standing.items())
+    console().print(
+        f"{listing.node_id[:8]} on {listing.host}: {usage.name}"
+        f" ({usage.namespace_id.hex()[:SHOWN_HASH]}), {usage.blocks} blocks of"
+        f" {usage.block_tokens} tokens" + (f": {standing}" if standing else "")
+    )
+    if space.blocks:
+        numbers = ("depth", "parts", "KiB", "pins", "protected", "idle")
+        print_table(
+            ("block", "parent", "tiers", *numbers),
+            [_row(block, usage.tp_size) for block in space.blocks],
+            right=numbers,
+        )
+        left = usage.blocks - len(space.blocks)
+        if left > 0:
+            console().print(f"and {left} more; --limit shows more")
+    console().print()
+
+
+def _row(block: m.BlockInfo, tp_size: int) -> tuple[object, ...]:
+    protected = {0.0: "for ever", -1.0: ""}.get(block.protected_s)
+    return (
+        block.block_hash.hex()[:SHOWN_HASH],
+        block.parent.hex()[:SHOWN_HASH] or "-",
+        "+".join(block.tiers) or "being written",
+        block.depth,
+        f"{block.parts}/{tp_size}",
+        f"{block.size_bytes / 1024:.1f}",
+        block.pins,
+        format_seconds(block.protected_s) if protected is None else protected,
+        format_seconds(block.idle_s),
+    )

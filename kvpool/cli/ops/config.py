@@ -1,0 +1,61 @@
+"""`kvpool config`: show the settings in force and where each came from, or check a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvpool.cli.context import invocation
+from kvpool.cli.output import console, format_bytes, print_json, print_table
+from kvpool.config.loader import DEFAULT_SOURCE, load_settings, shown
+
+app = typer.Typer(help="Show or check the configuration.", no_args_is_help=True)
+
+
+@app.command()
+def show(
+    ctx: typer.Context,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Show every setting in force, with its source; secrets read ***."""
+    loaded = invocation(ctx).load()
+    values = shown(loaded.settings)
+    if as_json:
+        print_json({"settings": values, "sources": loaded.provenance})
+        return
+    print_table(
+        ("setting", "value", "from"),
+        (
+            (key, _text(name, values[section][name]), loaded.provenance[key])
+            for section, content in values.items()
+            for name in content
+            for key in (f"{section}.{name}",)
+        ),
+        styles={DEFAULT_SOURCE: "dim"},
+    )
+
+
+@app.command()
+def check(
+    file: Annotated[Path, typer.Argument(help="YAML file to check.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Check a file by itself, without environment and flags; exit status 2 if it has an error."""
+    loaded = load_settings(file, {})
+    given = sorted(key for key, source in loaded.provenance.items() if source != DEFAULT_SOURCE)
+    if as_json:
+        print_json({"file": file, "ok": True, "settings": given})
+    else:
+        console().print(f"{file}: ok, {len(given)} settings", markup=False)
+
+
+def _text(name: str, value: object) -> str:
+    if isinstance(value, int) and name.endswith("_bytes") and value:
+        return f"{value} ({format_bytes(value)})"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "-" if value is None or value == "" else str(value)

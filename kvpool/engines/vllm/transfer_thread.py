@@ -1,0 +1,111 @@
+"""What loads and saves have in common: one thread of a rank that moves pages, one job after the other."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from kvpool.blocks.layout import Namespace
+from kvpool.client.pool import Pool
+from kvpool.engines.vllm.layers import Slices
+from kvpool.engines.vllm.metrics import Figures
+from kvpool.engines.vllm.paged_kv import PagedKV
+from kvpool.engines.vllm.settings import VllmSettings
+from kvpool.engines.vllm.threads import start_thread
+
+Item = TypeVar("Item")
+Ended = TypeVar("Ended")
+
+
+@dataclass(slots=True, frozen=True)
+class Rank:
+    """One rank's memory, and its pool.
+
+    Args:
+        part: which of a block's parts it holds.
+        on_end: called, in a thread, when a load or save has ended.
+    """
+
+    pool: Pool
+    namespace: Namespace
+    paged: PagedKV
+    settings: VllmSettings
+    part: int
+    figures: Figures
+    on_end: Callable[[], None]
+    device: torch.device
+
+
+class Mover(ABC, Generic[Item, Ended]):
+    """Moves one job after another between vLLM's pages and the pool.
+
+    Args:
+        name: of the thread.
+        timeout_s: of a job, from the time that it was handed over.
+    """
+
+    def __init__(self, name: str, timeout_s: float, rank: Rank) -> None:
+        self._timeout_s = timeout_s
+        self._pool = rank.pool
+        self._namespace = namespace = rank.namespace
+        self._paged = paged = rank.paged
+        self._settings = rank.settings
+        self._part = rank.part
+        self._figures = rank.figures
+        self._on_end = rank.on_end
+        self._device = rank.device
+        self._part_bytes = namespace.layout.part_bytes
+        self._pages_per_block = namespace.layout.block_tokens // paged.page_tokens
+        self._blocks = max(1, rank.settings.staging_bytes // self._part_bytes)
+        self._slices = Slices(paged, self._pages_per_block)
+        self._jobs: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._ended: list[Ended] = []
+        self._in_work = 0
+        self._thread = start_thread(name, self._work, rank.device)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether some job is not over."""
+        return self._in_work > 0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the end of some job has not been taken."""
+        return bool(self._ended)
+
+    def take_ended(self) -> list[Ended]:
+        """Jobs that ended since the last call."""
+        with self._lock:
+            ended, self._ended = self._ended, []
+            self._in_work -= len(ended)
+        return ended
+
+    def close(self) -> None:
+        """Take no more; wait for what is under way."""
+        self._jobs.put(None)
+        self._thread.join(self._timeout_s + 1.0)
+
+    def _hand_over(self, item: Item) -> None:
+        with self._lock:
+            self._in_work += 1
+        self._jobs.put(item)
+
+    def _end_with(self, ended: Ended) -> None:
+        with self._lock:
+            self._ended.append(ended)
+        self._on_end()
+
+    def _work(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            self._do(item)
+
+    @abstractmethod
+    def _do(self, item: Item) -> None:
+        """Do one job and end it by `_end_with`, whatever happens: a thread that died would keep all later ones."""

@@ -1,0 +1,176 @@
+"""What the gRPC sides of conductor and node share: conversions, errors, reflection, start and stop."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvpool.blocks.layout import Layout, Namespace
+from kvpool.errors import InvalidArgument, KvpoolError, PortInUse, brief
+from kvpool.proto import kvpool_pb2 as pb
+from kvpool.security.authorization import CALLER, Gate, require
+from kvpool.security.scopes import METHODS
+from kvpool.security.tls import ServerTls
+from kvpool.security.tokens import Scope
+
+MAX_MESSAGE = 1000  # characters: a status travels in headers, and those have a limit
+_STATUS = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    404: grpc.StatusCode.NOT_FOUND,
+    409: grpc.StatusCode.FAILED_PRECONDITION,
+    413: grpc.StatusCode.INVALID_ARGUMENT,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+    507: grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+
+
+def typed_errors(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Turn a `KvpoolError` into a gRPC status; its code travels as the trailer `kvpool-code`."""
+
+    @functools.wraps(method)
+    async def wrapper(self: Any, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return await method(self, request, context)
+        except KvpoolError as error:
+            await _abort(error, context)
+
+    return wrapper
+
+
+async def _abort(error: KvpoolError, context: grpc.aio.ServicerContext) -> None:
+    context.set_trailing_metadata((("kvpool-code", error.code),))
+    status = _STATUS.get(error.http_status, grpc.StatusCode.INTERNAL)
+    await context.abort(status, brief(error, MAX_MESSAGE))
+
+
+class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Finds the caller of each call (`CALLER`), and refuses it where its token does not allow the method."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
+        given = next((v for k, v in details.invocation_metadata if k == "authorization"), "")
+        try:
+            caller = self._gate.authenticate_header(given)
+            require(METHODS.get(details.method, Scope.ADMIN), caller, details.method)
+        except KvpoolError as error:
+            return grpc.unary_unary_rpc_method_handler(functools.partial(_refuse, error))
+        CALLER.set(caller)
+        return await continuation(details)
+
+
+async def _refuse(error: KvpoolError, _request: Any, context: grpc.aio.ServicerContext) -> None:
+    await _abort(error, context)
+
+
+def namespace_from_proto(message: pb.Namespace) -> Namespace:
+    """Raises InvalidArgument as `Namespace` and `Layout` do."""
+    shape = message.layout
+    layout = Layout(
+        dtype=shape.dtype,
+        layers=shape.layers,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        block_tokens=shape.block_tokens or 64,
+        tp_size=shape.tp_size or 1,
+        kv_per_token=shape.kv_per_token or 2,
+        order=shape.order or "layer,kv,head,token,dim",
+    )
+    algorithm = message.hash_algorithm or "xxh3-128"
+    return Namespace(
+        message.model,
+        message.revision,
+        layout,
+        message.tenant,
+        message.salt,
+        algorithm,  # type: ignore[arg-type]
+    )
+
+
+class GrpcServer:
+    """One gRPC server with reflection.
+
+    Args:
+        add: registers the servicer, e.g. `lambda server: add_NodeServicer_to_server(servicer, server)`.
+        service: its name without the package, e.g. "Node".
+        max_message_bytes: limit on requests and replies.
+        gate: looks at the token of every call; default: everybody may do everything.
+        tls: None: connections are not encrypted.
+    """
+
+    def __init__(
+        self,
+        add: Callable[[grpc.aio.Server], None],
+        service: str,
+        *,
+        max_message_bytes: int,
+        gate: Gate | None = None,
+        tls: ServerTls | None = None,
+    ) -> None:
+        self._tls = tls
+        self._server = grpc.aio.server(
+            interceptors=[Authentication(gate or Gate())],
+            options=[
+                ("grpc.max_receive_message_length", max_message_bytes),
+                ("grpc.max_send_message_length", max_message_bytes),
+                ("grpc.so_reuseport", 0),
+            ],
+        )
+        add(self._server)
+        names: Sequence[str] = (f"kvpool.v1.{service}", reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; port 0 picks a free one. Returns the port.
+
+        Raises:
+            PortInUse: another process has it.
+        """
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            if self._tls is None:
+                bound = self._server.add_insecure_port(address)
+            else:
+                bound = self._server.add_secure_port(address, self._tls.for_grpc())
+        except RuntimeError as error:
+            raise PortInUse(
+                f"cannot listen on {address}",
+                hint="stop the process that has it, or choose another",
+            ) from error
+        await self._server.start()
+        return int(bound)
+
+    async def close(self) -> None:
+        """Let calls under way end, for a second at most."""
+        await self._server.stop(grace=1.0)
+
+
+def quiet_grpc() -> None:
+    """Keep the C core's own log off stderr, unless the user asked for it."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")  # we start processes, and fork none
+
+
+def hashes_from(values: Sequence[bytes], limit: int = 65_536) -> list[bytes]:
+    """Checked copies of repeated hash fields.
+
+    Raises:
+        InvalidArgument: too many, or one has not 16 bytes.
+    """
+    if len(values) > limit:
+        raise InvalidArgument(f"{len(values)} hashes in one call", hint=f"at most {limit}")
+    if any(len(value) != 16 for value in values):
+        raise InvalidArgument("block hashes have 16 bytes each")
+    return list(values)

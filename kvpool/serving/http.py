@@ -1,0 +1,268 @@
+"""The HTTP side that every process has: health, metrics, errors, and running it in our own loop.
+
+The limit on bodies stands in `kvpool.serving.http_body`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvpool.errors import KvpoolError, Overloaded, PortInUse, Unauthenticated, brief
+from kvpool.security.authorization import CALLER, Gate, require
+from kvpool.security.scopes import ROUTES
+from kvpool.security.tls import ServerTls
+from kvpool.security.tokens import ANYBODY, NOBODY, Principal
+from kvpool.security.tokens import Scope as TokenScope
+from kvpool.serving.http_body import BODY_TIMEOUT_S, BodyLimit
+from kvpool.serving.openapi import OBJECT, add_errors, answers
+
+MAX_MESSAGE = 1000  # characters of an error's text; what it quotes is cut shorter where it is made
+
+
+def base_app(
+    title: str,
+    registry: CollectorRegistry,
+    not_ready: Callable[[], str],
+    *,
+    max_body_bytes: int,
+    body_timeout_s: float = BODY_TIMEOUT_S,
+    notice: Callable[[], str] = lambda: "",
+    gate: Gate | None = None,
+) -> FastAPI:
+    """A FastAPI app with `/healthz`, `/readyz`, `/metrics`, typed errors and a limit on bodies.
+
+    Args:
+        title: shown in the OpenAPI page.
+        not_ready: returns why the process is not ready, or "" when it is.
+        max_body_bytes: a longer request body is answered 413.
+        notice: what is not well although the process is ready; "" when all is.
+        body_timeout_s: a body that comes slower than `BodyLimit` allows is answered 408.
+        gate: looks at the token of every request; default: everybody may do everything.
+    """
+    app = FastAPI(title=title, docs_url="/docs", redoc_url=None)
+    add_errors(app)
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        return {"status": "ok"}
+
+    # Not ready is an answer, too, and has the shape of one.
+    ready = answers(application_json=OBJECT)
+
+    @app.get("/readyz", responses=ready | {503: {**ready[200], "description": "Not ready"}})
+    async def readyz() -> Response:
+        reason = not_ready()
+        told = "; ".join(filter(None, (notice(), gate.notice if gate else "")))
+        content = {"status": reason or "ready"} | ({"notice": told} if told else {})
+        return JSONResponse(content, status_code=503 if reason else 200)
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.exception_handler(KvpoolError)
+    async def typed(_request: Request, error: KvpoolError) -> Response:
+        return error_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if part != "body")
+        message = f"{brief(where) or 'body'}: {brief(first['msg'])}"
+        return plain_error(400, "invalid_argument", message)
+
+    @app.exception_handler(HTTPException)
+    async def http(_request: Request, error: HTTPException) -> Response:
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http")
+        return plain_error(error.status_code, code, str(error.detail), dict(error.headers or {}))
+
+    @app.exception_handler(Exception)  # uvicorn logs it; what it says stays here
+    async def unforeseen(_request: Request, error: Exception) -> Response:
+        text = f"internal error ({type(error).__name__}); see the server's log"
+        return plain_error(500, "internal", text)
+
+    def refuse_body(status: int, text: str) -> Response:
+        return plain_error(status, "invalid_argument", text, {"Connection": "close"})
+
+    app.add_middleware(
+        BodyLimit, max_bytes=max_body_bytes, timeout_s=body_timeout_s, refuse=refuse_body
+    )
+    # Added last, so that it comes first: of a caller who is refused no body is read.
+    app.add_middleware(Authentication, gate=gate or Gate(), routes=app.router.routes)
+    return app
+
+
+class Authentication:
+    """Finds the caller of each request (`CALLER`), and refuses it where its token does not allow the route.
+
+    Args:
+        routes: of the app; those of them that `kvpool.security.scopes` does not list need admin.
+    """
+
+    def __init__(self, app: ASGIApp, gate: Gate, routes: Sequence[BaseRoute]) -> None:
+        self._app = app
+        self._gate = gate
+        self._routes = routes
+        self._calls: dict[_Call, Principal] = {}  # under way, of callers with a token
+        gate.on_change.append(self._send_away)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":  # none is served, and what is not asked is refused
+                await send({"type": "websocket.close"})
+            return
+        try:
+            caller = self._caller(scope)
+        except KvpoolError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        CALLER.set(caller)
+        if not caller.token_sha256:
+            await self._app(scope, receive, send)
+            return
+        call = _Call(receive)
+        self._calls[call] = caller
+        try:
+            await self._app(scope, call.receive, send)
+        finally:
+            del self._calls[call]
+
+    def _send_away(self) -> None:
+        """To the handlers of those whose token was taken back it looks as if they had left."""
+        for call, caller in self._calls.items():
+            if not self._gate.is_current(caller):
+                call.is_over.set()
+
+    def _caller(self, scope: Scope) -> Principal:
+        if self._gate.tokens is None:
+            return ANYBODY
+        needed = self._needed(scope)
+        if needed is None:
+            return NOBODY
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        caller = self._gate.authenticate_header(given.decode("latin-1"))
+        require(needed, caller, f"{scope['method']} {scope['path']}")
+        return caller
+
+    def _needed(self, scope: Scope) -> TokenScope | None:
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        for route in self._routes:
+            if route.matches(scope)[0] == Match.FULL:
+                return ROUTES.get((method, getattr(route, "path", "")), TokenScope.ADMIN)
+        return TokenScope.ADMIN
+
+
+class _Call:
+    """A request under way whose caller may have to leave."""
+
+    def __init__(self, receive: Receive) -> None:
+        self.is_over = asyncio.Event()
+        self._receive = receive
+
+    async def receive(self) -> Message:
+        """What the client says next; that it is gone when it has to be."""
+        said = asyncio.ensure_future(self._receive())
+        over = asyncio.ensure_future(self.is_over.wait())
+        try:
+            await asyncio.wait((said, over), return_when=asyncio.FIRST_COMPLETED)
+            return {"type": "http.disconnect"} if over.done() else said.result()
+        finally:
+            said.cancel()
+            over.cancel()
+
+
+def error_response(error: KvpoolError) -> Response:
+    """An error in the shape that OpenAI's clients understand."""
+    headers = {}
+    if isinstance(error, Unauthenticated):
+        headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, Overloaded):
+        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+        if error.reason:
+            headers["X-Kvpool-Reason"] = error.reason
+    return plain_error(error.http_status, error.code, str(error), headers)
+
+
+def plain_error(
+    status: int, code: str, message: str, headers: dict[str, str] | None = None
+) -> Response:
+    """The same shape for what is no `KvpoolError`."""
+    # A lone surrogate that somebody sent must not keep the answer from being encoded.
+    text = brief(message, MAX_MESSAGE).encode("utf-8", "replace").decode()
+    body = {"error": {"message": text, "type": code, "code": code, "param": None}}
+    return JSONResponse(body, status_code=status, headers=headers)
+
+
+class HttpServer:
+    """Runs an app with uvicorn inside the caller's event loop.
+
+    Signals stay with the caller: uvicorn installs no handlers.
+
+    Args:
+        tls: None: connections are not encrypted.
+    """
+
+    def __init__(self, app: FastAPI, host: str, port: int, tls: ServerTls | None = None) -> None:
+        self._listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._listener.bind((host, port))
+        except OSError as error:
+            self._listener.close()
+            raise PortInUse(
+                f"cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}",
+                hint="stop the process that has it, or choose another port",
+            ) from error
+        self.port: int = self._listener.getsockname()[1]
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            **(tls.for_uvicorn() if tls else {}),
+        )
+        self._server = _QuietServer(config)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin to serve; returns when requests are accepted."""
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        while not self._server.started:
+            if self._task.done():
+                await self._task
+            await asyncio.sleep(0.005)
+
+    async def close(self, grace_s: float = 2.0) -> None:
+        """Let answers under way end, for `grace_s` at most."""
+        self._server.should_exit = True
+        if self._task is not None:
+            _, pending = await asyncio.wait([self._task], timeout=grace_s)
+            if pending:
+                self._server.force_exit = True
+                await asyncio.wait([self._task], timeout=1.0)
+        self._listener.close()
+
+
+class _QuietServer(uvicorn.Server):
+    """uvicorn without its signal handlers."""
+
+    def install_signal_handlers(self) -> None:  # older uvicorn
+        return
+
+    def capture_signals(self) -> Any:
+        import contextlib
+
+        return contextlib.nullcontext()

@@ -1,0 +1,77 @@
+"""What the commands that read a trace share: reading the file, and telling what was wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from kvpool.cli.output import error_console
+from kvpool.errors import ConfigError, KvpoolError
+from planner.traces import TraceReport
+
+if TYPE_CHECKING:
+    from planner.replay import CompactTrace
+
+TIME_UNITS = {"auto": None, "ms": 1e-3, "s": 1.0}
+
+
+def load(
+    path: str, block_tokens: int | None, time_unit: str, is_strict: bool, tokenizer: str | None
+) -> tuple[CompactTrace, TraceReport]:
+    """The trace, with a warning on stderr where lines of it were wrong.
+
+    Raises:
+        ConfigError: it cannot be read, holds nothing, or a line is wrong and `is_strict`.
+    """
+    from planner.replay import load_trace
+
+    if time_unit not in TIME_UNITS:
+        raise ConfigError(f"unknown unit of time {time_unit!r}", hint=", ".join(TIME_UNITS))
+    if block_tokens is not None and not 1 <= block_tokens <= 65_536:
+        raise ConfigError(f"blocks of {block_tokens} tokens", hint="1 to 65,536")
+    trace, report = load_trace(
+        path,
+        block_tokens=block_tokens,
+        time_unit_s=TIME_UNITS[time_unit],
+        is_strict=is_strict,
+        tokenize=None if tokenizer is None else _tokenize(tokenizer),
+    )
+    say_wrong(path, report, "sorted")
+    return trace, report
+
+
+def say_wrong(path: str, report: TraceReport, became: str) -> None:
+    """A warning on stderr where lines were wrong or out of order: how many, and the first of them by number.
+
+    Args:
+        became: what became of those out of order.
+    """
+    wrong = report.skipped + report.unsorted
+    if not wrong:
+        return
+    more = f"; and {wrong - len(report.first):,} more" if wrong > len(report.first) else ""
+    error_console().print(
+        f"{path}: {report.skipped:,} lines skipped, {report.unsorted:,} out of order and {became}:"
+        f" {'; '.join(report.first)}{more}",
+        style="yellow",
+        markup=False,
+    )
+
+
+def _tokenize(path: str) -> Callable[[str], Sequence[int]]:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise KvpoolError(
+            "--tokenizer needs transformers", hint="pip install 'kvpool[demo]'"
+        ) from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no tokenizer in {path}: {str(error).splitlines()[0]}") from error
+
+    def tokenize(text: str) -> Sequence[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    return tokenize

@@ -1,0 +1,279 @@
+"""`kvpool simulate`: what a cluster would do with a trace, by the real scheduler on a virtual clock."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+
+from kvpool.cli.output import console, error_console, format_seconds, print_json, print_table
+from kvpool.config.settings import parse_bytes
+from kvpool.errors import ConfigError
+from planner.cli.plots import check_plot, draw_simulation
+from planner.cli.read_trace import say_wrong
+from planner.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest, load_requests
+
+if TYPE_CHECKING:
+    from planner.simulator.scenario import Scenario
+
+SWEEPS = ("ratio", "bandwidth", "roles")
+
+
+def simulate(
+    trace: Annotated[
+        Path | None, typer.Argument(help="Trace in Mooncake's format; or none, with --load.")
+    ] = None,
+    load: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RATE,PROMPT,OUTPUT,SECONDS",
+            help="Synthetic Poisson load instead of a trace; several follow on each other.",
+        ),
+    ] = None,
+    model: Annotated[str, typer.Option(help="Preset or config.json.")] = "llama-3-70b",
+    gpu: Annotated[str, typer.Option(help="a100, h100, h200, ...")] = "h100",
+    tp: Annotated[int | None, typer.Option(min=1, max=64, help="GPUs per instance.")] = None,
+    prefill: Annotated[str, typer.Option(help="As 8, or 4@h100:8,4@a100:8 for mixed GPUs.")] = "8",
+    decode: Annotated[str, typer.Option(help="Decode instances, written alike.")] = "8",
+    hosts: Annotated[int, typer.Option(min=0, help="Hosts; 0: one for each instance.")] = 0,
+    serving: Annotated[
+        str, typer.Option(help="pooled, disaggregated, coupled; several with commas.")
+    ] = "pooled",
+    strategy: Annotated[str, typer.Option(help="Strategies, with commas.")] = "kv-centric",
+    admission: Annotated[
+        str, typer.Option(help="none, late, arrival, predicted; several with commas.")
+    ] = "none",
+    link: Annotated[str, typer.Option(help="Of each host; several for --sweep bandwidth.")] = (
+        "8x100Gb"
+    ),
+    overlap: Annotated[bool, typer.Option(help="Send layers while others compute.")] = True,
+    dram: Annotated[str, typer.Option(help="That each host lends to the pool.")] = "512GiB",
+    nvme: Annotated[str, typer.Option(help="That each host lends besides.")] = "0",
+    eviction: Annotated[str, typer.Option(help="The nodes' eviction policy.")] = "prefix-lru",
+    kv_dtype: Annotated[str, typer.Option(help="dtype of the KV.")] = "fp16",
+    weights: Annotated[str, typer.Option(help="dtype of the weights.")] = "fp16",
+    block_tokens: Annotated[int, typer.Option(help="Must divide the trace's, 512 mostly.")] = 512,
+    chunk: Annotated[int, typer.Option(min=0, help="Tokens of a mixed step; 0: no chunks.")] = 2048,
+    slo_ttft: Annotated[float, typer.Option(min=0, help="Milliseconds; 0: none.")] = 0.0,
+    slo_tpot: Annotated[float, typer.Option(min=0, help="Milliseconds; 0: none.")] = 0.0,
+    requests: Annotated[int | None, typer.Option(min=1, help="At most so many.")] = None,
+    speed: Annotated[float, typer.Option(help="Times as fast as recorded.")] = 1.0,
+    policy: Annotated[Path | None, typer.Option(help="Routing policy, YAML.")] = None,
+    profile: Annotated[Path | None, typer.Option(help="Measured costs of an instance.")] = None,
+    roles: Annotated[bool, typer.Option("--roles", help="Let instances change role.")] = False,
+    waiting: Annotated[int, typer.Option(min=0, help="Places in the admission queue.")] = 0,
+    sweep: Annotated[str | None, typer.Option(help="ratio, bandwidth or roles.")] = None,
+    seed: Annotated[int, typer.Option(help="Of synthetic loads and random choices.")] = 0,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail on a bad line.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Simulate a cluster over a trace: TTFT, TPOT, goodput, hits, transfers, rejections, role changes."""
+    from conductor.roles.controller import RoleLimits
+    from conductor.routing.policy import parse_policy
+    from conductor.scheduling.strategies import strategies
+    from planner.simulator import sweeps
+    from planner.simulator.policy_cache import cache_factory
+    from planner.simulator.scenario import ADMISSIONS, Scenario, groups_of
+    from planner.simulator.setup import SERVINGS, Serving
+    from planner.simulator.workload import arrivals
+    from planner.sizing.hardware import links_named, value_bytes
+    from planner.sizing.measured_profile import read_profile
+    from planner.sizing.model_presets import model_named
+
+    if plot is not None:
+        check_plot(plot)
+    _one_of("--sweep", [sweep] if sweep else [], SWEEPS)
+    servings = _one_of("--serving", serving.split(","), get_args(Serving) or SERVINGS)
+    names = _one_of("--strategy", strategy.split(","), strategies())
+    admissions = _one_of("--admission", admission.split(","), ADMISSIONS)
+    links = links_named(link)
+    base = Scenario(
+        model_named(model),
+        prefill=groups_of(prefill),
+        decode=groups_of(decode),
+        gpu=gpu,
+        tp=tp,
+        hosts=hosts,
+        link_bytes_per_s=links[0].bytes_per_s,
+        dram_bytes=size_option("--dram", dram),
+        nvme_bytes=size_option("--nvme", nvme),
+        block_tokens=block_tokens,
+        weight_bytes=value_bytes(weights),
+        kv_value_bytes=value_bytes(kv_dtype),
+        routing=parse_policy(_text(policy), f"file {policy}") if policy else None,
+        slo_ttft_s=slo_ttft / 1e3,
+        slo_tpot_s=slo_tpot / 1e3,
+        is_overlapped=overlap,
+        chunk_tokens=chunk,
+        roles=RoleLimits() if roles else None,
+        max_waiting=waiting,
+        seed=seed,
+    )
+    if profile is not None:
+        from conductor.scheduling.cost_model import LinkProfile
+
+        other = LinkProfile(2e-4, base.link_bytes_per_s)
+        base = replace(base, measured=read_profile(profile, base.same_host, other))
+    make_cache = cache_factory(eviction)
+    recorded, cut, skipped = _requests(trace, load or [], requests, seed, strict)
+    came = arrivals(recorded, speed=speed, block_tokens=block_tokens, trace_block_tokens=cut)
+    started = time.monotonic()
+    varied = [
+        replace(base, serving=s, strategy=n, admission=a)  # type: ignore[arg-type]
+        for s, n, a in itertools.product(servings, names, admissions)
+    ]
+    if sweep is None:
+        rows = sweeps.compare(varied, came, make_cache, _progress)
+    elif sweep == "ratio":
+        rows = sweeps.ratio_sweep(varied[0], came, make_cache, _progress)
+    elif sweep == "bandwidth":
+        rows = sweeps.bandwidth_sweep(varied[0], links, came, make_cache, _progress)
+    else:
+        rows = sweeps.role_sweep(varied[0], came, make_cache, _progress)
+    document = {
+        "trace": str(trace) if trace else "synthetic",
+        "model": base.model.name,
+        "instances": _kinds(base),
+        "requests": len(came),
+        "skipped_lines": skipped,
+        "speed": speed,
+        "slo_ttft_s": base.slo_ttft_s,
+        "slo_tpot_s": base.slo_tpot_s,
+        "sweep": sweep or "",
+        "seed": seed,
+        "rows": rows,
+    }
+    if plot is not None:
+        draw_simulation(document, plot)
+    if as_json:
+        print_json(document)
+        return
+    _print(document)
+    console().print(f"simulated in {format_seconds(time.monotonic() - started)}", markup=False)
+
+
+def _requests(
+    trace: Path | None, load: list[str], limit: int | None, seed: int, strict: bool
+) -> tuple[list[TraceRequest], int, int]:
+    """Requests, the tokens of their blocks, and how many lines were skipped."""
+    from planner.simulator.workload import Shape, synthetic
+
+    if (trace is None) == (not load):
+        raise ConfigError("give either a trace or --load", hint="--load 4,8000,200,300")
+    if trace is not None:
+        found, report = load_requests(str(trace), is_strict=strict, limit=limit)
+        say_wrong(str(trace), report, "sorted")
+        return found, report.block_tokens, report.skipped
+    shapes = []
+    for text in load:
+        try:
+            rate, prompt, output, seconds = (float(part) for part in text.split(","))
+        except ValueError:
+            raise ConfigError(
+                f"load {text!r}", hint="write RATE,PROMPT,OUTPUT,SECONDS, as 4,8000,200,300"
+            ) from None
+        shapes.append(Shape(rate, prompt, output, seconds))
+    found = synthetic(shapes, seed, shared_prefixes=8)[:limit]
+    if not found:
+        raise ConfigError("the load is empty", hint="raise its rate or its duration")
+    return found, MOONCAKE_BLOCK_TOKENS, 0
+
+
+def _one_of(flag: str, given: list[str], known: Any) -> list[str]:
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"{flag} {name!r} is unknown", hint=f"use {', '.join(known)}")
+    return given
+
+
+def size_option(flag: str, text: str) -> int:
+    """A size in bytes from a flag, `512GiB`. Raises ConfigError."""
+    try:
+        size = parse_bytes(text)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{flag} {text!r}: {error}") from None
+    if not 0 <= size < 1 << 62:
+        raise ConfigError(f"{flag} {text!r} makes no sense")
+    return size
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from None
+
+
+def _kinds(scenario: Scenario) -> dict[str, Any]:
+    from planner.simulator.scenario import setup_of
+
+    found: dict[str, Any] = {}
+    for one in setup_of(scenario).instances:
+        entry = found.setdefault(
+            one.kind,
+            {"count": 0, "kv_capacity_tokens": one.kv_capacity_tokens, "cost": _cost(one.cost)},
+        )
+        entry["count"] += 1
+    return found
+
+
+def _cost(cost: Any) -> dict[str, float]:
+    names = [name for name in type(cost).__dataclass_fields__ if name.endswith("_s")]
+    return {name: getattr(cost, name) for name in names}
+
+
+def _progress(text: str) -> None:
+    if sys.stderr.isatty():
+        error_console().print(f"simulating: {text}", markup=False)
+
+
+def _print(document: dict[str, Any]) -> None:
+    out = console()
+    kinds = ", ".join(f"{v['count']} x {k}" for k, v in document["instances"].items())
+    out.print(f"{document['model']} on {kinds}; {document['requests']:,} requests", markup=False)
+    print_table(
+        (
+            *("serving", "strategy", "admission", "P:D", "GB/s", "overlap", "served", "rejected"),
+            *("TTFT mean", "p50", "p90", "p99", "TPOT mean", "TPOT p99", "in SLO", "goodput/s"),
+            *("hits", "moved GB", "moves"),
+        ),
+        (
+            (
+                row["serving"] + (f", {row['roles']}" if row.get("roles") else ""),
+                row["strategy"],
+                row["admission"],
+                f"{row['prefill']}:{row['decode']}",
+                f"{row['link_gbytes_per_s']:g}",
+                "yes" if row["overlap"] else "no",
+                row["served"],
+                row["rejected"],
+                *(_seconds(row, "ttft_s", k) for k in ("mean", "p50", "p90", "p99")),
+                *(_seconds(row, "tpot_s", k) for k in ("mean", "p99")),
+                f"{row['slo_share']:.1%}",
+                f"{row['goodput_per_s']:.2f}",
+                f"{row['hit_ratio']:.1%}",
+                f"{row['moved_bytes'].get('other_host', 0) / 1e9:,.0f}",
+                len(row["role_changes"]),
+            )
+            for row in document["rows"]
+        ),
+        right=("served", "rejected", "TTFT mean", "p50", "p90", "p99", "TPOT mean", "TPOT p99"),
+    )
+    refused: Counter[str] = Counter()
+    for row in document["rows"]:
+        refused.update(row["rejections"])
+    if refused:
+        reasons = ", ".join(f"{count:,} for {reason}" for reason, count in refused.most_common())
+        out.print(f"rejected: {reasons}", markup=False)
+
+
+def _seconds(row: dict[str, Any], name: str, figure: str) -> str:
+    """A latency of those who were served; of nobody there is none."""
+    return format_seconds(row[name][figure]) if row["served"] else "-"

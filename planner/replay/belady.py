@@ -1,0 +1,49 @@
+"""Belady's optimum: what a cache that knows the future would hit, as the ceiling for every policy.
+
+Of the blocks in the cache the one whose next use lies farthest ahead goes. Blocks of one prompt are next used
+together, head first, so that tails go before heads, as prefix hits want it.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+
+from planner.replay.compact_trace import NEVER, CompactTrace
+
+
+def belady_hits(trace: CompactTrace, capacity_blocks: int) -> list[int]:
+    """Leading blocks that each request would find; its blocks are taken in after it.
+
+    Memory: the cache, and one entry for each of its blocks' uses that is not cleared away yet.
+    """
+    next_uses = trace.next_uses()
+    standing: dict[int, int] = {}  # id -> position of its next use
+    queue: list[tuple[int, int]] = []  # (minus the next use, id); some of uses that are over
+    hits: list[int] = []
+    for span in trace.spans():
+        base = span.first_block
+        ids = trace.ids[base : span.ends[-1]].tolist()
+        following = next_uses[base : span.ends[-1]].tolist()
+        start = 0
+        for end in span.ends:
+            end -= base
+            found = start
+            while found < end and ids[found] in standing:
+                found += 1
+            hits.append(found - start)
+            for at in range(start, end):
+                ident, use = ids[at], following[at]
+                if use == NEVER:  # takes no room: nothing can be gained by it
+                    standing.pop(ident, None)
+                    continue
+                standing[ident] = use
+                heappush(queue, (-use, ident))
+                while len(standing) > capacity_blocks:
+                    farthest, victim = heappop(queue)
+                    if standing.get(victim) == -farthest:
+                        del standing[victim]
+            start = end
+            if len(queue) > 4 * len(standing) + 4096:
+                queue = [(-use, ident) for ident, use in standing.items()]
+                heapify(queue)
+    return hits

@@ -1,0 +1,119 @@
+"""What the scheduler is shown of the simulated cluster: workers as they last reported, nodes, the cost model.
+
+It plays the part of `conductor.cluster.cluster.Cluster.view` over simulated members. It decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from conductor.scheduling.cost_model import MEASURED, CostModel
+from conductor.scheduling.decision import InFlight
+from conductor.scheduling.scheduler import IDLE, ClusterView, NodeView, WorkerView
+from kvpool.wire.messages import WorkerLoad
+from planner.simulator.instance import Instance
+from planner.simulator.network import Network
+from planner.simulator.setup import InstanceSpec, Setup
+
+PROBES = ((256, 0), (1024, 0), (4096, 0), (16384, 0), (2048, 8192), (8192, 32768))
+
+
+class State:
+    """Views of workers and nodes, and the fits behind the predictions.
+
+    The fits start as if `kvpool worker profile` had been run on every worker: from a few measurements each.
+    """
+
+    def __init__(self, setup: Setup, namespace_id: bytes) -> None:
+        self.setup = setup
+        self.cost = CostModel(setup.instances[0].cost)
+        self.in_flight = InFlight()
+        self.workers: dict[str, WorkerView] = {}
+        self.nodes: dict[str, NodeView] = {}
+        self.promised: dict[str, int] = {node.node_id: 0 for node in setup.nodes}
+        self._namespace_id = namespace_id
+        self._view: ClusterView | None = None
+        for spec in setup.instances:
+            self.set_role(spec, spec.role)
+            self._profile(spec)
+        for node in setup.nodes:
+            room = node.dram_blocks * setup.block_bytes
+            self.nodes[node.node_id] = NodeView(
+                node.node_id, node.host, room, read_bytes_per_s={"nvme": node.nvme_bytes_per_s}
+            )
+        if setup.serving == "disaggregated":
+            # Nothing is kept: what is on its way from prefill to decode always finds room.
+            self.nodes = {n: replace(v, room_bytes=1 << 62) for n, v in self.nodes.items()}
+
+    def view(self) -> ClusterView:
+        """The cluster as a decision may see it now."""
+        if self._view is None:
+            policy = self.setup.scheduling
+            self._view = ClusterView(self.workers, self.nodes, self.cost, self.in_flight, policy)
+        return self._view
+
+    def set_role(self, spec: InstanceSpec, role: str) -> None:
+        known = self.workers.get(spec.worker_id)
+        self.workers[spec.worker_id] = WorkerView(
+            spec.worker_id,
+            role,
+            spec.host,
+            self._namespace_id,
+            load=known.load if known else IDLE,
+            reported_at=known.reported_at if known else 0.0,
+            kv_capacity_tokens=self.kv_room(spec),
+        )
+
+    def kv_room(self, spec: InstanceSpec) -> int:
+        """Tokens of an engine's KV memory that are for sequences in work."""
+        return int(spec.kv_capacity_tokens * (1 - self.setup.engine_share))
+
+    def heard(self, instance: Instance, now: float) -> None:
+        """A heartbeat: the load, and a measured decode step for the fit."""
+        step_s = instance.step_s()
+        if step_s:
+            self.cost.observe_tpot(instance.worker_id, instance.context, instance.sequences, step_s)
+        load = WorkerLoad(
+            running=instance.running,
+            queued_prefill_tokens=instance.queued_tokens,
+            decode_sequences=instance.sequences,
+            decode_context_tokens=instance.context,
+            prefill_tokens_per_s=0.0,
+            tpot_s=step_s,
+            places=self.setup.max_sequences,
+        )
+        known = self.workers[instance.worker_id]
+        self.workers[instance.worker_id] = replace(known, load=load, reported_at=now)
+
+    def promise(self, node_id: str | None, size_bytes: int) -> None:
+        """Reserve (positive) or give back room on a node."""
+        if node_id is None or self.setup.serving != "pooled":
+            return
+        self.promised[node_id] += size_bytes
+        node = self.nodes[node_id]
+        self.nodes[node_id] = replace(node, room_bytes=node.room_bytes - size_bytes)
+
+    def disks(self, network: Network, now: float) -> None:
+        """Nodes report what their disks have to read."""
+        for spec in self.setup.nodes:
+            if spec.nvme_blocks:
+                queued = network.disk_queue_bytes(now, spec.node_id, spec.nvme_bytes_per_s)
+                view = self.nodes[spec.node_id]
+                self.nodes[spec.node_id] = replace(view, queued_read_bytes=queued)
+
+    def roles(self) -> Mapping[str, str]:
+        return {worker_id: worker.role for worker_id, worker in self.workers.items()}
+
+    def _profile(self, spec: InstanceSpec) -> None:
+        c = spec.cost
+        for _ in range(max(1, MEASURED - 2)):
+            for new, reused in PROBES:
+                seconds = c.prefill_base_s + c.prefill_token_s * new
+                seconds += c.prefill_attention_s * new * (reused + new / 2)
+                self.cost.observe_prefill(spec.worker_id, new, reused, seconds)
+            for batch in (1, 8, 32, 128):
+                for context in (512, 4096):
+                    total = batch * context
+                    seconds = c.tpot_base_s + c.tpot_context_s * total + c.tpot_sequence_s * batch
+                    self.cost.observe_tpot(spec.worker_id, total, batch, seconds)

@@ -1,0 +1,134 @@
+"""What became of each request, and the figures over all of them. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from conductor.scheduling.decision import Decision
+from planner.simulator.workload import Arrival
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One request's way through the simulated cluster; times in seconds since the start, -1 while unknown."""
+
+    arrival: Arrival
+    decision: Decision | None = None
+    refused: str = ""  # the reason
+    is_wasted: bool = False  # refused after its prefill
+    reused_tokens: int = 0
+    computed_tokens: int = 0
+    planned_blocks: int = 0
+    first_at: float = -1.0
+    finished_at: float = -1.0
+    prefill_began_at: float = -1.0
+    prefilled_at: float = -1.0
+    sent_at: float = -1.0
+    waited_s: float = 0.0
+    is_judged: bool = False
+
+    @property
+    def is_served(self) -> bool:
+        return self.finished_at >= 0
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_at - self.arrival.at_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time between tokens; 0 for an answer of one token."""
+        return (self.finished_at - self.first_at) / max(1, self.arrival.output_tokens - 1)
+
+
+@dataclass(slots=True)
+class Result:
+    """All outcomes of a run and what was counted on the way."""
+
+    outcomes: list[Outcome]
+    end_s: float
+    moved_bytes: dict[str, float]
+    busy: dict[str, tuple[float, float]]  # worker -> seconds of prefill and of decode steps
+    role_changes: list[dict[str, Any]] = field(default_factory=list)
+    counters: Counter[str] = field(default_factory=Counter)
+    dollars_per_hour: float = 0.0
+
+
+def spread(values: Iterable[float]) -> dict[str, float]:
+    """Mean and percentiles; zeros when there is nothing."""
+    array = np.fromiter(values, float)
+    if not array.size:
+        return {"mean": 0.0, "p50": 0.0, "p90": 0.0, "p99": 0.0}
+    p50, p90, p99 = np.percentile(array, (50, 90, 99))
+    figures = {"mean": array.mean(), "p50": p50, "p90": p90, "p99": p99}
+    return {name: round(float(value), 6) for name, value in figures.items()}
+
+
+def is_good(outcome: Outcome, slo_ttft_s: float, slo_tpot_s: float) -> bool:
+    """It was served within both objectives; an objective of 0 is none."""
+    return (
+        outcome.is_served
+        and (not slo_ttft_s or outcome.ttft_s <= slo_ttft_s)
+        and (not slo_tpot_s or outcome.tpot_s <= slo_tpot_s)
+    )
+
+
+def summary(result: Result, slo_ttft_s: float, slo_tpot_s: float) -> dict[str, Any]:
+    """One run as figures.
+
+    Goodput is requests within both objectives per second until the last one ended; `slo_share` is their
+    share of all that arrived, refused ones included.
+    """
+    outcomes = result.outcomes
+    served = [o for o in outcomes if o.is_served]
+    good = [o for o in served if is_good(o, slo_ttft_s, slo_tpot_s)]
+    prompt_tokens = sum(o.arrival.prompt_tokens for o in served)
+    reused = sum(o.reused_tokens for o in served)
+    output = sum(o.arrival.output_tokens for o in served)
+    end_s = max(result.end_s, 1e-9)
+    refusals = Counter(o.refused for o in outcomes if o.refused)
+    modes = Counter(o.decision.mode for o in served if o.decision is not None)
+    dollars = result.dollars_per_hour * end_s / 3600
+    per_million = dollars / ((prompt_tokens + output) / 1e6) if prompt_tokens + output else 0.0
+    return {
+        "requests": len(outcomes),
+        "served": len(served),
+        "rejected": len(outcomes) - len(served),
+        "rejections": dict(sorted(refusals.items())),
+        "wasted_prefills": sum(o.is_wasted for o in outcomes),
+        "seconds": round(end_s, 3),
+        "ttft_s": spread(o.ttft_s for o in served),
+        "tpot_s": spread(o.tpot_s for o in served if o.arrival.output_tokens > 1),
+        "goodput_per_s": round(len(good) / end_s, 4),
+        "slo_share": round(len(good) / max(1, len(outcomes)), 4),
+        "ttft_met": _share(served, outcomes, lambda o: not slo_ttft_s or o.ttft_s <= slo_ttft_s),
+        "tpot_met": _share(served, outcomes, lambda o: not slo_tpot_s or o.tpot_s <= slo_tpot_s),
+        "hit_ratio": round(reused / max(1, prompt_tokens), 4),
+        "computed_tokens": sum(o.computed_tokens for o in outcomes),
+        "output_tokens": output,
+        "modes": dict(sorted(modes.items())),
+        "moved_bytes": {name: int(v) for name, v in sorted(result.moved_bytes.items())},
+        "utilisation": _utilisation(result, end_s),
+        "role_changes": result.role_changes,
+        "dollars_per_million_tokens": round(per_million, 4),
+        "counters": dict(sorted(result.counters.items())),
+    }
+
+
+def _share(served: Sequence[Outcome], outcomes: Sequence[Outcome], holds: Any) -> float:
+    return round(sum(bool(holds(o)) for o in served) / max(1, len(outcomes)), 4)
+
+
+def _utilisation(result: Result, end_s: float) -> dict[str, float]:
+    count = max(1, len(result.busy))
+    prefill = sum(prefill for prefill, _ in result.busy.values())
+    decode = sum(decode for _, decode in result.busy.values())
+    return {
+        "prefill": round(prefill / end_s / count, 4),
+        "decode": round(decode / end_s / count, 4),
+    }

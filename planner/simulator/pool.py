@@ -1,0 +1,73 @@
+"""Pool nodes as caches of blocks, and the real block index fed with their events as nodes feed it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from conductor.index.contract import Found
+from conductor.index.memory import MemoryIndex
+from kvpool.blocks.hashing import pack_hashes
+from kvpool.wire.messages import BlockEvent
+from planner.simulator.setup import Cache, CacheFactory, NodeSpec
+
+EPOCH = 1
+
+
+class Pool:
+    """Nodes, what stands on them, and where the index says so.
+
+    Args:
+        namespace_id: of the one model that is served.
+        make_cache: the eviction policy's cache.
+    """
+
+    def __init__(
+        self, nodes: Sequence[NodeSpec], namespace_id: bytes, make_cache: CacheFactory
+    ) -> None:
+        self.index = MemoryIndex()
+        self.nodes = {node.node_id: node for node in nodes}
+        self.hosts: Mapping[str, str] = {node.node_id: node.host for node in nodes}
+        self.evicted_blocks = 0
+        self._namespace_id = namespace_id
+        self._tiers: dict[str, list[tuple[str, Cache]]] = {}
+        for node in nodes:
+            tiers = [("dram", make_cache(node.dram_blocks))] if node.dram_blocks else []
+            if node.nvme_blocks:
+                tiers.append(("nvme", make_cache(node.nvme_blocks)))
+            self._tiers[node.node_id] = tiers
+
+    def find(self, hashes: Sequence[bytes]) -> Found:
+        """What the pool has of a chain."""
+        if not hashes:
+            return Found((), self.hosts)
+        return Found(self.index.holders(self._namespace_id, hashes), self.hosts)
+
+    def store(self, node_id: str, chain: Sequence[bytes]) -> None:
+        """The chain's blocks were written to a node; all its tiers take them (write-through)."""
+        self._use(node_id, chain)
+
+    def read(self, node_id: str, chain: Sequence[bytes]) -> None:
+        """The chain's blocks were read there: a use, and what stood on disk is in memory again."""
+        self._use(node_id, chain)
+
+    def blocks(self) -> int:
+        """Blocks over all nodes, the fastest tier of each counted."""
+        return sum(len(tiers[0][1]) for tiers in self._tiers.values() if tiers)
+
+    def _use(self, node_id: str, chain: Sequence[bytes]) -> None:
+        for tier, cache in self._tiers[node_id]:
+            fresh = [block for block in chain if block not in cache]
+            gone = cache.use(chain)
+            events = []
+            if fresh:
+                stored = [block for block in fresh if block in cache]
+                events.append(self._event("stored", stored, tier))
+            if gone:
+                self.evicted_blocks += len(gone)
+                events.append(self._event("removed", gone, tier))
+            if events:
+                self.index.apply(node_id, EPOCH, events)
+        self.index.reclaim(1_000)
+
+    def _event(self, kind: str, blocks: Sequence[bytes], tier: str) -> BlockEvent:
+        return BlockEvent(kind, self._namespace_id, pack_hashes(blocks), tier)

@@ -1,0 +1,121 @@
+"""What is simulated: instances, nodes, links, objectives. Plain values; nothing happens here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from conductor.roles.controller import RoleLimits
+from conductor.routing.policy import RoutingPolicy
+from conductor.scheduling.cost_model import LinkProfile, Profile
+from conductor.scheduling.inputs import Policy
+from kvpool.errors import ConfigError
+
+Serving = Literal["coupled", "disaggregated", "pooled"]
+SERVINGS: tuple[Serving, ...] = ("coupled", "disaggregated", "pooled")
+
+
+TpotCheck = Literal["scheduler", "decode", "both"]
+
+
+class Cache(Protocol):
+    """Blocks of one tier or engine under an eviction policy; the node's real policies stand behind it."""
+
+    def use(self, chain: Sequence[bytes]) -> list[bytes]:
+        """Use a chain's blocks, taking in those that are missing; returns what was evicted for them."""
+
+    def __contains__(self, block_hash: bytes, /) -> bool: ...
+
+    def __len__(self) -> int: ...
+
+
+CacheFactory = Callable[[int], Cache]  # an empty cache of so many blocks
+
+
+@dataclass(slots=True, frozen=True)
+class InstanceSpec:
+    """One engine instance (its GPUs together). `cost`: what it really takes, whatever the scheduler believes."""
+
+    worker_id: str
+    role: Literal["prefill", "decode", "both"]
+    host: str
+    cost: Profile
+    kv_capacity_tokens: int
+    dollars_per_hour: float = 0.0
+    kind: str = ""  # for people: "h100 x8"
+
+
+@dataclass(slots=True, frozen=True)
+class NodeSpec:
+    """One pool node, its tiers in blocks."""
+
+    node_id: str
+    host: str
+    dram_blocks: int
+    nvme_blocks: int = 0
+    nvme_bytes_per_s: float = 6e9
+
+
+@dataclass(slots=True, frozen=True)
+class Setup:
+    """A whole cluster and how it is run.
+
+    Args:
+        serving: "coupled": each instance prefills and decodes, chunked, and reuses what its own engine keeps;
+            "disaggregated": prefill and decode apart, nothing is kept in between; "pooled": apart, and
+            every block stays in the pool for whoever asks next.
+        is_overlapped: layers are sent while the next ones compute; else the prefill waits for its send.
+        chunk_tokens: of a step that prefills beside decodes (Sarathi-Serve); 0: whole prompts stall decoding.
+        engine_share: of an engine's KV memory that keeps prefixes; the rest is for sequences in work.
+        tpot_check: who refuses what would break the TPOT objective: the scheduler, before the prefill; "decode":
+            the decode instance, after it; "both".
+        heartbeat_s: how often the scheduler hears of the load.
+        roles: limits of the role controller; None: roles are fixed.
+        max_waiting: places in the admission queue.
+
+    Raises:
+        ConfigError: a cluster that could not serve anything.
+    """
+
+    serving: Serving
+    instances: tuple[InstanceSpec, ...]
+    nodes: tuple[NodeSpec, ...]
+    block_tokens: int
+    block_bytes: int
+    layers: int
+    same_host: LinkProfile
+    other_host: LinkProfile
+    scheduling: Policy = field(default_factory=Policy)
+    routing: RoutingPolicy | None = None
+    slo_ttft_s: float = 0.0
+    slo_tpot_s: float = 0.0
+    is_overlapped: bool = True
+    chunk_tokens: int = 2048
+    max_sequences: int = 256
+    engine_share: float = 0.5
+    tpot_check: TpotCheck = "scheduler"
+    heartbeat_s: float = 1.0
+    roles: RoleLimits | None = None
+    max_waiting: int = 0
+    max_wait_s: float = 30.0
+    max_active: int = 1_000_000
+
+    def __post_init__(self) -> None:
+        roles = {instance.role for instance in self.instances}
+        if not roles & {"decode", "both"}:
+            raise ConfigError("no instance decodes", hint="give at least one decode instance")
+        if self.serving not in SERVINGS:
+            raise ConfigError(
+                f"unknown serving {self.serving!r}", hint=f"use one of {', '.join(SERVINGS)}"
+            )
+        if self.serving != "coupled" and not roles & {"prefill", "both"}:
+            raise ConfigError("no instance prefills", hint="give at least one prefill instance")
+        if not 0 <= self.engine_share < 1:
+            raise ConfigError(f"engine share {self.engine_share}", hint="0 to below 1")
+        if min(self.block_tokens, self.block_bytes, self.layers) < 1 or self.heartbeat_s <= 0:
+            raise ConfigError("block sizes, layers and heartbeat_s must be positive")
+
+    @property
+    def dollars_per_hour(self) -> float:
+        return sum(instance.dollars_per_hour for instance in self.instances)

@@ -1,0 +1,138 @@
+"""One scenario many times over: strategies side by side, all splits, links, and the role controller beside them.
+
+Each run is `Simulation` from scratch over the same arrivals; a sweep only varies and tabulates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from conductor.roles.controller import RoleLimits
+from kvpool.errors import ConfigError
+from planner.simulator.outcomes import Result, summary
+from planner.simulator.scenario import Group, Scenario, setup_of
+from planner.simulator.setup import CacheFactory
+from planner.simulator.simulation import Simulation
+from planner.simulator.workload import Arrival
+from planner.sizing.hardware import Link
+
+Row = dict[str, Any]
+Progress = Callable[[str], None]
+MET = 0.9  # share of requests within an objective from which on a split counts as meeting it
+
+
+def run(scenario: Scenario, arrivals: Sequence[Arrival], make_cache: CacheFactory) -> Result:
+    """One run."""
+    return Simulation(setup_of(scenario), arrivals, make_cache).run()
+
+
+def row_of(scenario: Scenario, arrivals: Sequence[Arrival], make_cache: CacheFactory) -> Row:
+    """One run as a row: what it was, then its figures."""
+    result = run(scenario, arrivals, make_cache)
+    head = {
+        "serving": scenario.serving,
+        "strategy": scenario.strategy,
+        "admission": scenario.admission,
+        "overlap": scenario.is_overlapped,
+        "prefill": sum(g.count for g in scenario.prefill),
+        "decode": sum(g.count for g in scenario.decode),
+        "link_gbytes_per_s": scenario.link_bytes_per_s / 1e9,
+    }
+    return head | summary(result, scenario.slo_ttft_s, scenario.slo_tpot_s)
+
+
+def compare(
+    scenarios: Iterable[Scenario],
+    arrivals: Sequence[Arrival],
+    make_cache: CacheFactory,
+    progress: Progress = lambda _: None,
+) -> list[Row]:
+    """Every scenario once."""
+    rows = []
+    for scenario in scenarios:
+        progress(f"{scenario.serving}, {scenario.strategy}, {scenario.admission}")
+        rows.append(row_of(scenario, arrivals, make_cache))
+    return rows
+
+
+def splits_of(scenario: Scenario) -> list[Scenario]:
+    """Every division of the scenario's instances into prefill and decode.
+
+    Raises:
+        ConfigError: fewer than two instances, or of several kinds: then a split is no single number.
+    """
+    groups = [*scenario.prefill, *scenario.decode]
+    count = sum(group.count for group in groups)
+    kinds = {(group.gpu, group.tp) for group in groups if group.count}
+    if count < 2 or len(kinds) > 1:
+        raise ConfigError(
+            "a sweep over splits needs at least two instances, all of one kind",
+            hint="as --prefill 8 --decode 8",
+        )
+    [(gpu, tp)] = kinds
+    return [
+        replace(
+            scenario,
+            prefill=(Group(prefill, gpu, tp),),
+            decode=(Group(count - prefill, gpu, tp),),
+        )
+        for prefill in range(1, count)
+    ]
+
+
+def ratio_sweep(
+    scenario: Scenario,
+    arrivals: Sequence[Arrival],
+    make_cache: CacheFactory,
+    progress: Progress = lambda _: None,
+) -> list[Row]:
+    """Every split of the instances; `meets_both` where 90 % of all requests met both objectives."""
+    if not (scenario.slo_ttft_s and scenario.slo_tpot_s):
+        raise ConfigError("a ratio sweep needs both objectives", hint="--slo-ttft and --slo-tpot")
+    rows = []
+    for split in splits_of(scenario):
+        progress(f"{split.prefill[0].count} prefill, {split.decode[0].count} decode")
+        row = row_of(split, arrivals, make_cache)
+        row["meets_both"] = row["slo_share"] >= MET
+        rows.append(row)
+    return rows
+
+
+def bandwidth_sweep(
+    scenario: Scenario,
+    links: Sequence[Link],
+    arrivals: Sequence[Arrival],
+    make_cache: CacheFactory,
+    progress: Progress = lambda _: None,
+) -> list[Row]:
+    """Every link, sends overlapped with the prefill and not, beside coupled serving, which needs none."""
+    rows = []
+    coupled = replace(scenario, serving="coupled")
+    progress("coupled")
+    rows.append(row_of(coupled, arrivals, make_cache) | {"link": ""})
+    for link in links:
+        for is_overlapped in (True, False):
+            progress(f"{link.name}, {'overlapped' if is_overlapped else 'not overlapped'}")
+            varied = replace(
+                scenario, link_bytes_per_s=link.bytes_per_s, is_overlapped=is_overlapped
+            )
+            rows.append(row_of(varied, arrivals, make_cache) | {"link": link.name})
+    return rows
+
+
+def role_sweep(
+    scenario: Scenario,
+    arrivals: Sequence[Arrival],
+    make_cache: CacheFactory,
+    progress: Progress = lambda _: None,
+) -> list[Row]:
+    """The role controller, started from the scenario's split, beside every fixed one."""
+    limits = scenario.roles or RoleLimits()
+    fixed = replace(scenario, roles=None)
+    rows = ratio_sweep(fixed, arrivals, make_cache, progress)
+    progress("roles change")
+    row = row_of(replace(scenario, roles=limits), arrivals, make_cache)
+    row["meets_both"] = row["slo_share"] >= MET
+    return [*(each | {"roles": "fixed"} for each in rows), row | {"roles": "dynamic"}]

@@ -1,0 +1,98 @@
+"""By length of the prompt: what a transfer adds to TTFT, against the interference that prefilling elsewhere removes.
+
+Coupled, a prompt is computed in chunks, each beside one token of every sequence that decodes there; apart, it
+is computed alone, then what shows of its transfer and the load are added. Closed forms over a machine's
+profile; queues are left out (the simulator has them). Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from conductor.scheduling.cost_model import Profile, exposed_s
+from planner.sizing.hardware import GPU_COPY_BYTES_PER_S, Link, Machine
+
+LEAST, MOST = 1e6, 1e13  # bytes a second between which a crossover is looked for
+
+
+@dataclass(slots=True, frozen=True)
+class Crossover:
+    """One prompt length over one link."""
+
+    prompt_tokens: int
+    link: str
+    coupled_s: float  # TTFT without a queue, beside the batch
+    apart_s: float
+    transfer_s: float  # of it: what shows of the transfer, and the load
+    interference_s: float  # that is removed
+    slowed_s: float  # by which coupled serving delays each sequence of the batch
+
+    @property
+    def is_worth_it(self) -> bool:
+        return self.transfer_s < self.interference_s
+
+
+def coupled_s(cost: Profile, tokens: int, batch: int, context: int, chunk_tokens: int) -> float:
+    """TTFT of a prompt computed in chunks beside `batch` sequences of `context` tokens each."""
+    budget = max(64, chunk_tokens - batch)
+    steps = math.ceil(tokens / budget)
+    beside_s = cost.tpot_context_s * batch * context + cost.tpot_sequence_s * batch
+    total, done = 0.0, 0
+    for _ in range(steps):
+        count = min(budget, tokens - done)
+        compute_s = max(cost.prefill_base_s + cost.prefill_token_s * count, cost.tpot_base_s)
+        total += compute_s + cost.prefill_attention_s * count * (done + count / 2) + beside_s
+        done += count
+    return total
+
+
+def crossover(
+    machine: Machine,
+    link: Link,
+    tokens: int,
+    *,
+    batch: int = 32,
+    context: int = 4096,
+    chunk_tokens: int = 2048,
+) -> Crossover:
+    """One point: a prompt of `tokens` beside a batch, against the same prompt computed elsewhere."""
+    cost = machine.profile()
+    size = machine.model.kv_bytes(tokens, machine.kv_value_bytes)
+    alone_s = machine.prefill_s(tokens)
+    together_s = coupled_s(cost, tokens, batch, context, chunk_tokens)
+    sent_s = exposed_s(alone_s, size / link.bytes_per_s, machine.model.layers)
+    transfer_s = sent_s + size / (GPU_COPY_BYTES_PER_S * machine.tp)
+    steps = math.ceil(tokens / max(64, chunk_tokens - batch))
+    decode_s = cost.tpot_base_s + (cost.tpot_context_s * context + cost.tpot_sequence_s) * batch
+    return Crossover(
+        tokens,
+        link.name,
+        together_s,
+        alone_s + transfer_s,
+        transfer_s,
+        together_s - alone_s,
+        together_s - steps * decode_s,
+    )
+
+
+def least_bandwidth(machine: Machine, tokens: int, **beside: int) -> float | None:
+    """Bytes a second from which on prefilling elsewhere gives the better TTFT; None: no link suffices."""
+    low, high = LEAST, MOST
+    if not crossover(machine, Link("", high), tokens, **beside).is_worth_it:
+        return None
+    while high / low > 1.01:
+        middle = math.sqrt(low * high)
+        if crossover(machine, Link("", middle), tokens, **beside).is_worth_it:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def curve(
+    machine: Machine, links: Sequence[Link], lengths: Sequence[int], **beside: int
+) -> list[Crossover]:
+    """Every length over every link."""
+    return [crossover(machine, link, tokens, **beside) for tokens in lengths for link in links]

@@ -1,0 +1,34 @@
+"""Traces of requests: when each came, how long it was, and which blocks its prompt had.
+
+They are read and checked here; who replays, simulates or describes them stands elsewhere.
+"""
+
+from planner.traces.reader import (
+    MOONCAKE_BLOCK_TOKENS,
+    ROWS_TO_TELL_BY,
+    EmptyTrace,
+    TraceReport,
+    TraceRequest,
+    block_tokens_of,
+    check_ids,
+    load_requests,
+    open_trace,
+    read_trace,
+    why_empty,
+)
+from planner.traces.request_log import Tokenize
+
+__all__ = [
+    "MOONCAKE_BLOCK_TOKENS",
+    "ROWS_TO_TELL_BY",
+    "EmptyTrace",
+    "Tokenize",
+    "TraceReport",
+    "TraceRequest",
+    "block_tokens_of",
+    "check_ids",
+    "load_requests",
+    "open_trace",
+    "read_trace",
+    "why_empty",
+]

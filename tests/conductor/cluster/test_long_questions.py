@@ -1,0 +1,49 @@
+"""Questions and reports that are longer than any prompt: refused, or cut, before they hold up everybody else."""
+
+from __future__ import annotations
+
+import pytest
+
+from conductor.cluster.cluster import MAX_MISSES, MAX_STANDING, Cluster
+from conductor.index.memory import MemoryIndex
+from conductor.members.membership import MembershipConfig
+from conductor.scheduling.scheduler import Policy
+from kvpool.blocks.hashing import MAX_HASHES, pack_hashes
+from kvpool.errors import InvalidArgument
+from kvpool.wire import messages as m
+from tests.support.process_cluster import NAMESPACE
+
+SPACE = NAMESPACE.namespace_id
+
+
+def hashes(count: int) -> list[bytes]:
+    return [number.to_bytes(16, "little") for number in range(count)]
+
+
+def cluster_with(held: list[bytes]) -> Cluster:
+    cluster = Cluster("c", 1, MemoryIndex(), MembershipConfig(), Policy())
+    cluster.node_join(m.NodeJoin(m.NodeDescriptor("n", 1, "h", "h:1"), [NAMESPACE]))
+    stored = m.BlockEvent("stored", SPACE, pack_hashes(held), "dram")
+    cluster.node_events(m.NodeEvents("n", 1, 1, [stored], snapshot=True, snapshot_end=True))
+    return cluster
+
+
+def test_a_question_about_more_blocks_than_a_message_may_name_is_refused() -> None:
+    cluster = cluster_with([])
+    with pytest.raises(InvalidArgument, match="at most"):
+        cluster.lookup(m.Lookup(SPACE, bytes(16 * (MAX_HASHES + 1))))
+    with pytest.raises(InvalidArgument, match="at most"):
+        cluster.standing(m.Standing(SPACE, bytes(16 * (MAX_STANDING + 1))))
+    assert cluster.standing(m.Standing(SPACE, bytes(16 * MAX_STANDING))).copies == bytes(
+        MAX_STANDING
+    )
+
+
+def test_of_a_long_report_of_misses_the_head_is_believed() -> None:
+    held = hashes(MAX_MISSES + 10)
+    cluster = cluster_with(held)
+    assert cluster.lookup(m.Lookup(SPACE, pack_hashes(held))).found == len(held)
+    cluster.report_miss(m.ReportMiss("n", SPACE, pack_hashes(held)))
+    assert cluster.counters["reported_misses"] == MAX_MISSES
+    assert cluster.lookup(m.Lookup(SPACE, pack_hashes(held))).found == 0
+    assert cluster.lookup(m.Lookup(SPACE, pack_hashes(held[MAX_MISSES:]))).found == 10

@@ -1,0 +1,504 @@
+"""Engine servers that are no kvpool workers: health, routing, streaming, failures. Scripted, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import structlog
+
+from conductor.engine_servers.openai_client import EngineClient
+from conductor.members.membership import MembershipConfig
+from conductor.scheduling.scheduler import IDLE
+from kvpool.blocks.hash_check import registration
+from kvpool.blocks.hashing import hash_chain, pack_hashes
+from kvpool.config.engine_server import EngineServer
+from kvpool.config.loader import load_settings, parse_override
+from kvpool.errors import ConfigError
+from kvpool.wire import messages as m
+from tests.support.engine_server import ScriptedServer, engine_servers
+from tests.support.scripted import NAMESPACE, Conductor, ScriptedWorker, conductor
+from tests.support.waiting import until
+
+PROMPT = [65] * 42  # ten blocks and two tokens
+# A server's sign of life takes two requests: a busy machine must not make it look silent.
+PATIENT = MembershipConfig(
+    heartbeat_s=0.05, suspect_after_s=3.0, dead_after_s=5.0, sweep_s=0.05, stall_s=5.0
+)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    *servers: tuple[ScriptedServer, str],
+    workers: tuple[ScriptedWorker, ...] = (),
+    entry: dict[str, Any] | None = None,
+    **settings: Any,
+) -> AsyncIterator[Conductor]:
+    """A conductor with these servers, each in its role, when all that are well have joined."""
+    async with engine_servers(*(server for server, _ in servers)):
+        engines = [server.entry(role=role, **(entry or {})) for server, role in servers]
+        async with conductor(
+            *workers,
+            engines=engines,
+            engine_check_s=0.05,
+            min_remote_prefill_tokens=0,
+            membership=PATIENT,
+            **settings,
+        ) as running:
+            well = sum(server.health == 200 for server, _ in servers)
+            await until(
+                lambda: len(running.cluster.workers) == len(workers) + well, "servers joined"
+            )
+            yield running
+
+
+def pool_node(running: Conductor) -> None:
+    """A node that only reports: prefill elsewhere needs room somewhere."""
+    node = m.NodeDescriptor("n", 1, "127.0.0.1", "127.0.0.1:9")
+    running.cluster.node_join(m.NodeJoin(node, [NAMESPACE]))
+    running.cluster.node_events(m.NodeEvents("n", 1, 1, [], snapshot=True, snapshot_end=True))
+
+
+def stores(running: list[Conductor]) -> Any:
+    """What a connector does at the end of a prefill: its blocks become known to the index."""
+    sequence = iter(range(2, 1000))
+
+    def stored(tokens: list[int]) -> None:
+        hashes = pack_hashes(hash_chain(NAMESPACE, tokens))
+        event = m.BlockEvent("stored", NAMESPACE.namespace_id, hashes, "dram")
+        running[0].cluster.node_events(m.NodeEvents("n", 1, next(sequence), [event]))
+
+    return stored
+
+
+async def keep_alive(running: Conductor) -> None:
+    while True:
+        stats = m.NodeStatsReply("n", 1, "127.0.0.1", 1.0, [], 0, 0, 1, {})
+        beat = m.NodeHeartbeat("n", 1, 0, stats)
+        running.cluster.node_heartbeat(beat)
+        running.cluster.nodes.get("n").report = None  # type: ignore[union-attr]  # room: unknown
+        await asyncio.sleep(0.05)
+
+
+@contextlib.asynccontextmanager
+async def disaggregated(
+    prefill: ScriptedServer, *decode: ScriptedServer, **settings: Any
+) -> AsyncIterator[Conductor]:
+    holder: list[Conductor] = []
+    prefill._on_prefill = stores(holder)
+    roles = [(prefill, "prefill"), *((server, "decode") for server in decode)]
+    async with serving(*roles, **settings) as running:
+        holder.append(running)
+        pool_node(running)
+        alive = asyncio.create_task(keep_alive(running))
+        try:
+            yield running
+        finally:
+            alive.cancel()
+
+
+# ---------------------------------------------------------------- the usual
+
+
+async def test_a_server_alone_serves_with_the_models_own_token_ids() -> None:
+    server = ScriptedServer()
+    server.cached = 8
+    async with serving((server, "both")) as running:
+        response = await running.ask(prompt=PROMPT, seed=7, temperature=0.5, top_p=0.9)
+    document = response.json()
+    assert response.status_code == 200, response.text
+    assert document["choices"][0]["text"] == "abcdefgh"
+    assert document["usage"]["prompt_tokens_details"]["cached_tokens"] == 8
+    assert document["usage"]["completion_tokens"] == 8
+    assert document["kvpool"]["decode_worker"] == server.worker_id
+    assert (document["kvpool"]["local_tokens"], document["kvpool"]["computed_tokens"]) == (8, 34)
+    [asked] = server.seen
+    assert asked["prompt"] == PROMPT
+    assert (asked["seed"], asked["temperature"], asked["top_p"]) == (7, 0.5, 0.9)
+    assert server.headers[0]["x-request-id"] == response.headers["x-request-id"]
+
+
+async def test_prefill_and_decode_servers_get_the_same_tokens_one_after_the_other() -> None:
+    prefill, decode = ScriptedServer(), ScriptedServer()
+    # What the decode server finds was computed for this request; only what the other one found was there.
+    prefill.cached, decode.cached = 16, 40
+    async with disaggregated(prefill, decode) as running:
+        ask = {"prompt": PROMPT, "kvpool": {"prefill": "remote"}}
+        document = (await running.ask(**ask)).json()
+        again = (await running.ask(**ask)).json()
+        assert "engine_servers:not_stored" not in running.counters
+    assert document["kvpool"]["mode"] == "disaggregated"
+    assert document["choices"][0]["text"] == "abcdefgh"
+    assert [(one["prompt"], one["max_tokens"]) for one in prefill.seen] == [(PROMPT, 1)]
+    assert decode.seen[0]["prompt"] == PROMPT
+    assert document["usage"]["prompt_tokens_details"]["cached_tokens"] == 16
+    assert document["kvpool"]["phases"]["prefill_compute_time"] > 0
+    # What the index knows to be in the pool is not prefilled a second time.
+    assert again["kvpool"]["mode"] == "local"
+
+
+async def test_a_worker_and_a_server_of_one_namespace_share_the_work() -> None:
+    server, worker = ScriptedServer(), ScriptedWorker("w", "decode")
+    async with serving((server, "both"), workers=(worker,)) as running:
+        on_server = await running.ask(kvpool={"decode_worker": server.worker_id})
+        on_worker = await running.ask(kvpool={"decode_worker": "w"})
+    assert on_server.json()["kvpool"]["decode_worker"] == server.worker_id
+    assert on_worker.json()["kvpool"]["decode_worker"] == "w"
+
+
+async def test_events_pass_as_they_come() -> None:
+    server = ScriptedServer()
+    server.pause_s = 0.05
+    async with serving((server, "both")) as running:
+        pieces = []
+        body = {"prompt": PROMPT, "max_tokens": 4, "stream": True, "model": "m"}
+        body["stream_options"] = {"include_usage": True}
+        async with running.http.stream("POST", "/v1/completions", json=body) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    pieces.append(json.loads(line[6:]))
+                    if len(pieces) == 1:
+                        assert server.running == 1  # it is far from its end
+    texts = [choice["text"] for piece in pieces for choice in piece["choices"]]
+    assert texts == ["a", "b", "c", "d", ""]
+    assert pieces[-2]["choices"][0]["finish_reason"] == "length"
+    assert pieces[-1]["usage"]["completion_tokens"] == 4
+
+
+async def test_text_without_ids_passes_and_is_counted_by_the_tokenizer() -> None:
+    server = ScriptedServer()
+    server.with_ids = False
+    async with serving((server, "both")) as running:
+        options = {"return_token_ids": True}
+        document = (await running.ask(kvpool=options)).json()
+    assert document["choices"][0]["text"] == "abcdefgh"
+    assert document["kvpool"]["token_ids"] == [ord(letter) for letter in "abcdefgh"]
+
+
+async def test_without_a_tokenizer_the_servers_text_is_used() -> None:
+    server = ScriptedServer()
+    async with serving((server, "both"), tokenizer=None) as running:
+        document = (await running.ask(kvpool={"return_token_ids": True})).json()
+        assert document["choices"][0]["text"] == "abcdefgh"
+        assert len(document["kvpool"]["token_ids"]) == 8
+        server.with_ids = False
+        refused = await running.ask()
+    assert refused.status_code == 500
+    assert "no token ids" in refused.json()["error"]["message"]
+
+
+async def test_a_stop_string_ends_the_work_at_the_server() -> None:
+    server = ScriptedServer()
+    server.text, server.pause_s = "ab stop" + "x" * 1000, 0.01
+    async with serving((server, "both")) as running:
+        document = (await running.ask(stop="stop", max_tokens=1000)).json()
+        assert document["choices"][0]["text"] == "ab "
+        await until(lambda: server.running == 0, "the server's stream was closed")
+    assert server.left == 1
+
+
+# ---------------------------------------------------------------- health and load
+
+
+async def test_a_server_that_is_not_well_gets_nothing_until_it_is() -> None:
+    sick, well = ScriptedServer(), ScriptedServer()
+    sick.health = 503
+    async with serving((sick, "both"), (well, "both")) as running:
+        for _ in range(3):
+            assert (await running.ask()).status_code == 200
+        assert (len(sick.seen), len(well.seen)) == (0, 3)
+        assert running.counters["engine_servers:not_well"] > 0
+        sick.health = 200
+        await until(lambda: len(running.cluster.workers) == 2, "welcome when well")
+        await running.ask(kvpool={"decode_worker": sick.worker_id})
+        assert len(sick.seen) == 1
+        sick.health = 500
+        await until(
+            lambda: running.cluster.workers.get(sick.worker_id).state == "suspect",  # type: ignore[union-attr]
+            "suspected when it is ill again",
+        )
+        assert (await running.ask()).json()["kvpool"]["decode_worker"] == well.worker_id
+
+
+async def test_a_servers_namespace_is_the_one_that_its_connector_registered() -> None:
+    server = ScriptedServer()
+    plain = {"layers": 0, "kv_heads": 0, "head_dim": 0, "revision": ""}
+    async with (
+        engine_servers(server),
+        conductor(
+            engines=[server.entry(role="both", **plain)], engine_check_s=0.05, membership=PATIENT
+        ) as running,
+    ):
+        await until(
+            lambda: running.counters.get("engine_servers:not_well", 0) > 1,
+            "nobody knows it at first",
+        )
+        running.cluster.register_namespace(registration(NAMESPACE))
+        await until(lambda: len(running.cluster.workers) == 1, "it joins")
+        assert running.cluster.workers.get(server.worker_id).descriptor.namespace == NAMESPACE  # type: ignore[union-attr]
+        await running.ask(kvpool={"decode_worker": server.worker_id})
+        assert len(server.seen) == 1
+
+
+async def test_of_several_namespaces_the_revision_says_which_is_a_servers() -> None:
+    server = ScriptedServer()
+    plain = {"layers": 0, "kv_heads": 0, "head_dim": 0}
+    other = msgspec.structs.replace(NAMESPACE, revision="r-2")
+    for revision, is_known in (("", False), ("r-", True)):
+        async with (
+            engine_servers(server),
+            conductor(
+                engines=[server.entry(revision=revision, **plain)],
+                engine_check_s=0.05,
+                membership=PATIENT,
+            ) as running,
+        ):
+            for space in (NAMESPACE, other):
+                running.cluster.register_namespace(registration(space))
+            if is_known:
+                await until(lambda: len(running.cluster.workers) == 1, "it joins")
+                joined = running.cluster.workers.get(server.worker_id)
+                assert joined.descriptor.namespace == other  # type: ignore[union-attr]
+            else:
+                await until(
+                    lambda: running.counters.get("engine_servers:not_well", 0) > 2, "told apart"
+                )
+                assert not len(running.cluster.workers)
+
+
+async def test_each_reason_that_keeps_a_server_away_is_logged_once_and_the_client_is_sent_there() -> (
+    None
+):
+    server = ScriptedServer()
+    plain = {"layers": 0, "kv_heads": 0, "head_dim": 0, "revision": ""}
+    with structlog.testing.capture_logs() as lines:
+        async with (
+            engine_servers(server),
+            conductor(
+                engines=[server.entry(**plain)], engine_check_s=0.05, membership=PATIENT
+            ) as running,
+        ):
+
+            async def looks(more: int) -> None:
+                seen = running.counters.get("engine_servers:not_well", 0)
+                await until(
+                    lambda: running.counters.get("engine_servers:not_well", 0) >= seen + more,
+                    "it is looked at",
+                )
+
+            await looks(2)
+            for space in (NAMESPACE, msgspec.structs.replace(NAMESPACE, revision="r-2")):
+                running.cluster.register_namespace(registration(space))
+            await looks(3)
+            answer = await running.ask()
+    assert answer.status_code == 503
+    assert "conductor's log" in answer.json()["error"]["message"]
+    said = [line["error"] for line in lines if line["event"] == "engine server is not well"]
+    assert len(said) == 2
+    assert "no namespace yet" in said[0]
+    assert "several namespaces" in said[1]
+
+
+async def test_a_server_of_another_model_or_with_another_key_does_not_join() -> None:
+    other, closed = ScriptedServer(), ScriptedServer()
+    other.model, closed.api_key = "another", "secret"
+    async with engine_servers(other, closed):
+        for server, words in ((other, "does not serve m"), (closed, "api_key")):
+            client = EngineClient(EngineServer(**server.entry()))
+            with pytest.raises(Exception, match=words):
+                await client.check(2.0)
+            await client.close()
+        client = EngineClient(EngineServer(**closed.entry(api_key="secret")))
+        assert await client.check(2.0) == 4096
+        await client.close()
+
+
+async def test_load_is_what_is_in_flight_and_what_the_servers_metrics_add() -> None:
+    server = ScriptedServer()
+    server.pause_s = 0.05
+    async with serving((server, "both")) as running:
+
+        def load() -> m.WorkerLoad:
+            member = running.cluster.workers.get(server.worker_id)
+            assert member is not None
+            return member.report or IDLE
+
+        asked = asyncio.create_task(running.ask(prompt=PROMPT))
+        await until(lambda: load().decode_sequences == 1, "our request decodes there")
+        assert load().decode_context_tokens > len(PROMPT)
+        await asked
+        await until(lambda: load().running == 0, "it is over")
+        assert load().tpot_s > 0.04
+        server.metrics = (
+            'vllm:num_requests_running{engine="0",model_name="m"} 3.0\n'
+            'vllm:num_requests_running{engine="1",model_name="m"} 1.0\n'
+            'vllm:num_requests_waiting{engine="0",model_name="m"} 2.0\n'
+            'vllm:num_requests_waiting_by_reason{engine="0"} 9.0\n'
+        )
+        await until(lambda: load().running == 6, "what others have there counts, too")
+        assert load().decode_sequences == 4
+        assert load().queued_prefill_tokens == 2 * len(PROMPT)
+
+
+# ---------------------------------------------------------------- failures
+
+
+async def test_a_prefill_server_that_dies_leaves_the_prompt_to_the_decode_server() -> None:
+    prefill, decode = ScriptedServer(), ScriptedServer()
+    prefill.dies_after = 0
+    async with disaggregated(prefill, decode) as running:
+        document = (await running.ask(prompt=PROMPT, kvpool={"prefill": "remote"})).json()
+    assert document["choices"][0]["text"] == "abcdefgh"
+    assert document["kvpool"]["fallback_reason"] == "prefill:unavailable"
+    assert (len(prefill.seen), len(decode.seen)) == (1, 1)
+
+
+async def test_a_prefill_server_that_hangs_is_given_up_in_time_and_told_so() -> None:
+    prefill, decode = ScriptedServer(), ScriptedServer()
+    prefill.hangs = True
+    # Long enough to be reached on a busy machine: what never arrived cannot be told to stop.
+    async with disaggregated(prefill, decode, prefill_timeout_s=1.5) as running:
+        document = (await running.ask(prompt=PROMPT, kvpool={"prefill": "remote"})).json()
+        await until(lambda: prefill.left == 1, "its connection was closed")
+    assert document["kvpool"]["fallback_reason"] == "prefill:deadline"
+    assert document["choices"][0]["text"] == "abcdefgh"
+
+
+async def test_a_connector_that_stores_nothing_costs_a_moment_and_is_counted() -> None:
+    prefill, decode = ScriptedServer(), ScriptedServer()
+    async with disaggregated(prefill, decode) as running:
+        prefill._on_prefill = lambda _tokens: None
+        document = (await running.ask(prompt=PROMPT, kvpool={"prefill": "remote"})).json()
+        assert running.counters["engine_servers:not_stored"] == 1
+    assert document["choices"][0]["text"] == "abcdefgh"
+
+
+@pytest.mark.parametrize("given", [0, 3])
+@pytest.mark.parametrize("with_ids", [True, False])
+async def test_another_server_goes_on_where_one_died(given: int, with_ids: bool) -> None:
+    first, second = ScriptedServer(), ScriptedServer()
+    first.dies_after, second.text = given, "defgh" if given else "abcdefgh"
+    first.with_ids = second.with_ids = with_ids
+    async with serving((first, "decode"), (second, "decode")) as running:
+        document = (await running.ask(kvpool={"decode_worker": first.worker_id})).json()
+    assert document["choices"][0]["text"] == "abcdefgh"
+    assert document["kvpool"]["fallback_reason"] == "decode:unavailable"
+    assert document["kvpool"]["decode_worker"] == second.worker_id
+    assert second.seen[0]["prompt"] == [65] * 10 + [ord(letter) for letter in "abc"[:given]]
+    assert second.seen[0]["max_tokens"] == 8 - given
+
+
+async def test_a_stream_that_breaks_off_without_a_result_is_not_taken_for_one() -> None:
+    first, second = ScriptedServer(), ScriptedServer()
+    first.breaks_off, first.text, second.text = True, "abc", "defgh"
+    async with serving((first, "decode"), (second, "decode")) as running:
+        document = (await running.ask(kvpool={"decode_worker": first.worker_id})).json()
+    assert document["choices"][0]["text"] == "abcdefgh"
+    assert document["kvpool"]["fallback_reason"] == "decode:unavailable"
+
+
+async def test_a_server_that_stops_altogether_is_passed_over() -> None:
+    first, second = ScriptedServer(), ScriptedServer()
+    async with serving((first, "decode"), (second, "decode")) as running:
+        gone = first.worker_id
+        await first.stop()
+        document = (await running.ask(kvpool={"decode_worker": gone})).json()
+        assert document["kvpool"]["decode_worker"] == second.worker_id
+        await until(lambda: running.cluster.workers.get(gone) is None, "it is forgotten")
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "words"),
+    [
+        ((400, {"error": {"message": "too long for me"}}), 400, "too long for me"),
+        ((429, {"error": {"message": "busy"}}), 429, "busy"),
+        ((500, {"error": {"message": "cuda"}}), 500, "cuda"),
+        ((502, "what is this"), 503, "502"),
+        ((200, {"no": "stream"}), 503, "mid-stream"),
+    ],
+)
+async def test_what_the_only_server_refuses_reaches_the_client(
+    failure: tuple[int, Any], status: int, words: str
+) -> None:
+    server = ScriptedServer()
+    server.fails_with = failure
+    async with serving(
+        (server, "both"), max_queue_wait_s=0.3
+    ) as running:  # a busy one is asked again
+        response = await running.ask()
+        assert running.counters.get("fallback:decode:overloaded", 0) <= 1
+    assert response.status_code == status, response.text
+    assert words in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_ends_the_work_at_the_server(stream: bool) -> None:
+    server = ScriptedServer()
+    server.text, server.pause_s = "x" * 2000, 0.02
+    async with serving((server, "both")) as running:
+        asked = asyncio.create_task(_read_on(running, stream))
+        await until(lambda: server.running == 1, "it began")
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        await until(lambda: server.running == 0, "it ended")
+        await until(lambda: running.counters.get("requests:cancelled") == 1, "and is counted")
+        assert running.gateway.active == len(running.cluster.in_flight) == 0
+    assert server.left == 1
+
+
+async def _read_on(running: Conductor, stream: bool) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 1000, "stream": stream}
+    url = f"http://127.0.0.1:{running.port}/v1/completions"
+    async with httpx.AsyncClient(timeout=20) as client, client.stream("POST", url, json=body) as r:
+        async for _ in r.aiter_lines():
+            pass
+
+
+# ---------------------------------------------------------------- configuration
+
+
+def test_engines_come_from_yaml_or_as_json_text(tmp_path: Any) -> None:
+    file = tmp_path / "kvpool.yaml"
+    file.write_text(
+        "conductor:\n  engines:\n"
+        "    - {url: 'http://10.0.0.7:8000/v1', role: prefill, host_label: h7, model: llama,\n"
+        "       revision: abc, layers: 32, kv_heads: 8, head_dim: 128, api_key: s3cret}\n"
+    )
+    [engine] = load_settings(file, {}).settings.conductor.engines
+    assert (engine.base_url, engine.worker_id) == ("http://10.0.0.7:8000", "engine-10.0.0.7:8000")
+    assert engine.namespace().layout.block_tokens == 64
+    text = json.dumps([engine.model_dump(mode="json") | {"api_key": "k"}])
+    override = parse_override(f"conductor.engines={text}")
+    [again] = load_settings(
+        None, {}, [override], directory=tmp_path / "none"
+    ).settings.conductor.engines
+    assert again.namespace() == engine.namespace()
+    assert again.host == "h7"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"url": "10.0.0.7:8000"}, "http"),
+        ({"url": "http://user:pw@h"}, "api_key"),
+        ({"dtype": "float7"}, "unknown dtype"),
+        ({"role": "boss"}, "prefill"),
+        ({"surprise": 1}, "surprise"),
+    ],
+)
+def test_an_entry_that_cannot_work_is_refused_without_quoting_its_key(
+    tmp_path: Any, change: dict[str, Any], words: str
+) -> None:
+    entry = {"url": "http://h:1", "model": "m", "revision": "r", "api_key": "s3cret"}
+    entry |= {"layers": 2, "kv_heads": 2, "head_dim": 8, **change}  # type: ignore[dict-item]
+    override = parse_override(f"conductor.engines={json.dumps([entry])}")
+    with pytest.raises(ConfigError) as caught:
+        load_settings(None, {}, [override], directory=tmp_path)
+    assert words in str(caught.value)
+    assert "s3cret" not in str(caught.value)

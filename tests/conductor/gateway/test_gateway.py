@@ -1,0 +1,372 @@
+"""Requests whose worker hangs, whose client leaves, whose text stops: with scripted workers, real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from conductor.cluster.cluster import Cluster
+from conductor.index.memory import MemoryIndex
+from conductor.scheduling.decision import Decision
+from conductor.scheduling.scheduler import Policy
+from kvpool.blocks.hashing import hash_chain, pack_hashes
+from kvpool.blocks.layout import Namespace
+from kvpool.errors import InvalidArgument
+from kvpool.wire import WireClient, WireServer
+from kvpool.wire import messages as m
+from tests.support.scripted import (
+    MEMBERSHIP,
+    NAMESPACE,
+    Conductor,
+    ScriptedWorker,
+    asked,
+    conductor,
+)
+from tests.support.waiting import until
+
+# ---------------------------------------------------------------- workers that hang
+
+
+async def test_a_hanging_decode_worker_is_given_up_when_it_falls_silent() -> None:
+    first, second = ScriptedWorker("w1"), ScriptedWorker("w2")
+    first.hangs = True
+    async with conductor(first, second) as running:
+        started = time.monotonic()
+        response = await running.ask(kvpool={"decode_worker": "w1"})
+        assert time.monotonic() - started < 5  # of a request timeout of 120
+    document = response.json()
+    assert document["choices"][0]["text"] == "abcdefgh"
+    assert document["kvpool"]["decode_worker"] == "w2"
+    assert document["kvpool"]["fallback_reason"] == "decode:unavailable"
+
+
+async def test_a_worker_that_hangs_in_mid_answer_costs_no_token() -> None:
+    first, second = ScriptedWorker("w1"), ScriptedWorker("w2")
+    first.pause_s, second.text = 0.02, "efgh"
+    async with conductor(first, second) as running:
+        task = asyncio.create_task(running.ask(kvpool={"decode_worker": "w1"}))
+        await until(lambda: first.running, "the first worker began")
+        await asyncio.sleep(0)
+        first.hangs = True
+        document = (await task).json()
+    [retry] = [one for one in second.seen if isinstance(one, m.Generate)]
+    given = 8 - retry.sampling.max_tokens
+    assert document["choices"][0]["text"] == "abcdefgh"[:given] + "efgh"[: 8 - given]
+    assert document["kvpool"]["decode_worker"] == "w2"
+
+
+async def test_tokens_are_a_sign_of_life_of_a_worker_without_heartbeats() -> None:
+    first, second = ScriptedWorker("w1"), ScriptedWorker("w2")
+    first.pause_s = 0.2  # 1.6 s in all: past suspicion and death
+    async with conductor(first, second) as running:
+        first.is_silent = True
+        document = (await running.ask(kvpool={"decode_worker": "w1"})).json()
+    assert document["kvpool"]["fallback_reason"] == ""
+    assert document["choices"][0]["text"] == "abcdefgh"
+
+
+async def test_a_silent_worker_is_waited_for_when_there_is_no_other() -> None:
+    only = ScriptedWorker("w1")
+    only.pause_s = 0.6
+    async with conductor(only) as running:
+        only.is_silent = True
+        document = (await running.ask(max_tokens=2)).json()
+    assert (document["choices"][0]["text"], document["kvpool"]["fallback_reason"]) == ("ab", "")
+
+
+async def test_a_worker_that_restarted_is_given_up_at_once() -> None:
+    first, second = ScriptedWorker("w1"), ScriptedWorker("w2")
+    first.hangs = True
+    async with conductor(first, second) as running:
+        task = asyncio.create_task(running.ask(kvpool={"decode_worker": "w1"}))
+        await until(lambda: first.running, "the first worker has the request")
+        later = ScriptedWorker("w1", epoch=2)
+        await later.join(running.cluster)
+        running.workers.append(later)  # it lives: silence is not what ends the wait
+        document = (await task).json()
+    assert document["kvpool"]["fallback_reason"] == "decode:unavailable"
+    assert document["choices"][0]["text"] == "abcdefgh"
+
+
+@pytest.mark.parametrize("tells_places", [True, False])
+async def test_more_requests_than_workers_take_wait_and_none_is_lost(tells_places: bool) -> None:
+    """Where nothing is known of its places, the worker refuses, and is asked again."""
+    worker = ScriptedWorker("w")
+    worker.places, worker.tells_places, worker.pause_s = 2, tells_places, 0.01
+    async with conductor(worker) as running:
+        await until(lambda: running.cluster.workers.get("w").report, "its load is known")  # type: ignore[union-attr]
+        answers = await asyncio.gather(*(running.ask(stream=n % 2 == 1) for n in range(12)))
+    assert [answer.status_code for answer in answers] == [200] * 12
+    for n, answer in enumerate(answers):
+        assert "error" not in answer.text
+        if not n % 2:
+            assert answer.json()["choices"][0]["text"] == "abcdefgh"
+    assert running.gateway.active == 0
+    assert ("fallback:decode:overloaded" in running.counters) != tells_places
+
+
+async def test_a_worker_that_stays_full_ends_the_request_after_the_longest_wait() -> None:
+    worker = ScriptedWorker("w")
+    worker.places, worker.tells_places, worker.running = 1, False, 1
+    async with conductor(worker, max_queue_wait_s=0.5) as running:
+        started = time.monotonic()
+        answer = await running.ask()
+        assert 0.4 < time.monotonic() - started < 5
+    assert answer.status_code == 429
+    assert running.gateway.active == 0
+
+
+async def test_a_hanging_prefill_leaves_the_fallback_time_to_answer() -> None:
+    prefill, decode, node = ScriptedWorker("p", "prefill"), ScriptedWorker("d"), "n"
+    async with conductor(prefill, decode, request_timeout_s=4.0) as running:
+        wire = await _join_node(running, node)
+        prefill.hangs = prefill.beats_anyway = True  # only the cap on the wait ends it
+        document = (await running.ask(kvpool={"prefill": "remote"})).json()
+        await wire.close()
+    assert document["kvpool"]["fallback_reason"] == "prefill:deadline"
+    assert document["choices"][0]["finish_reason"] == "length"
+    [prefilled] = [one for one in prefill.seen if isinstance(one, m.Prefill)]
+    [generate] = [one for one in decode.seen if isinstance(one, m.Generate)]
+    assert prefilled.deadline_s <= 2.0
+    assert generate.deadline_s > 1.0
+
+
+async def test_a_grant_says_how_old_it_is_when_the_prefill_worker_gets_it() -> None:
+    prefill, decode = ScriptedWorker("p", "prefill"), ScriptedWorker("d")
+    async with conductor(prefill, decode) as running:
+        wire = await _join_node(running, "n", slowness_s=0.3)
+        started = time.monotonic()
+        assert (await running.ask(kvpool={"prefill": "remote"})).status_code == 200
+        took_s = time.monotonic() - started
+        await wire.close()
+    [prefilled] = [one for one in prefill.seen if isinstance(one, m.Prefill)]
+    assert prefilled.grant is not None
+    assert 0.3 <= prefilled.grant.age_s <= took_s
+
+
+async def test_the_first_token_is_waited_for_only_so_long() -> None:
+    first, second = ScriptedWorker("w1"), ScriptedWorker("w2")
+    first.hangs = first.beats_anyway = True
+    async with conductor(first, second, first_token_timeout_s=0.3) as running:
+        document = (await running.ask(kvpool={"decode_worker": "w1"})).json()
+    assert document["kvpool"]["fallback_reason"] == "decode:deadline"
+    assert document["kvpool"]["decode_worker"] == "w2"
+
+
+async def test_an_answer_cut_by_its_deadline_is_an_error_and_not_complete() -> None:
+    only = ScriptedWorker("w1")
+    only.pause_s = 0.2
+    async with conductor(only, request_timeout_s=0.5) as running:
+        response = await running.ask()
+        counters = running.counters
+    assert response.status_code == 504
+    assert response.json()["error"]["code"] == "deadline"
+    assert counters["failed:deadline"] == 1
+
+
+# ---------------------------------------------------------------- clients that leave
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_frees_the_worker_within_a_second(stream: bool) -> None:
+    only = ScriptedWorker("w1")
+    only.text, only.pause_s = "a" * 400, 0.02
+    async with conductor(only) as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        body = json.dumps(asked(max_tokens=400, stream=stream)).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        await until(lambda: only.running, "the worker began")
+        writer.close()
+        await until(lambda: only.running == 0, "the worker is free", timeout_s=1.0)
+        await until(lambda: running.gateway.active == 0, "the request is over", timeout_s=1.0)
+        assert running.counters["requests:cancelled"] == 1
+        assert len(running.cluster.watches) == 0
+        del reader
+
+
+# ---------------------------------------------------------------- stop strings
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stopped_request_is_ok_and_its_report_right(stream: bool) -> None:
+    only = ScriptedWorker("w1")
+    only.text, only.pool_tokens, only.pause_s = "abcdefgh" * 40, 8, 0.01
+    async with conductor(only) as running:
+        response = await running.ask(
+            max_tokens=320, stop=["ef"], stream=stream, stream_options={"include_usage": True}
+        )
+        counters = running.counters
+        await until(lambda: only.running == 0, "the worker is free", timeout_s=1.0)
+    if stream:
+        events = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
+        documents = [json.loads(event) for event in events[:-1]]
+        text = "".join(choice["text"] for one in documents for choice in one["choices"])
+        finish, document = documents[-2]["choices"][0]["finish_reason"], documents[-1]
+    else:
+        document = response.json()
+        text, finish = document["choices"][0]["text"], document["choices"][0]["finish_reason"]
+    assert (text, finish) == ("abcd", "stop")
+    assert document["usage"]["prompt_tokens_details"]["cached_tokens"] == 8
+    assert counters["requests:ok"] == 1
+    assert "requests:cancelled" not in counters
+    assert counters["pool_tokens"] == 8
+
+
+async def test_a_stop_string_completed_by_the_last_token_is_applied() -> None:
+    only = ScriptedWorker("w1")
+    async with conductor(only) as running:
+        document = (await running.ask(stop="h")).json()
+    assert document["choices"][0]["text"] == "abcdefg"
+    assert document["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_a_stop_string_completed_by_what_was_held_back_is_applied() -> None:
+    only = ScriptedWorker("w1")
+    only.text = "abc\ufffd"  # it looks like half a character, and is held back to the end
+    async with conductor(only) as running:
+        document = (await running.ask(stop="c\ufffd")).json()
+        counters = running.counters
+    assert document["choices"][0]["text"] == "ab"
+    assert document["choices"][0]["finish_reason"] == "stop"
+    assert counters["requests:ok"] == 1
+
+
+# ---------------------------------------------------------------- bodies and errors
+
+
+async def test_a_chunked_body_is_taken_up_to_the_limit() -> None:
+    only = ScriptedWorker("w1")
+    async with conductor(only, max_body_bytes=64 << 10) as running:
+
+        async def pieces(size: int) -> AsyncIterator[bytes]:
+            yield json.dumps(asked()).encode()
+            for _ in range(size // 1024):
+                yield b" " * 1024
+
+        good = await running.http.post("/v1/completions", content=pieces(1 << 10))
+        large = await running.http.post("/v1/completions", content=pieces(256 << 10))
+    assert good.status_code == 200, good.text
+    assert (large.status_code, large.json()["error"]["code"]) == (413, "invalid_argument")
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [(b"{not json", 400), (b"\xff\xfe", 400), (b"", 400), (b"[" * 100_000, 400)],
+)
+async def test_what_is_no_json_is_answered_in_openais_shape(content: bytes, status: int) -> None:
+    async with conductor(ScriptedWorker("w1")) as running:
+        response = await running.http.post("/v1/completions", content=content)
+        missing = await running.http.post("/v1/nothing", json={})
+        wrong = await running.http.get("/v1/completions")
+    assert response.status_code == status
+    assert response.json()["error"]["code"] == "invalid_argument"
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+
+
+async def test_errors_do_not_echo_what_was_sent() -> None:
+    async with conductor(ScriptedWorker("w1")) as running:
+        named = await running.http.get(f"/v1/requests/{'x' * 20_000}")
+        model = await running.ask(model="y" * 500)
+    assert (named.status_code, model.status_code) == (404, 404)
+    assert len(named.text) < 600
+    assert len(model.text) < 600
+
+
+async def test_half_a_surrogate_pair_is_an_invalid_argument() -> None:
+    async with conductor(ScriptedWorker("w1")) as running:
+        body = b'{"prompt":"\\ud800 alone","max_tokens":2}'
+        response = await running.http.post("/v1/completions", content=body)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["code"] == "invalid_argument"
+
+
+async def test_the_openapi_page_knows_the_bodies() -> None:
+    async with conductor(ScriptedWorker("w1")) as running:
+        document = (await running.http.get("/openapi.json")).json()
+    post = document["paths"]["/v1/completions"]["post"]
+    reference = post["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    assert reference == "#/components/schemas/CompletionRequest"
+    assert "CompletionRequest" in document["components"]["schemas"]
+
+
+async def test_namespaces_come_in_pages_over_the_wire() -> None:
+    async with conductor(ScriptedWorker("w1")) as running:
+        for number in range(4):
+            other = Namespace("m", "r", NAMESPACE.layout, "", str(number))
+            running.cluster.register_namespace(m.RegisterNamespace(other))
+        wire = WireServer("conductor", "c", 1)
+        running.cluster.expose(wire)
+        client = WireClient(f"127.0.0.1:{await wire.listen('127.0.0.1', 0)}", "client")
+        whole = await client.call(m.Namespaces(), 5.0)
+        page = await client.call(m.Namespaces(offset=3, limit=10), 5.0)
+        with pytest.raises(InvalidArgument):
+            await client.call(m.Namespaces(limit=1_000_000), 5.0)
+        await client.close()
+        await wire.close()
+    assert len(whole.namespaces) == 5
+    assert [one.salt for one in page.namespaces] == ["2", "3"]
+
+
+async def test_a_request_that_never_ended_is_forgotten_by_the_sweep() -> None:
+    now = 0.0
+    cluster = Cluster("c", 1, MemoryIndex(), MEMBERSHIP, Policy(), clock=lambda: now)
+    decision = Decision("r", "local", None, "w1", 0, None, 1.0, 0.1, "cost")
+    cluster.in_flight.assigned(decision, now)
+    now = 3599.0
+    cluster.sweep()
+    assert len(cluster.in_flight) == 1
+    now = 3601.0
+    cluster.sweep()
+    assert len(cluster.in_flight) == 0
+
+
+async def _join_node(running: Conductor, node_id: str, slowness_s: float = 0.0) -> WireServer:
+    """A node that grants every slot and knows nothing else."""
+    wire = WireServer("node", node_id, 1)
+
+    async def reserve(request: m.Reserve) -> m.ReserveReply:
+        await asyncio.sleep(slowness_s)
+        count = len(request.hashes) // 16
+        return m.ReserveReply(1, bytes(count), bytes(16 * count), 512, request.ttl_s)
+
+    wire.handle(m.RegisterNamespace, lambda _r, _s: m.NamespaceReply(b"n" * 16))
+    wire.handle(m.Reserve, lambda request, _s: reserve(request))
+    wire.handle(m.Abort, lambda _r, _s: m.Ok())
+    port = await wire.listen("127.0.0.1", 0)
+    descriptor = m.NodeDescriptor(node_id, 1, "h", f"127.0.0.1:{port}")
+    running.cluster.node_join(m.NodeJoin(descriptor, []))
+    return wire
+
+
+# ---------------------------------------------------------------- disks slower than computing
+
+
+async def test_workers_are_told_how_long_a_disk_may_take_and_what_they_decline_stays() -> None:
+    worker = ScriptedWorker("w1")
+    async with conductor(worker) as running:
+        cluster = running.cluster
+        hashes = hash_chain(NAMESPACE, [65] * 12)
+        cluster.namespaces.add(NAMESPACE)
+        node = m.NodeDescriptor("n", 1, "h", "127.0.0.1:1")
+        cluster.node_join(m.NodeJoin(node, [NAMESPACE]))
+        event = m.BlockEvent("stored", NAMESPACE.namespace_id, pack_hashes(hashes), "nvme")
+        cluster.node_events(m.NodeEvents("n", 1, 1, [event], True, True))
+        for _ in range(20):
+            cluster.cost.observe_prefill("w1", 12, 0, 3.0)
+            cluster.cost.observe_prefill("w1", 6, 0, 1.5)
+            cluster.cost.observe_prefill("w1", 1, 11, 0.25)
+        worker.declines = True
+        response = await running.ask(prompt=[65] * 12)
+        assert response.status_code == 200
+        [seen] = [one for one in worker.seen if isinstance(one, m.Generate)]
+        assert seen.segments
+        assert 0.1 < seen.max_wait_s < 4.0
+        assert running.counters["fallback:pool_read:declined_cost"] == 1
+        found = (await cluster.find(NAMESPACE.namespace_id, hashes)).segments("h")
+        assert sum(segment.count for segment in found) == len(hashes)

@@ -1,0 +1,200 @@
+"""Every miss has a reason: what was last heard of a block, other namespaces, declined and failed reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conductor.gateway.miss_reasons import Miss, differing, elsewhere, not_reused, unknown
+from conductor.index.block_history import LastNews, News
+from kvpool.blocks.hashing import hash_chain, pack_hashes
+from kvpool.blocks.layout import Layout, Namespace
+from kvpool.errors import InvalidArgument
+from kvpool.wire import messages as m
+from tests.support.scripted import NAMESPACE, Conductor, ScriptedWorker, conductor
+
+CHAIN = [bytes([number]) * 16 for number in range(1, 9)]
+
+
+def event(kind: str, hashes: list[bytes]) -> m.BlockEvent:
+    return m.BlockEvent(kind, b"n" * 16, pack_hashes(hashes), "dram")
+
+
+# ------------------------------------------------------------ the last news
+
+
+def test_the_last_news_of_a_block_is_remembered_with_who_said_it() -> None:
+    news = LastNews(1024)
+    news.heard("n1", [event("stored", CHAIN[:4])])
+    news.heard("n2", [event("stored", CHAIN[2:4]), event("removed", CHAIN[3:4])])
+    assert [news.of(h) for h in CHAIN[:5]] == [
+        News("stored", "n1"),
+        News("stored", "n1"),
+        News("stored", "n2"),
+        News("removed", "n2"),
+        None,
+    ]
+
+
+def test_a_newer_block_takes_the_slot_of_an_older_one() -> None:
+    news = LastNews(1)
+    news.heard("n", [event("stored", [CHAIN[0]])])
+    news.heard("n", [event("stored", [CHAIN[1]])])
+    assert news.of(CHAIN[0]) is None
+    assert news.of(CHAIN[1]) == News("stored", "n")
+    with pytest.raises(InvalidArgument):
+        LastNews(0)
+
+
+def test_more_nodes_than_numbers_reuse_the_first_and_never_break() -> None:
+    news = LastNews(16)
+    for number in range(1 << 14):
+        news.heard(f"n{number}", [])
+    news.heard("late", [event("stored", [CHAIN[0]])])
+    assert news.of(CHAIN[0]) == News("stored", "late")
+
+
+@given(st.lists(st.tuples(st.sampled_from(["stored", "removed"]), st.integers(0, 7)), max_size=30))
+def test_what_is_remembered_is_never_older_than_the_last_event(
+    happened: list[tuple[str, int]],
+) -> None:
+    news, last = LastNews(4), {}
+    for kind, number in happened:
+        news.heard("n", [event(kind, [CHAIN[number]])])
+        last[number] = kind
+    for number in range(8):
+        found = news.of(CHAIN[number])
+        assert found is None or found.kind == last[number]
+
+
+# ------------------------------------------------------------ reasons
+
+
+def test_blocks_that_the_index_lacks_are_told_apart_by_the_last_news() -> None:
+    heard = {
+        CHAIN[1]: News("stored", "live"),
+        CHAIN[2]: News("removed", "live"),
+        CHAIN[3]: News("stored", "dead"),
+        CHAIN[4]: News("stored", "live"),
+    }
+    found = unknown(CHAIN[:6], 1, heard.get, lambda node: node == "live")
+    assert found == [
+        Miss("suspect", 1),
+        Miss("evicted", 1),
+        Miss("node_gone", 1),
+        Miss("after_gap", 1),
+        Miss("never_stored", 1),
+    ]
+    assert unknown(CHAIN, 8, heard.get, lambda _: True) == []
+
+
+@pytest.mark.parametrize(
+    ("found", "planned", "reused", "fallback", "expected"),
+    [
+        (10, 10, 10, "", []),
+        (10, 6, 6, "", [Miss("declined_cost", 4)]),
+        (10, 10, 4, "pool_read:checksum", [Miss("checksum", 6)]),
+        (10, 10, 4, "pool_read:never_stored", [Miss("evicted", 6, "never_stored")]),
+        (10, 10, 0, "pool_read:unavailable", [Miss("node_gone", 10, "unavailable")]),
+        (10, 10, 9, "pool_read:declined_deadline", [Miss("deadline", 1, "declined_deadline")]),
+        (10, 8, 3, "pool_read:odd", [Miss("read_failed", 5, "odd"), Miss("declined_cost", 2)]),
+        (10, 8, 10, "", []),  # the engine had more than was planned
+        (10, 10, 4, "decode:unavailable", []),  # another worker went on: no read failed
+    ],
+)
+def test_blocks_that_the_pool_had_were_declined_or_not_read(
+    found: int, planned: int, reused: int, fallback: str, expected: list[Miss]
+) -> None:
+    assert not_reused(found, planned, reused, fallback) == expected
+
+
+def test_only_fields_that_the_caller_may_know_are_named() -> None:
+    ours = Namespace("m", "r1", Layout("bfloat16", 2, 2, 8), "t", "s")
+    theirs = Namespace("m", "r2", Layout("float16", 2, 2, 8), "t2", "s2", "sha256")
+    assert differing(ours, theirs) == "revision, hash_algorithm, layout.dtype"
+    told = elsewhere([Miss("never_stored", 2), Miss("evicted", 1)], "revision")
+    assert told == [Miss("other_namespace", 2, "revision"), Miss("evicted", 1)]
+
+
+# ------------------------------------------------------------ through the gateway
+
+
+async def test_a_cold_prompt_was_never_stored() -> None:
+    async with conductor(ScriptedWorker("w")) as running:
+        assert await missed(running) == [Miss("never_stored", 2)]
+        assert running.counters["miss:never_stored"] == 2
+        metrics = (await running.http.get("/metrics")).text
+        assert 'kvpool_missed_blocks_total{reason="never_stored"} 2.0' in metrics
+
+
+async def test_evicted_blocks_and_those_of_a_node_that_left_are_told_apart() -> None:
+    async with conductor(ScriptedWorker("w")) as running:
+        hashes = hash_chain(NAMESPACE, [65] * 10)
+        join(running, "gone", hashes[1:])
+        join(running, "n", hashes[:1])
+        removed = m.BlockEvent("removed", NAMESPACE.namespace_id, pack_hashes(hashes[:1]), "dram")
+        running.cluster.node_events(m.NodeEvents("n", 1, 2, [removed]))
+        running.cluster.node_leave(m.NodeLeave("gone", 1))
+        assert await missed(running) == [Miss("evicted", 1), Miss("node_gone", 1)]
+
+
+async def test_the_same_prompt_under_another_revision_is_found_and_the_field_named() -> None:
+    async with conductor(ScriptedWorker("w")) as running:
+        other = Namespace("m", "r2", NAMESPACE.layout)
+        running.cluster.register_namespace(m.RegisterNamespace(other))
+        join(running, "n", hash_chain(other, [65] * 10), other)
+        assert await missed(running) == [Miss("other_namespace", 2, "revision")]
+
+
+async def test_nobody_learns_what_another_tenant_or_salt_stored() -> None:
+    async with conductor(ScriptedWorker("w")) as running:
+        for tenant, salt in (("else", ""), ("", "pepper")):
+            other = Namespace("m", "r2", NAMESPACE.layout, tenant, salt)
+            running.cluster.register_namespace(m.RegisterNamespace(other))
+            join(running, f"n{tenant}{salt}", hash_chain(other, [65] * 10), other)
+        assert await missed(running) == [Miss("never_stored", 2)]
+
+
+async def test_reuse_that_costs_more_than_it_saves_is_declined_and_said_so() -> None:
+    async with conductor(ScriptedWorker("w")) as running:
+        join(running, "n", hash_chain(NAMESPACE, [65] * 10))
+        for _ in range(30):  # so slow a link was measured
+            running.cluster.cost.observe_transfer(1000, 10.0, same_host=False)
+        assert await missed(running) == [Miss("declined_cost", 2)]
+
+
+async def test_a_report_says_how_far_the_prediction_was_off() -> None:
+    async with conductor(ScriptedWorker("w")) as running:
+        response = await running.ask()
+        record = (await running.http.get(f"/v1/requests/{response.headers['X-Request-Id']}")).json()
+        predicted, outcome = record["decision"], record["outcome"]
+        wait_s = outcome["phases"]["admission_wait"]
+        assert outcome["ttft_error_ratio"] == pytest.approx(
+            predicted["ttft_s"] / (outcome["ttft_s"] - wait_s)
+        )
+        assert outcome["tpot_error_ratio"] == pytest.approx(predicted["tpot_s"] / outcome["tpot_s"])
+        metrics = (await running.http.get("/metrics")).text
+        for what in ("ttft", "tpot"):
+            assert f'kvpool_prediction_error_ratio_count{{what="{what}"}} 1.0' in metrics
+
+
+async def missed(running: Conductor) -> list[Miss]:
+    response = await running.ask()
+    assert response.status_code == 200
+    report: list[dict[str, Any]] = response.json()["kvpool"]["misses"]
+    record = await running.http.get(f"/v1/requests/{response.headers['X-Request-Id']}")
+    assert record.json()["outcome"]["misses"] == report
+    return [Miss(**miss) for miss in report]
+
+
+def join(
+    running: Conductor, node_id: str, hashes: list[bytes], namespace: Namespace = NAMESPACE
+) -> None:
+    """A node on another host that says that it holds these."""
+    descriptor = m.NodeDescriptor(node_id, 1, "elsewhere", "127.0.0.1:1")
+    running.cluster.node_join(m.NodeJoin(descriptor, [namespace]))
+    stored = m.BlockEvent("stored", namespace.namespace_id, pack_hashes(hashes), "dram")
+    running.cluster.node_events(m.NodeEvents(node_id, 1, 1, [stored], True, True))

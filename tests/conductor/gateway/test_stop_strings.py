@@ -1,0 +1,50 @@
+"""Stop strings: found wherever the text is cut into pieces, the end included."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conductor.gateway.stop_strings import StopText
+
+
+def test_a_stop_completed_by_the_last_piece_ends_the_text() -> None:
+    text = StopText(["END"])
+    assert text.push("some E") == "some"[:4]
+    assert text.finish("ND more") == " "
+    assert text.is_stopped
+
+
+def test_what_could_begin_a_stop_is_held_and_given_when_it_does_not() -> None:
+    text = StopText(["stop"])
+    assert text.push("a sto") == "a "
+    assert text.push("ry") == "stor"[:2]
+    assert text.finish() == "ory"
+    assert not text.is_stopped
+
+
+def test_without_stops_nothing_is_held_back() -> None:
+    text = StopText([])
+    assert (text.push("abc"), text.finish("d"), text.is_stopped) == ("abc", "d", False)
+
+
+@given(
+    pieces=st.lists(st.text("ab", max_size=4), max_size=8),
+    stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+)
+def test_the_pieces_given_are_the_text_before_the_first_stop(
+    pieces: list[str], stops: list[str]
+) -> None:
+    text = StopText(stops)
+    given_out = ""
+    for piece in pieces:
+        given_out += text.push(piece)
+        assert not any(stop in given_out for stop in stops)
+    given_out += text.finish()
+    whole = "".join(pieces)
+    assert text.is_stopped == any(stop in whole for stop in stops)
+    assert whole.startswith(given_out)
+    if not text.is_stopped:
+        assert given_out == whole
+    else:
+        assert any(whole.startswith(stop, len(given_out)) for stop in stops)

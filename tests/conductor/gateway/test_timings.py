@@ -1,0 +1,60 @@
+"""How the figures of two workers become the phases of one request."""
+
+from __future__ import annotations
+
+import pytest
+
+from conductor.gateway.request import Result
+from kvpool.wire import messages as m
+
+
+def prefilled(**reported: float) -> m.PrefillReply:
+    return m.PrefillReply(64, 32, 1, reported, {}, {}, "", {"nvme": 64})
+
+
+def generated(**reported: float) -> m.GenerateReply:
+    return m.GenerateReply("stop", 96, 0, 4, "", reported, {}, 3, tokens_by_tier={"dram": 96})
+
+
+def test_seconds_of_two_workers_add_up_and_each_wait_has_its_name() -> None:
+    result = Result(phases={"request_queue_wait": 1.0})
+    result.take_prefill(
+        prefilled(
+            request_queue_wait=2.0,
+            prefill_compute_time=4.0,
+            kv_cache_transfer_time=8.0,
+            kv_cache_transfer_exposed_time=0.5,
+            kv_cache_send_time=3.0,
+        )
+    )
+    result.take(
+        generated(
+            request_queue_wait=0.25,
+            decode_queue_wait=0.5,
+            prefill_compute_time=0.125,
+            kv_cache_transfer_time=1.0,
+            per_token_decode_time=0.1,
+        )
+    )
+    assert result.phases["request_queue_wait"] == 3.0
+    assert result.phases["decode_queue_wait"] == 0.75
+    assert result.phases["prefill_compute_time"] == 4.125
+    assert result.phases["kv_cache_transfer_time"] == 9.5  # what was sent meanwhile is in none
+    # The decode worker read what was computed for it: no hit.
+    assert result.tokens_by_tier == {"nvme": 64}
+
+
+def test_a_worker_that_prefills_for_itself_waits_as_a_prefill_does() -> None:
+    result = Result()
+    result.take(generated(request_queue_wait=0.25, decode_queue_wait=0.5))
+    assert result.phases == {"request_queue_wait": 0.25, "decode_queue_wait": 0.5}
+    assert result.tokens_by_tier == {"dram": 96}
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_second_attempt_adds_its_seconds_but_has_its_own_rate(times: int) -> None:
+    result = Result()
+    for at in range(times):
+        result.take(generated(prefill_compute_time=1.0, per_token_decode_time=float(at)))
+    assert result.phases["prefill_compute_time"] == times
+    assert result.tpot_s == result.phases["per_token_decode_time"] == times - 1

@@ -1,0 +1,132 @@
+"""What is the Redis index's own: several conductors, sessions, expiry; the contract is tested elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from conductor.index.contract import Holder
+from conductor.redis.client import RedisLink, RedisTarget
+from conductor.redis.index import RedisIndex, _Session
+from kvpool.errors import StaleEpoch, Unavailable
+from tests.conductor.index.test_conformance import ALL, CHAIN, NS, NS2, event, stored
+from tests.support import valkey
+
+TTL_S = 1000
+
+
+@pytest.fixture
+async def link() -> AsyncIterator[RedisLink]:
+    link = RedisLink(valkey.standalone(), timeout_s=5.0)
+    yield link
+    await link.close()
+
+
+@pytest.fixture
+def two(link: RedisLink) -> tuple[RedisIndex, RedisIndex]:
+    """The indexes of two conductors of one pool."""
+    pool = valkey.new_pool()
+    return RedisIndex(link, pool, ttl_s=TTL_S), RedisIndex(link, pool, ttl_s=TTL_S)
+
+
+async def test_what_one_conductor_is_told_the_other_answers(
+    two: tuple[RedisIndex, RedisIndex],
+) -> None:
+    a, b = two
+    await a.apply("node-a", 1, stored(CHAIN))
+    await b.apply("node-b", 1, stored(CHAIN[:2]))
+    for index in two:
+        assert await index.leading_run(NS, CHAIN) == len(CHAIN)
+        assert (await index.holders(NS, CHAIN))[0] == (
+            Holder("node-a", "dram"),
+            Holder("node-b", "dram"),
+        )
+
+
+async def test_a_conductor_that_stood_still_cannot_undo_what_another_was_told(
+    two: tuple[RedisIndex, RedisIndex],
+) -> None:
+    a, b = two
+    await a.begin_snapshot("node-a", 1)
+    await a.apply("node-a", 1, stored(CHAIN))
+    await a.end_snapshot("node-a")
+    await b.begin_snapshot("node-a", 1)  # the node has turned to the other one
+    await b.apply("node-a", 1, stored(CHAIN[:3]))
+    for late in ([event("removed", CHAIN[:1], "dram")], stored(CHAIN), stored(CHAIN, ns=NS2)):
+        with pytest.raises(StaleEpoch):
+            await _as_of(a, 1).apply("node-a", 1, late)
+    with pytest.raises(StaleEpoch):
+        await _as_of(a, 1, is_reporting=True).end_snapshot("node-a")
+    await _as_of(a, 1).remove_node("node-a", ALL)
+    assert await b.end_snapshot("node-a")
+    assert await b.leading_run(NS, CHAIN) == 3
+    assert await b.leading_run(NS2, CHAIN) == 0
+
+
+def _as_of(index: RedisIndex, number: int, *, is_reporting: bool = False) -> RedisIndex:
+    """The index, believing that the node's session is still this one."""
+    index._sessions["node-a"] = _Session(1, number, {NS}, is_reporting)
+    return index
+
+
+async def test_what_a_dead_conductor_left_to_reclaim_is_found(
+    two: tuple[RedisIndex, RedisIndex],
+) -> None:
+    a, b = two
+    await a.apply("node-a", 1, stored(CHAIN))
+    assert not await a.remove_node("node-a", 0)
+    assert await b.reclaim(ALL)  # it knows of nothing
+    await b.touch(NS)
+    assert b.blocks() == len(CHAIN)
+    assert await b.reclaim(ALL)
+    assert b.blocks() == 0
+
+
+async def test_every_key_expires(link: RedisLink, two: tuple[RedisIndex, RedisIndex]) -> None:
+    index, _ = two
+    await index.begin_snapshot("node-a", 1)
+    await index.apply("node-a", 1, stored(CHAIN) + stored(CHAIN, "nvme"))
+    await index.end_snapshot("node-a")
+    await index.begin_snapshot("node-a", 2)
+    keys = await link.command("KEYS", b"*" + index._pool + b"*")
+    assert len(keys) >= 7
+    for key in keys:
+        assert 0 < await link.command("TTL", key) <= TTL_S, key
+
+
+async def test_nothing_is_left_of_a_namespace_whose_nodes_are_gone(
+    link: RedisLink, two: tuple[RedisIndex, RedisIndex]
+) -> None:
+    index, _ = two
+    for life in range(5):
+        await index.apply(f"node-{life}", 1, stored(CHAIN))
+        assert await index.remove_node(f"node-{life}", ALL)
+    kinds = {
+        key.rpartition(b":")[2] for key in await link.command("KEYS", b"*" + index._pool + b"*")
+    }
+    # Beside the counter, only the fences of their epochs.
+    assert kinds == {b"ids", *(f"node-{life}".encode() for life in range(5))}
+
+
+async def test_a_call_ends_at_its_deadline_and_later_ones_at_once(link: RedisLink) -> None:
+    server = valkey.start()
+    try:
+        slow = RedisLink(RedisTarget(f"redis://127.0.0.1:{server.port}"), timeout_s=0.2)
+        index = RedisIndex(slow, valkey.new_pool())
+        await index.apply("node-a", 1, stored(CHAIN))
+        await link.command("PING")
+        other = RedisLink(RedisTarget(f"redis://127.0.0.1:{server.port}"), timeout_s=5)
+        await other.command("CLIENT", "PAUSE", 600, "ALL")
+        for _ in range(2):
+            with pytest.raises(Unavailable):
+                await index.leading_run(NS, CHAIN)
+        assert slow.failures == 1  # the second was not sent
+        assert not slow.is_up
+        while not await slow.probe():
+            pass
+        assert await index.leading_run(NS, CHAIN) == len(CHAIN)
+        await slow.close()
+        await other.close()
+    finally:
+        server.stop()

@@ -1,0 +1,56 @@
+"""What a client wrote a moment ago is found where it stands, for a while, unless it proved to be gone."""
+
+from __future__ import annotations
+
+from kvpool.client.node.recent_writes import FreshWrites
+from kvpool.wire import messages as m
+
+SPACE = b"s" * 16
+HASHES = [bytes([number]) * 16 for number in range(6)]
+NOTHING = m.LookupReply(0, [])
+
+
+def places(reply: m.LookupReply) -> list[tuple[str, int, int]]:
+    return [(segment.node_id, segment.start, segment.count) for segment in reply.segments]
+
+
+def test_own_writes_are_found_behind_what_the_index_knows() -> None:
+    fresh = FreshWrites(memory_s=3)
+    fresh.remember("a", SPACE, HASHES[1:3], 0.0)
+    fresh.remember("b", SPACE, HASHES[3:5], 0.0)
+    known = m.LookupReply(1, [m.Segment("c", 0, 1, "nvme")], 0.5)
+    reply = fresh.extend(known, SPACE, HASHES, 1.0)
+    assert (reply.found, reply.wait_s) == (5, 0.5)
+    assert places(reply) == [("c", 0, 1), ("a", 1, 2), ("b", 3, 2)]
+    assert fresh.extend(NOTHING, SPACE, HASHES, 1.0) is NOTHING  # not behind a gap
+    assert fresh.extend(known, b"t" * 16, HASHES, 1.0) is known  # nor in another namespace
+
+
+def test_writes_are_forgotten_with_time_and_by_the_oldest() -> None:
+    fresh = FreshWrites(memory_s=3, limit=2)
+    fresh.remember("a", SPACE, HASHES[:3], 0.0)
+    assert len(fresh) == 2
+    assert fresh.extend(NOTHING, SPACE, HASHES[1:], 2.9).found == 2
+    assert fresh.extend(NOTHING, SPACE, HASHES[1:], 3.0).found == 0
+    assert len(fresh) == 0
+
+
+def test_what_proved_to_be_gone_is_not_found_again() -> None:
+    fresh = FreshWrites()
+    fresh.remember("a", SPACE, HASHES[:2], 0.0)
+    fresh.remember("b", SPACE, HASHES[2:3], 0.0)
+    fresh.forget("b", SPACE, HASHES[:2])  # another node than the one that has them
+    assert fresh.extend(NOTHING, SPACE, HASHES, 0.0).found == 3
+    fresh.forget("a", SPACE, HASHES[1:2])
+    assert fresh.extend(NOTHING, SPACE, HASHES, 0.0).found == 1
+    fresh.forget_node("a")
+    assert fresh.extend(NOTHING, SPACE, HASHES, 0.0).found == 0
+    fresh.forget(None, SPACE, HASHES)
+    assert len(fresh) == 0
+
+
+def test_single_blocks_are_known_whatever_comes_before_them() -> None:
+    fresh = FreshWrites(memory_s=3)
+    fresh.remember("a", SPACE, HASHES[1:2], 0.0)
+    assert fresh.remembered(SPACE, HASHES[:3], 1.0) == [False, True, False]
+    assert fresh.remembered(SPACE, HASHES[:3], 3.0) == [False] * 3

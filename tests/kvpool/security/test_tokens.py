@@ -1,0 +1,313 @@
+"""Tokens, scopes and the gate: who may do what, and what a tenant learns of the others (nothing)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+
+from kvpool.blocks.layout import Layout, Namespace
+from kvpool.errors import ConfigError, Forbidden, Unauthenticated, UnknownNamespace
+from kvpool.proto import kvpool_pb2
+from kvpool.security.authorization import Gate
+from kvpool.security.scopes import MESSAGES, METHODS, ROUTES
+from kvpool.security.tokens import (
+    ANYBODY,
+    EVERY_TENANT,
+    Scope,
+    Tokens,
+    parse_tokens,
+    read_tokens,
+    token_line,
+)
+from kvpool.wire import messages as m
+
+LAYOUT = Layout("bfloat16", layers=1, kv_heads=1, head_dim=8)
+A, B = (Namespace("model", "1", LAYOUT, tenant=tenant) for tenant in "ab")
+READ, WRITE, ADMIN, INTERNAL = Scope.READ, Scope.WRITE, Scope.ADMIN, Scope.INTERNAL
+
+
+def tokens(**holders: tuple[str, list[Scope]]) -> Tokens:
+    """Tokens `token-NAME` of (tenant, scopes)."""
+    lines = [token_line(f"token-{n}", n, *holder) for n, holder in holders.items()]
+    return parse_tokens(yaml.safe_load("\n".join(lines)), "test")
+
+
+def gate_of(*known: Namespace, **holders: tuple[str, list[Scope]]) -> Gate:
+    gate = Gate(tokens(**holders))
+    gate.find_namespace = {n.namespace_id: n for n in known}.get
+    return gate
+
+
+# ---------------------------------------------------------------- tables
+
+
+def test_every_message_has_a_scope() -> None:
+    assert MESSAGES.keys() == m.REPLIES.keys() - {m.Hello}
+
+
+def test_every_grpc_method_has_a_scope() -> None:
+    declared = {
+        f"/{service.full_name}/{method.name}"
+        for service in kvpool_pb2.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+    }
+    assert declared == {name for name in METHODS if name.startswith("/kvpool")}
+
+
+def test_only_paths_without_anything_to_see_are_open() -> None:
+    open_paths = {path for (_, path), scope in ROUTES.items() if scope is None}
+    assert open_paths == {
+        *("/", "/healthz", "/readyz", "/docs", "/docs/oauth2-redirect", "/openapi.json")
+    }
+
+
+# ---------------------------------------------------------------- tokens
+
+
+def test_a_token_file_holds_hashes_and_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.yaml"
+    path.write_text(token_line("kvp_x", "x", "a", [WRITE], is_isolated=True) + "\n")
+    assert "kvp_x" not in path.read_text()
+    known = read_tokens(path)
+    principal = known.authenticate("kvp_x")
+    assert (principal.name, principal.tenant, principal.is_isolated) == ("x", "a", True)
+    assert principal.scopes == {READ, WRITE}
+    assert known.isolated_tenants == {"a"}
+
+
+@pytest.mark.parametrize("wrong", ["", "token-", "token-x ", "TOKEN-X", "\udc80"])
+def test_a_wrong_token_is_refused_and_not_quoted(wrong: str) -> None:
+    with pytest.raises(Unauthenticated) as caught:
+        tokens(x=("a", [READ])).authenticate(wrong)
+    assert not wrong.strip("-") or wrong not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"token_sha256": "12"}, "64 hexadecimal"),
+        ({"scopes": []}, "length"),
+        ({"scopes": ["root"]}, "root"),
+        ({"tenant": "*"}, "every tenant"),
+        ({"scopes": ["admin"]}, "tenant: '\\*'"),
+        ({"tenant": "*", "scopes": ["admin"], "isolated": True}, "isolated"),
+        ({"password": "x"}, "password"),
+        ({"tenant": "a\0b"}, "matching"),
+    ],
+)
+def test_a_token_file_that_cannot_be_meant_is_refused(
+    change: dict[str, object], problem: str
+) -> None:
+    entry = {"name": "x", "token_sha256": "a" * 64, "tenant": "a", "scopes": ["read"], **change}
+    with pytest.raises(ConfigError, match=problem) as caught:
+        parse_tokens([entry], "test")
+    assert "a" * 64 not in str(caught.value)
+
+
+def test_names_and_tokens_come_once_and_a_tenant_is_isolated_or_not() -> None:
+    one = {"name": "x", "token_sha256": "a" * 64, "tenant": "a", "scopes": ["read"]}
+    for other in ({"name": "x", "token_sha256": "b" * 64}, {"name": "y"}):
+        with pytest.raises(ConfigError, match="twice"):
+            parse_tokens([one, {**one, **other}], "test")
+    other = {**one, "name": "y", "token_sha256": "b" * 64, "isolated": True}
+    with pytest.raises(ConfigError, match="isolated in one token"):
+        parse_tokens([one, other], "test")
+
+
+# ---------------------------------------------------------------- the gate
+
+
+def test_without_tokens_everybody_may_do_everything() -> None:
+    gate = Gate()
+    assert gate.authenticate("") is ANYBODY
+    assert gate.authenticate_header("") is ANYBODY
+    drain = m.Drain(1.0)
+    assert gate.admit(drain, ANYBODY) is drain
+
+
+@pytest.mark.parametrize(
+    ("header", "is_known"),
+    [("Bearer token-x", True), ("bearer token-x", True), ("", False), ("Basic token-x", False)],
+)
+def test_the_header_carries_the_token(header: str, is_known: bool) -> None:
+    gate = gate_of(x=("a", [READ]))
+    if is_known:
+        assert gate.authenticate_header(header).name == "x"
+    else:
+        with pytest.raises(Unauthenticated):
+            gate.authenticate_header(header)
+
+
+HASH = bytes(16)
+EXAMPLES: dict[Scope, m.Message] = {
+    READ: m.Lookup(A.namespace_id, HASH),
+    WRITE: m.Reserve(A.namespace_id, HASH, b"", 0, 1.0),
+    ADMIN: m.Drain(1.0),
+    INTERNAL: m.NodeLeave("n", 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("holder", "allowed"),
+    [
+        (("a", [READ]), {READ}),
+        (("a", [WRITE]), {READ, WRITE}),
+        ((EVERY_TENANT, [ADMIN]), {READ, WRITE, ADMIN, INTERNAL}),
+        ((EVERY_TENANT, [INTERNAL]), {READ, WRITE, INTERNAL}),
+        ((EVERY_TENANT, [Scope.METRICS]), set()),
+    ],
+)
+def test_scopes_allow_their_messages_and_no_others(
+    holder: tuple[str, list[Scope]], allowed: set[Scope]
+) -> None:
+    gate = gate_of(A, x=holder)
+    principal = gate.authenticate("token-x")
+    for scope, message in EXAMPLES.items():
+        if scope in allowed:
+            assert gate.admit(message, principal) == message
+        else:
+            with pytest.raises(Forbidden, match=scope):
+                gate.admit(message, principal)
+
+
+def test_a_message_that_the_table_lacks_needs_admin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(MESSAGES, m.Lookup)
+    gate = gate_of(A, a=("a", [WRITE]))
+    with pytest.raises(Forbidden, match="admin"):
+        gate.admit(EXAMPLES[READ], gate.authenticate("token-a"))
+
+
+def test_every_message_that_names_a_namespace_is_held_to_the_tenants_own() -> None:
+    gate = gate_of(A, B, a=("a", [INTERNAL]))
+    principal = gate.authenticate("token-a")
+    with_namespace = [kind for kind in MESSAGES if "namespace_id" in kind.__struct_fields__]
+    assert len(with_namespace) >= 12
+    for kind in with_namespace:
+        fields = dict.fromkeys(kind.__struct_fields__)
+        texts = []
+        for namespace_id in (B.namespace_id, bytes(16)):
+            message = kind(**{**fields, "namespace_id": namespace_id})
+            if kind in (m.Prefill, m.Generate):  # the conductor's word to a worker
+                with pytest.raises(Forbidden):
+                    gate.admit(message, principal)
+                continue
+            with pytest.raises(UnknownNamespace) as caught:
+                gate.admit(message, principal)
+            texts.append(str(caught.value).replace(namespace_id.hex(), "ID"))
+        assert len(set(texts)) <= 1, "another's namespace and nobody's are told apart"
+        if kind not in (m.Prefill, m.Generate):
+            own = kind(**{**fields, "namespace_id": A.namespace_id})
+            assert gate.admit(own, principal) is own
+
+
+def test_registering_anothers_namespace_is_refused_like_an_unknown_one() -> None:
+    gate = gate_of(B, a=("a", [READ]))
+    principal = gate.authenticate("token-a")
+    with pytest.raises(UnknownNamespace) as registering:
+        gate.admit(m.RegisterNamespace(B), principal)
+    with pytest.raises(UnknownNamespace) as naming:
+        gate.admit(m.NodeLookup(B.namespace_id, HASH), principal)
+    assert str(registering.value) == str(naming.value)
+
+
+def test_a_tenant_left_out_is_filled_in_and_the_id_without_it_still_names_it() -> None:
+    gate = gate_of(A, a=("a", [READ]), b=("b", [READ]))
+    nameless = msgspec.structs.replace(A, tenant="")
+    principal = gate.authenticate("token-a")
+    assert gate.admit(m.RegisterNamespace(nameless), principal).namespace == A
+    lookup = m.NodeLookup(nameless.namespace_id, HASH)
+    assert gate.admit(lookup, principal).namespace_id == A.namespace_id
+    with pytest.raises(UnknownNamespace):
+        gate.admit(lookup, gate.authenticate("token-b"))
+
+
+def test_only_internal_processes_reserve_for_others_and_only_for_their_tenant_join() -> None:
+    gate = gate_of(A, a=("a", [WRITE]), w=("a", [INTERNAL]))
+    reserve = m.Reserve(A.namespace_id, HASH, b"", 0, 1.0, writer_id="somebody")
+    with pytest.raises(Forbidden):
+        gate.admit(reserve, gate.authenticate("token-a"))
+    worker = gate.authenticate("token-w")
+    assert gate.admit(reserve, worker) is reserve
+    for namespace, is_own in ((A, True), (B, False)):
+        descriptor = m.WorkerDescriptor("w", 1, "both", "h", "h:1", namespace, "model", 100)
+        if is_own:
+            gate.admit(m.WorkerJoin(descriptor), worker)
+        else:
+            with pytest.raises(Forbidden, match=r"worker\.tenant"):
+                gate.admit(m.WorkerJoin(descriptor), worker)
+
+
+def test_a_tenants_process_cannot_speak_as_a_worker_of_another() -> None:
+    """A join with a newer epoch would void the other's worker, a leave would end it."""
+    gate = gate_of(A, w=("a", [INTERNAL]), pool=("*", [INTERNAL]))
+    gate.find_worker = {"a0": "a", "b0": "b"}.get
+    load = m.WorkerLoad(0, 0, 0, 0, 0.0, 0.0)
+    worker = gate.authenticate("token-w")
+    for worker_id, is_own in (("a0", True), ("b0", False), ("new", True)):
+        descriptor = m.WorkerDescriptor(worker_id, 9, "both", "h", "h:1", A, "model", 100)
+        for message in (
+            m.WorkerJoin(descriptor),
+            m.WorkerHeartbeat(worker_id, 9, load),
+            m.WorkerLeave(worker_id, 9),
+        ):
+            assert gate.admit(message, gate.authenticate("token-pool")) is message
+            if is_own:
+                assert gate.admit(message, worker) is message
+            else:
+                with pytest.raises(Forbidden, match="tenant's"):
+                    gate.admit(message, worker)
+
+
+# ---------------------------------------------------------------- isolated tenants
+
+
+def _isolating(lent_to: str) -> Gate:
+    lines = [
+        token_line("token-vault", "vault", "vault", [WRITE], is_isolated=True),
+        token_line("token-safe", "safe", "safe", [WRITE], is_isolated=True),
+        token_line("token-a", "a", "a", [WRITE]),
+        token_line("token-node", "node", EVERY_TENANT, [INTERNAL]),
+    ]
+    known = parse_tokens(yaml.safe_load("\n".join(lines)), "test")
+    return Gate(known, keeps_apart=True, lent_to=lent_to)
+
+
+@pytest.mark.parametrize(
+    ("lent_to", "welcome"), [("", {"a", "node"}), ("vault", {"vault", "node"})]
+)
+def test_a_server_that_lends_memory_lets_in_whose_it_is(lent_to: str, welcome: set[str]) -> None:
+    gate = _isolating(lent_to)
+    for name in ("vault", "safe", "a", "node"):
+        for attempt in (
+            lambda name=name: gate.authenticate(f"token-{name}"),
+            lambda name=name: gate.authenticate_header(f"Bearer token-{name}"),
+        ):
+            if name in welcome:
+                assert attempt().name == name
+            else:
+                with pytest.raises(Unauthenticated):
+                    attempt()
+
+
+@pytest.mark.parametrize(("lent_to", "held"), [("", {"", "a", "unheard-of"}), ("vault", {"vault"})])
+def test_nobody_registers_a_namespace_where_its_blocks_must_not_stand(
+    lent_to: str, held: set[str]
+) -> None:
+    gate = _isolating(lent_to)
+    node = gate.authenticate("token-node")
+    for tenant in ("", "a", "unheard-of", "vault", "safe"):
+        request = m.RegisterNamespace(msgspec.structs.replace(A, tenant=tenant))
+        if tenant in held:
+            assert gate.admit(request, node) is request
+        else:
+            with pytest.raises(Forbidden):
+                gate.admit(request, node)
+
+
+def test_other_servers_let_isolated_tenants_in() -> None:
+    lines = [token_line("token-vault", "vault", "vault", [WRITE], is_isolated=True)]
+    gate = Gate(parse_tokens(yaml.safe_load("\n".join(lines)), "test"))
+    assert gate.authenticate("token-vault").is_isolated

@@ -1,0 +1,136 @@
+"""Real processes for the tests: a conductor, nodes and workers on free loopback ports."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from kvpool import Pool, hash_chain
+from kvpool.blocks.layout import Layout, Namespace
+from kvpool.serving.supervisor import Fleet, Member
+
+FREE_PORTS = ("--wire-port", "0", "--http-port", "0")
+# Three layers of two heads: 24 KiB a block, so that whole tests move a few MiB.
+LAYOUT = Layout("bfloat16", layers=3, kv_heads=2, head_dim=32, block_tokens=32)
+NAMESPACE = Namespace("tests/model", "revision-1", LAYOUT)
+
+
+def wait_until(claim: Callable[[], Any], what: str, timeout_s: float = 15.0) -> Any:
+    """Poll until `claim()` is truthy; returns that value. Fails with `what` after the deadline."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        value = claim()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s:g} s: {what}")
+        time.sleep(0.02)
+
+
+class Cluster:
+    """A pool of real processes. Close it with `fleet.stop()`."""
+
+    def __init__(self, directory: Path, *, env: dict[str, str] | None = None) -> None:
+        self.fleet = Fleet(directory / "logs", env)
+        self.directory = directory
+        self.conductor: dict[str, Any] = {}
+        self.nodes: dict[str, dict[str, Any]] = {}
+        self.workers: dict[str, dict[str, Any]] = {}
+        self.http = httpx.Client(timeout=10)  # replaced where tokens or TLS are asked for
+        self.scheme = "http"
+
+    def start_conductor(self, *settings: str, port: str = "0", model: str = "") -> dict[str, Any]:
+        arguments = [*_sets(settings), "conductor", "--wire-port", port, "--http-port", "0"]
+        arguments += ["--grpc-port", "0", *(["--model", model] if model else [])]
+        self.conductor = self.fleet.start(f"conductor-{time.time_ns()}", arguments)
+        return self.conductor
+
+    def launch_node(self, name: str, *settings: str, host: str = "here") -> Member:
+        defaults = ("node.dram_bytes=32MiB", "node.slab_bytes=1MiB")
+        arguments = [*_sets((*defaults, *settings)), "node", *FREE_PORTS, "--grpc-port", "0"]
+        arguments += ["--host-label", host, "--conductor", self.conductor.get("wire", "none")]
+        return self.fleet.launch(name, arguments)
+
+    def start_node(self, name: str, *settings: str, host: str = "here") -> dict[str, Any]:
+        member = self.launch_node(name, *settings, host=host)
+        self.nodes[name] = self.fleet.wait_ready(member, 60)
+        return self.nodes[name]
+
+    def launch_worker(
+        self, name: str, role: str, model: Path, *settings: str, host: str = "here"
+    ) -> Member:
+        defaults = (f"worker.block_tokens={LAYOUT.block_tokens}", "worker.threads=1")
+        arguments = [*_sets((*defaults, *settings)), "worker", *FREE_PORTS, "--role", role]
+        arguments += ["--model", str(model), "--model-name", "tiny", "--host-label", host]
+        arguments += ["--conductor", self.conductor["wire"]]
+        return self.fleet.launch(name, arguments)
+
+    def ready_worker(self, name: str) -> dict[str, Any]:
+        self.workers[name] = self.fleet.wait_ready(self.member(name), 60)
+        return self.workers[name]
+
+    def member(self, name: str) -> Member:
+        return next(member for member in self.fleet.members if member.name == name)
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        """Send a signal to a process; after SIGKILL wait for its end."""
+        process = self.member(name).process
+        os.kill(process.pid, number)
+        if number == signal.SIGKILL:
+            process.wait(10)
+
+    def stats(self) -> dict[str, Any]:
+        url = f"{self.scheme}://{self.conductor['http']}/v1/stats"
+        stats: dict[str, Any] = self.http.get(url).json()
+        return stats
+
+    def node_stats(self, name: str) -> dict[str, Any]:
+        url = f"{self.scheme}://{self.nodes[name]['http']}/v1/stats"
+        stats: dict[str, Any] = self.http.get(url).json()
+        return stats
+
+    def is_settled(self, name: str) -> bool:
+        """Nothing on the node is leased, pinned, reserved or in quarantine; the rest makes the whole."""
+        stats = self.node_stats(name)
+        for tier in stats["tiers"]:
+            held = tier["pinned_bytes"] + tier["reserved_bytes"] + tier["quarantined_bytes"]
+            if held or tier["free_bytes"] + tier["committed_bytes"] != tier["capacity_bytes"]:
+                return False
+        return not stats["leases"] and not stats["reservations"]
+
+    def wait_joined(self, *, nodes: int, workers: int = 0) -> None:
+        def joined() -> bool:
+            stats = self.stats()
+            live = [s for s in stats["node_states"].values() if s == "live"]
+            return len(live) == nodes and len(stats["workers"]) == workers
+
+        wait_until(joined, f"{nodes} nodes and {workers} workers joined")
+
+    def served(self) -> Namespace:
+        """The namespace of the workers, which all serve one."""
+        descriptor = self.stats()["workers"][0]["descriptor"]
+        return msgspec.convert(descriptor["namespace"], Namespace)
+
+    def wait_indexed(self, tokens: Sequence[int]) -> None:
+        """Wait until the index has every whole block of a prompt that was served.
+
+        Whoever wrote them finds them earlier; all others, and the scheduler, go by the index.
+        """
+        space = self.served()
+        hashes = hash_chain(space, tokens)
+        with Pool(conductor=self.conductor["wire"]) as pool:
+            wait_until(
+                lambda: pool.lookup(space, hashes).found == len(hashes),
+                "the prompt is in the index",
+            )
+
+
+def _sets(settings: tuple[str, ...]) -> list[str]:
+    return [text for setting in settings for text in ("--set", setting)]

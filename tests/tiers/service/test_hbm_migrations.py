@@ -1,0 +1,176 @@
+"""The mover and the service with a store, a dram arena and hbm on cpu: what wrong bytes and failing devices do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import pytest
+
+from kvpool.blocks.hashing import checksum, pack_hashes
+from kvpool.blocks.layout import Layout, Namespace
+from kvpool.wire import messages as m
+from tests.support import waiting
+from tiers.memory.arena import Arena
+from tiers.memory.hbm_arena import HBM_ARENA_ID, DeviceArena, DeviceFailed
+from tiers.service.migrator import Mover
+from tiers.service.service import NodeIdentity, NodeService
+from tiers.store.slab_allocator import SlotAllocator
+from tiers.store.store import Store, StoreConfig
+
+until = partial(waiting.until, timeout_s=5.0)
+
+PAGE = 4096
+SLAB = 16 * PAGE
+NAMESPACE = Namespace("m", "r", Layout("float16", 1, 1, 16, 64))  # parts of one page
+ID = NAMESPACE.namespace_id
+
+
+def name(i: int) -> bytes:
+    return b"n" + i.to_bytes(15, "big")
+
+
+def content(i: int) -> np.ndarray:
+    return np.random.default_rng(i).integers(0, 256, PAGE, dtype=np.uint8)
+
+
+class Node:
+    """A node's parts without its server: one slab of hbm, and dram."""
+
+    def __init__(self) -> None:
+        self.arena = Arena(0, 4 * SLAB, prefault=False)
+        self.hbm = DeviceArena(HBM_ARENA_ID, SLAB, "cpu")
+        self.store = Store(
+            SlotAllocator(4 * SLAB, SLAB),
+            config=StoreConfig(grace_s=0.0, move_retry_s=0.0),
+            hbm=SlotAllocator(SLAB, SLAB, HBM_ARENA_ID),
+        )
+        self.mover = Mover(self.store, [self.arena], None, hbm=self.hbm)
+        self.service = NodeService(
+            NodeIdentity("n", 1, "here"),
+            self.store,
+            [self.arena],
+            self.mover,
+            _no_descriptor,
+            hbm=self.hbm,
+        )
+        self.store.register_namespace(NAMESPACE, 0.0)
+
+    def put(self, count: int, tier: str = "hbm") -> None:
+        names = [name(i) for i in range(count)]
+        granted = self.store.reserve(ID, names, b"", 0, "w", 60.0, 0.0, tier)
+        assert len(granted.places) == count
+        for i, place in enumerate(granted.places):
+            if place.arena_id == HBM_ARENA_ID:
+                self.hbm.write_from(place.offset, content(i))
+            else:
+                self.arena.view(place.offset, PAGE)[:] = content(i)
+        sums = [checksum(content(i)) for i in range(count)]
+        self.store.commit(granted.reservation_id, sums, 0.0)
+
+    def spoil_hbm(self, i: int) -> None:
+        leased = self.store.pin(ID, [name(i)], "x", 1.0, 0.0, None, "hbm")
+        assert leased.tiers == ["hbm"]
+        self.hbm.write_from(leased.places[0].offset, content(99)[:8])
+        self.store.release(leased.lease_id, 0.0)
+
+    async def pin(self, count: int, tier: str = "") -> m.PinReply:
+        packed = pack_hashes([name(i) for i in range(count)])
+        answer = self.service.pin(m.Pin(ID, packed, 60.0, [], tier), "c")
+        return answer if isinstance(answer, m.PinReply) else await answer
+
+    def close(self) -> None:
+        self.mover.close()
+        self.hbm.close()
+        self.arena.close()
+
+
+def _no_descriptor() -> m.NodeDescriptor:
+    raise NotImplementedError
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    made = Node()
+    yield made
+    made.close()
+
+
+async def test_a_default_pin_waits_for_the_copy_down_and_reads_right_bytes(node: Node) -> None:
+    node.put(3)
+    reply = await node.pin(3)
+    assert (reply.found, set(reply.tiers)) == (3, {m.TIERS.index("dram")})
+    places = np.frombuffer(reply.places, dtype="<i8").reshape(-1, 2)
+    for i, (arena_id, offset) in enumerate(places.tolist()):
+        assert arena_id == 0
+        assert (node.arena.view(offset, PAGE) == content(i)).all()
+    assert node.mover.counters["bytes_demoted"] == 3 * PAGE
+
+
+async def test_wrong_bytes_in_hbm_are_dropped_and_never_copied_down(node: Node) -> None:
+    node.put(3)
+    node.spoil_hbm(1)
+    reply = await node.pin(3)
+    assert (reply.found, reply.miss_reason) == (1, "checksum")
+    assert node.mover.counters["corrupt_blocks"] == 1
+    node.store.check_integrity()
+
+
+async def test_a_report_of_wrong_bytes_is_verified_in_hbm_too(node: Node) -> None:
+    node.put(2)
+    report = m.ReportCorrupt(ID, name(0))
+    await node.service.report_corrupt(report)
+    assert node.store.lookup(ID, [name(0)]) == ["hbm"]  # a claim is no proof
+    node.spoil_hbm(0)
+    await node.service.report_corrupt(report)
+    assert node.store.lookup(ID, [name(0)]) == []
+
+
+async def test_prefetched_bytes_are_right_in_hbm(node: Node) -> None:
+    node.put(2, tier="")
+    moves, _ = node.store.promote(ID, [name(0), name(1)], 0.0, "hbm")
+    await node.mover.promote(moves)
+    leased = node.store.pin(ID, [name(0), name(1)], "c", 1.0, 0.0, None, "hbm")
+    assert leased.tiers == ["hbm"] * 2
+    out = np.empty(PAGE, np.uint8)
+    for i, place in enumerate(leased.places):
+        node.hbm.read_into(place.offset, out)
+        assert (out == content(i)).all()
+
+
+async def test_cold_blocks_go_down_beside_the_traffic_without_a_disk(node: Node) -> None:
+    node.put(16)  # all of hbm, and more than its high watermark
+    running = asyncio.create_task(node.mover.run())
+    try:
+        await until(lambda: node.store.counters.get("demoted:dram", 0) >= 5, "copied down")
+        assert node.store.lookup(ID, [name(i) for i in range(16)]) == ["hbm"] * 16
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_device_that_fails_costs_the_wait_and_nothing_else(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.put(1)
+
+    def fail(*_: object) -> None:
+        raise DeviceFailed("cuda:0: unspecified launch failure")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(node.hbm, "read_into", fail)
+        moves = node.store.pin(ID, [name(0)], "c", 1.0, 0.0).promote
+        await node.mover.promote(moves)
+        assert node.mover.counters["hbm_errors"] == 1
+        assert node.store.lookup(ID, [name(0)]) == ["hbm"]
+    assert (await node.pin(1)).found == 1
+    node.store.check_integrity()
+
+
+async def test_inline_reads_come_from_hbm_and_find_wrong_bytes(node: Node) -> None:
+    node.put(2)
+    reply = await node.service.get_inline(m.GetInline(ID, name(1)), "c")
+    assert (reply.tier, reply.data) == ("hbm", content(1).tobytes())
+    assert node.store.move_count == 0

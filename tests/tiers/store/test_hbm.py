@@ -1,0 +1,327 @@
+"""The hbm tier of the store, case by case; random interleavings are in test_store_properties."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvpool.errors import BlockTooLarge, ConfigError, InvalidArgument
+from tests.support.pool_model import CONFIG, HBM_ARENA, LARGE, PAGE, SLAB, SMALL
+from tests.tiers.store.test_store import EXISTS, GRANTED, IN_PROGRESS, NO_ROOM, A, B, demote, names
+from tiers.store.slab_allocator import SlotAllocator
+from tiers.store.store import Move, Store, StoreConfig
+
+EARLY = replace(CONFIG, hbm_high_watermark=0.0, hbm_low_watermark=0.0)  # demotes all it has
+
+
+def store(hbm: int = 1, dram: int = 1, nvme: int = 0, config: StoreConfig = CONFIG) -> Store:
+    made = Store(
+        SlotAllocator(dram * SLAB, SLAB),
+        SlotAllocator(nvme * SLAB, SLAB) if nvme else None,
+        config,
+        hbm=SlotAllocator(hbm * SLAB, SLAB, HBM_ARENA) if hbm else None,
+    )
+    for namespace in (SMALL, LARGE):
+        made.register_namespace(namespace, 0.0)
+    return made
+
+
+def put(s: Store, run: list[bytes], parent: bytes = b"", tier: str = "hbm") -> list[int]:
+    """Returns the arena of each block."""
+    granted = s.reserve(A, run, parent, 0, "w", 5.0, 0.0, tier)
+    assert granted.statuses == [GRANTED] * len(run)
+    s.commit(granted.reservation_id, list(range(len(run))), 0.0)
+    return [place.arena_id for place in granted.places]
+
+
+def finish(s: Store, moves: list[Move], ok: bool = True) -> None:
+    for move in moves:
+        s.finish_move(move.move_id, ok, 0.0)
+
+
+def usage(s: Store, tier: str) -> tuple[int, int, int]:
+    [found] = [u for u in s.usage() if u.tier == tier]
+    return found.blocks, found.committed_bytes, found.pinned_bytes
+
+
+# ---------------------------------------------------------------- writing
+
+
+def test_blocks_are_granted_in_hbm_as_far_as_there_is_room_and_then_in_dram() -> None:
+    s = store()
+    assert put(s, names(6)) == [HBM_ARENA] * 4 + [0, 0]
+    assert s.lookup(A, names(6)) == ["hbm"] * 4 + ["dram"] * 2
+    events = [(event.kind, event.tier) for event in s.take_events()]
+    assert events == [("stored", "hbm")] * 4 + [("stored", "dram")] * 2
+    assert usage(s, "hbm") == (4, 4 * PAGE, 0)
+
+
+def test_who_does_not_ask_for_hbm_is_given_none() -> None:
+    s = store()
+    assert put(s, names(2), tier="") == [0, 0]
+    assert put(s, names(1, b"m"), tier="dram") == [0]
+    with pytest.raises(InvalidArgument, match="nvme"):
+        s.reserve(A, names(1, b"o"), b"", 0, "w", 5.0, 0.0, "nvme")
+
+
+def test_a_node_without_hbm_grants_in_dram() -> None:
+    s = store(hbm=0)
+    assert put(s, names(2)) == [0, 0]
+    assert s.tier_names == ["dram"]
+    assert s.promote(A, names(2), 0.0, "hbm") == ([], "no_room")
+    assert s.pin(A, names(2), "c", 1.0, 0.0, None, "hbm").tiers == ["dram"] * 2
+
+
+def test_what_stands_in_hbm_exists_for_every_writer() -> None:
+    s = store()
+    put(s, names(1))
+    for tier in ("", "hbm"):
+        assert s.reserve(A, names(1), b"", 0, "w", 5.0, 0.0, tier).statuses == [EXISTS]
+
+
+def test_all_parts_of_a_block_stand_in_the_tier_of_the_first() -> None:
+    s = store(hbm=2, dram=2)
+    first = s.reserve(B, names(1), b"", 0, "w", 5.0, 0.0, "hbm")
+    # Who cannot write to hbm cannot join in.
+    assert s.reserve(B, names(1), b"", 1, "v", 5.0, 0.0, "").statuses == [IN_PROGRESS]
+    second = s.reserve(B, names(1), b"", 1, "v", 5.0, 0.0, "hbm")
+    assert [g.places[0].arena_id for g in (first, second)] == [HBM_ARENA] * 2
+    s.commit(first.reservation_id, [1], 0.0)
+    assert s.commit(second.reservation_id, [2], 0.0) == names(1)
+    other = s.reserve(B, names(1, b"m"), b"", 0, "w", 5.0, 0.0, "")
+    joined = s.reserve(B, names(1, b"m"), b"", 1, "w", 5.0, 0.0, "hbm")
+    assert [g.places[0].arena_id for g in (other, joined)] == [0, 0]
+
+
+def test_a_half_written_block_in_hbm_gives_way_to_a_writer_of_dram() -> None:
+    s = store(hbm=2, dram=2)
+    half = s.reserve(B, names(1), b"", 0, "w", 5.0, 0.0, "hbm")
+    s.commit(half.reservation_id, [1], 0.0)
+    for part in (0, 1):
+        granted = s.reserve(B, names(1), b"", part, "v", 5.0, 0.0)
+        assert [place.arena_id for place in granted.places] == [0]
+        s.commit(granted.reservation_id, [part], 0.0)
+    assert s.lookup(B, names(1)) == ["dram"]
+    assert usage(s, "hbm") == (0, 0, 0)
+    s.check_integrity()
+
+
+def test_late_writes_to_hbm_keep_their_slots_in_quarantine() -> None:
+    s = store(dram=1)
+    s.reserve(A, names(4), b"", 0, "w", 1.0, 0.0, "hbm")
+    s.expire(2.0)
+    [hbm] = [u for u in s.usage() if u.tier == "hbm"]
+    assert (hbm.quarantined_bytes, hbm.free_bytes) == (4 * PAGE, 0)
+    assert put(s, names(1, b"m")) == [0]
+    s.writer_stopped("w", 2.0)
+    assert put(s, names(1, b"o")) == [HBM_ARENA]
+    s.check_integrity()
+
+
+# ---------------------------------------------------------------- reading
+
+
+def test_a_reader_of_device_memory_is_given_hbm_first_and_holds_that_copy_alone() -> None:
+    s = store(dram=2)
+    run = names(6)
+    put(s, run)
+    pinned = s.pin(A, run, "c", 1.0, 0.0, None, "hbm")
+    assert pinned.tiers == ["hbm"] * 4 + ["dram"] * 2
+    assert [place.arena_id for place in pinned.places] == [HBM_ARENA] * 4 + [0, 0]
+    assert usage(s, "hbm")[2] == 4 * PAGE
+    assert usage(s, "dram")[2] == 2 * PAGE
+    s.release(pinned.lease_id, 0.0)
+    assert usage(s, "hbm")[2] == usage(s, "dram")[2] == 0
+
+
+def test_other_readers_wait_until_the_block_is_copied_down() -> None:
+    s = store()
+    put(s, names(2))
+    waiting = s.pin(A, names(2), "c", 1.0, 0.0)
+    assert (waiting.found, waiting.miss_reason) == (0, "promoting")
+    assert [(m.source_tier, m.target_tier) for m in waiting.promote] == [("hbm", "dram")] * 2
+    again = s.pin(A, names(2), "d", 1.0, 0.0)
+    assert (again.miss_reason, again.promote) == ("promoting", [])
+    finish(s, waiting.promote)
+    pinned = s.pin(A, names(2), "c", 1.0, 0.0)
+    assert (pinned.found, pinned.tiers) == (2, ["dram"] * 2)
+    assert s.standing(A, names(1)[0]) == ["hbm", "dram"]
+    assert s.counters["demoted:dram"] == 2
+
+
+def test_a_block_pinned_in_hbm_stays_there_whatever_is_asked_for() -> None:
+    s = store(config=EARLY)
+    put(s, names(4))
+    pinned = s.pin(A, names(4), "c", 1.0, 0.0, None, "hbm")
+    finish(s, s.pin(A, names(4), "d", 1.0, 0.0).promote)  # clean now, and held all the same
+    s.drop(A, names(4)[0], "test", 0.0)
+    assert put(s, names(1, b"m")) == [0]
+    s.release(pinned.lease_id, 0.0)
+    assert put(s, names(1, b"o")) == [HBM_ARENA]
+
+
+# ---------------------------------------------------------------- down
+
+
+def test_cold_blocks_are_copied_down_before_they_leave() -> None:
+    s = store(dram=2)
+    put(s, names(4))
+    moves = s.plan_demotions(100, 0.0)
+    assert {(m.source_tier, m.target_tier) for m in moves} == {("hbm", "dram")}
+    assert len(moves) == 3  # down to the low watermark of a quarter
+    finish(s, moves)
+    assert s.lookup(A, names(4)) == ["hbm"] * 4
+    assert put(s, names(3, b"m")) == [HBM_ARENA] * 3
+    assert s.lookup(A, names(4)) == ["hbm"] + ["dram"] * 3
+    assert s.counters.get("lost", 0) == 0
+
+
+def test_the_only_copy_of_a_block_does_not_leave_hbm_for_want_of_time() -> None:
+    s = store(dram=2)
+    put(s, names(4))
+    assert put(s, names(2, b"m")) == [0, 0]  # nothing was copied down yet
+    assert s.lookup(A, names(4)) == ["hbm"] * 4
+
+
+def test_what_is_colder_than_all_of_dram_may_leave_hbm_and_is_lost() -> None:
+    s = store(config=EARLY)
+    put(s, names(4))
+    put(s, names(4, b"m"), tier="")
+    assert s.plan_demotions(100, 0.0) == []
+    assert s.counters["demotion_refused"] == 4
+    assert put(s, names(1, b"o")) == [HBM_ARENA]
+    assert s.lookup(A, names(4)) == ["hbm"] * 3
+    assert s.pin(A, names(4), "c", 1.0, 0.0, None, "hbm").miss_reason == "evicted"
+    s.check_integrity()
+
+
+def test_a_refused_block_that_is_used_again_stays() -> None:
+    s = store(config=EARLY)
+    put(s, names(4))
+    put(s, names(4, b"m"), tier="")
+    s.plan_demotions(100, 0.0)
+    s.release(s.pin(A, names(4), "c", 1.0, 0.0, None, "hbm").lease_id, 0.0)
+    # The oldest of dram goes for it instead: it is the colder one now.
+    assert put(s, names(1, b"o")) == [0]
+    assert s.lookup(A, names(4)) == ["hbm"] * 4
+
+
+def test_a_protected_block_leaves_hbm_only_for_the_tier_below() -> None:
+    s = store(dram=2, config=replace(EARLY, protected_share=1.0))
+    put(s, names(1))
+    s.protect(A, names(1), None, 0.0)
+    [kept] = [u for u in s.usage() if u.tier == "hbm"]
+    assert kept.protected_bytes == 0  # the promise is of the node, not of hbm
+    assert put(s, names(4, b"m"))[-1] == 0  # not for its sake, while it stands there alone
+    finish(s, s.plan_demotions(100, 0.0))
+    put(s, names(3, b"o"))
+    put(s, names(1, b"p"))
+    assert "hbm" not in s.standing(A, names(1)[0])
+    assert s.lookup(A, names(1)) == ["dram"]
+
+
+def test_demotion_from_hbm_waits_for_the_cleaning_of_dram() -> None:
+    config = replace(EARLY, write_through=True)
+    s = store(hbm=1, dram=1, nvme=4, config=config)
+    put(s, names(4, b"m"), tier="")
+    put(s, names(4))
+    moves = s.plan_demotions(100, 0.0)
+    assert {m.target_tier for m in moves} == {"nvme"}  # room made in dram now would lose those
+    finish(s, moves)
+    finish(s, s.plan_demotions(100, 0.0))
+    assert s.counters.get("lost", 0) == 0
+    assert s.counters["demoted:dram"] == 4
+    assert s.lookup(A, names(4, b"m")) == ["nvme"] * 4
+
+
+def test_blocks_sink_through_all_tiers_and_none_is_lost() -> None:
+    s = store(hbm=1, dram=1, nvme=8, config=replace(EARLY, write_through=True))
+    runs = [names(4, bytes([i])) for i in range(6)]
+    for run in runs:
+        put(s, run)
+        for _ in range(6):
+            finish(s, s.plan_demotions(100, 0.0))
+    assert [len(s.lookup(A, run)) for run in runs] == [4] * 6
+    assert s.counters.get("lost", 0) == 0
+    assert [s.lookup(A, run)[0] for run in runs] == ["nvme"] * 5 + ["hbm"]
+    assert s.standing(A, runs[-1][0]) == ["hbm", "dram", "nvme"]
+    s.check_integrity()
+
+
+def test_a_failed_demotion_is_tried_again_also_when_its_last_part_ends_late() -> None:
+    s = store(hbm=4, dram=4, config=EARLY)
+    for part in (0, 1):
+        granted = s.reserve(B, names(1), b"", part, "w", 5.0, 0.0, "hbm")
+        s.commit(granted.reservation_id, [part], 0.0)
+    first, second = s.plan_demotions(1, 0.0)
+    s.finish_move(first.move_id, False, 0.0)
+    assert s.plan_demotions(1, 1.5) == []  # the other part is under way
+    s.finish_move(second.move_id, True, 2.0)
+    s.check_integrity()
+    assert len(s.plan_demotions(1, 3.1)) == 2
+
+
+# ---------------------------------------------------------------- up
+
+
+def test_prefetch_brings_a_run_into_hbm_from_dram_and_from_nvme() -> None:
+    s = store(hbm=2, dram=1, nvme=2, config=replace(CONFIG, write_through=True))
+    put(s, names(4), tier="")
+    demote(s)
+    put(s, names(2, b"m"), tier="")  # two of the first ones stand on nvme alone now
+    assert s.lookup(A, names(4)) == ["dram", "dram", "nvme", "nvme"]
+    moves, reason = s.promote(A, names(4), 0.0, "hbm")
+    assert reason == ""
+    assert [m.source_tier for m in moves] == ["dram", "dram", "nvme", "nvme"]
+    assert {m.target_tier for m in moves} == {"hbm"}
+    finish(s, moves)
+    assert s.lookup(A, names(4)) == ["hbm"] * 4
+    assert s.counters["promoted:hbm"] == 4
+    assert s.promote(A, names(4), 0.0, "hbm") == ([], "")
+
+
+def test_prefetch_into_a_full_hbm_says_so() -> None:
+    s = store(dram=2)
+    put(s, names(4))
+    put(s, names(1, b"m"), tier="")
+    assert s.promote(A, names(1, b"m"), 0.0, "hbm") == ([], "no_room")
+
+
+def test_a_reader_of_device_memory_has_nvme_blocks_brought_to_dram() -> None:
+    s = store(hbm=1, dram=1, nvme=2, config=replace(CONFIG, write_through=True))
+    put(s, names(4), tier="")
+    demote(s)
+    put(s, names(4, b"m"), tier="")
+    waiting = s.pin(A, names(2), "c", 1.0, 0.0, None, "hbm")
+    assert {m.target_tier for m in waiting.promote} == {"dram"}
+
+
+# ---------------------------------------------------------------- limits
+
+
+def test_quotas_hold_in_hbm() -> None:
+    config = replace(CONFIG, quotas={A.hex(): 0.5, B.hex(): 0.5})
+    s = store(hbm=4, dram=4, config=config)
+    put(s, names(16))
+    finish(s, s.plan_demotions(100, 0.0))  # dispensable, and more than A's half
+    granted = s.reserve(B, names(2, b"m"), b"", 0, "w", 5.0, 0.0, "hbm")
+    assert [place.arena_id for place in granted.places] == [HBM_ARENA] * 2
+    used = {u.account: u.used_bytes for u in s.accounts() if u.tier == "hbm"}
+    assert used[B.hex()] == 4 * PAGE
+    s.check_integrity()
+
+
+def test_sizes_and_watermarks_are_checked() -> None:
+    with pytest.raises(ConfigError, match="hbm watermarks"):
+        StoreConfig(hbm_low_watermark=0.9, hbm_high_watermark=0.5)
+    small = Store(SlotAllocator(SLAB, SLAB), hbm=SlotAllocator(SLAB // 4, SLAB // 4, HBM_ARENA))
+    with pytest.raises(BlockTooLarge):
+        small.register_namespace(LARGE, 0.0)
+
+
+def test_hbm_full_of_reserved_slots_leaves_dram_to_others() -> None:
+    s = store(hbm=1, dram=1)
+    s.reserve(A, names(4), b"", 0, "w", 5.0, 0.0, "hbm")
+    granted = s.reserve(A, names(6, b"m"), b"", 0, "w", 5.0, 0.0, "hbm")
+    assert granted.statuses == [GRANTED] * 4 + [NO_ROOM] * 2

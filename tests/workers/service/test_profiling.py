@@ -1,0 +1,87 @@
+"""Measuring an engine that takes the time it is told to, alone and behind a running worker."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conductor.scheduling.cost_profile import read_profile
+from kvpool.config.settings import FakeEngineConfig
+from kvpool.errors import InvalidArgument
+from kvpool.serving.supervisor import Fleet
+from workers.engine.fake_engine import FakeEngine
+from workers.service.profiling import Plan, measure_engine, parse_numbers
+
+SPEEDS = ("fake_engine.prefill_token_s=1e-4", "fake_engine.prefill_base_s=0.01")
+SETS = [text for speed in ("worker.engine=fake", *SPEEDS) for text in ("--set", speed)]
+QUICK = ["--lengths", "100,400", "--batches", "1,2"]
+
+
+def profile(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvpool", *SETS, "worker", "profile", *arguments, *QUICK],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_every_length_and_batch_is_measured() -> None:
+    engine = FakeEngine(
+        FakeEngineConfig(prefill_base_s=0.0, prefill_token_s=1e-4), model_name="m", block_tokens=64
+    )
+    steps: list[str] = []
+    measured = measure_engine(engine, Plan((100, 400), (1, 3)), steps.append)
+    assert [n for n, _, _ in measured.prefill] == [100] * 4 + [400] * 4
+    assert [(b, c) for c, b, _ in measured.decode] == [(1, 104), (3, 312), (1, 404), (3, 1212)]
+    assert len(steps) == 4
+    for new, _, seconds in measured.prefill:
+        assert seconds >= 1e-4 * new
+
+
+def test_lengths_beyond_the_models_context_are_left_out() -> None:
+    assert Plan((100, 5000), (1,)).within(1000).lengths == (100,)
+    with pytest.raises(InvalidArgument):
+        Plan((5000,), (1,)).within(1000)
+    with pytest.raises(InvalidArgument):
+        Plan((0,), (1,))
+    with pytest.raises(InvalidArgument):
+        Plan((), (1,))
+    assert parse_numbers("1, 22,") == (1, 22)
+    with pytest.raises(InvalidArgument):
+        parse_numbers("1;2")
+
+
+def test_the_command_measures_an_engine_and_writes_a_profile(tmp_path: Path) -> None:
+    out = tmp_path / "profile.yaml"
+    done = profile(str(out))
+    assert done.returncode == 0, done.stderr
+    found = read_profile(out)
+    predicted_s = found.prefill_base_s + 400 * found.prefill_token_s
+    assert 0.04 < predicted_s + found.prefill_attention_s * 400 * 200 < 0.1  # 0.05 as set
+    assert str(out) in done.stdout.replace("\n", "")
+
+
+def test_the_command_measures_a_running_worker(tmp_path: Path) -> None:
+    free = ["--wire-port", "0", "--http-port", "0"]
+    with Fleet(tmp_path) as fleet:
+        conductor = fleet.start("conductor", ["conductor", *free, "--grpc-port", "0"], 60)
+        worker = [*SETS, "worker", *free, "--role", "both", "--conductor", conductor["wire"]]
+        started = fleet.start("worker", worker, 60)
+        out = tmp_path / "profile.json"
+        done = profile(str(out), "--running", started["id"][:8], "--conductor", conductor["wire"])
+        assert done.returncode == 0, done.stderr
+        found = read_profile(out)
+        predicted_s = found.prefill_base_s + 400 * found.prefill_token_s
+        assert 0.04 < predicted_s + found.prefill_attention_s * 400 * 200 < 0.2
+        nobody = profile(str(out), "--running", "nobody", "--conductor", conductor["wire"])
+        assert nobody.returncode == 1
+        fleet.start(
+            "seeded",
+            ["--set", f"conductor.profile={out}", "conductor", *free, "--grpc-port", "0"],
+            60,
+        )

@@ -1,0 +1,211 @@
+"""What outlasts a restart besides the blocks: in which order they were used, and which are protected until when.
+
+Each NVMe device keeps two notes: `uses`, the order of the blocks that stand on it, now and then and at the end;
+`protected`, all protections of the node, soon after each change. What a kill takes of either is the last few
+moments: such blocks count as used when they were written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import structlog
+
+from kvpool.blocks.hashing import HASH_BYTES, unpack_hashes
+from tiers.disk.atomic_file import read_note, write_note
+from tiers.disk.devices import Device, Devices
+from tiers.disk.manifest import NvmeFailed
+from tiers.store.recovery import Protection, Use
+from tiers.store.store import Store
+
+log = structlog.get_logger(__name__)
+T = TypeVar("T")
+
+VERSION = 1
+SLICE_BLOCKS = 4096  # looked at in one turn of the event loop: a few milliseconds
+SETTLE_S = 0.5  # protections come in bursts
+
+
+class _Run(msgspec.Struct, array_like=True):
+    """Blocks of one namespace: packed hashes, and a packed uint64 (tick) or float64 (wall clock) for each."""
+
+    namespace_id: bytes
+    hashes: bytes
+    values: bytes
+
+
+class _Uses(msgspec.Struct, array_like=True):
+    runs: list[_Run]
+
+
+class _Protections(msgspec.Struct, array_like=True):
+    saved_at: float  # wall clock
+    runs: list[_Run]
+
+
+def restore(devices: Devices, store: Store, now: float, wall: float) -> None:
+    """Give the blocks that were just recovered the order and the protections that the notes tell of.
+
+    Args:
+        now: monotonic seconds.
+        wall: seconds since 1970.
+    """
+    ticks: dict[tuple[bytes, bytes], int] = {}
+    left_s: dict[tuple[bytes, bytes], float] = {}
+    latest = 0.0
+    for device in devices:
+        uses = _read(device, "uses", _Uses)
+        for run in uses.runs if uses is not None else ():
+            for name, tick in _pairs(run, "<u8"):
+                key = (run.namespace_id, name)
+                ticks[key] = max(ticks.get(key, 0), int(tick))
+        saved = _read(device, "protected", _Protections)
+        if saved is not None and saved.saved_at > latest:  # else that of a device that was away
+            latest = saved.saved_at
+            # A clock that was set back prolongs nothing beyond what was left.
+            left_s = {
+                (run.namespace_id, name): until - max(wall, saved.saved_at)
+                for run in saved.runs
+                for name, until in _pairs(run, "<f8")
+            }
+    store.restore_uses([Use(*key, tick) for key, tick in ticks.items()], now)
+    protections = [Protection(*key, now + left) for key, left in left_s.items() if left > 0]
+    refused = store.restore_protections(protections, now)
+    if refused:
+        log.error("protections were not restored: there is no room for them", blocks=refused)
+
+
+class UseKeeper:
+    """Writes the notes of every device, beside the traffic.
+
+    Args:
+        interval_s: between two looks at the order of use.
+        is_synced: notes outlast a power failure.
+        on_failure: a note was not written.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        devices: Devices,
+        interval_s: float,
+        *,
+        is_synced: bool,
+        on_failure: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._devices = devices
+        self._interval_s = interval_s
+        self._is_synced = is_synced
+        self._on_failure = on_failure
+        self._clock = clock
+        self._wall = wall
+        self._saved_tick = -1
+        self._saved_protections = -1
+
+    async def run(self) -> None:
+        """Write what has changed, until cancelled."""
+        due = self._clock() + self._interval_s
+        while True:
+            await asyncio.sleep(min(SETTLE_S, self._interval_s))
+            await self._keep_protections()
+            if self._clock() >= due:
+                await self._keep_uses()
+                due = self._clock() + self._interval_s
+
+    async def close(self) -> None:
+        """Write what has changed since the last time."""
+        await self._keep_protections()
+        await self._keep_uses()
+
+    async def _keep_uses(self) -> None:
+        tick = self._store.tick
+        if tick == self._saved_tick:
+            return
+        noted = {device.number: _Notes() for device in self._devices}
+        for rows in self._store.uses(SLICE_BLOCKS):
+            for number, use in rows:
+                noted[number].add(use.namespace_id, use.block_hash, use.tick)
+            await asyncio.sleep(0)
+        is_kept = True
+        for device in self._devices:
+            content = msgspec.msgpack.encode(_Uses(noted[device.number].runs("<u8")))
+            is_kept = await self._write(device, "uses", content) and is_kept
+        if is_kept:
+            self._saved_tick = tick
+
+    async def _keep_protections(self) -> None:
+        changes = self._store.protection_changes
+        if changes == self._saved_protections:
+            return
+        notes = _Notes()
+        wall = self._wall()
+        ahead = wall - self._clock()
+        for number, kept in enumerate(self._store.protections()):
+            notes.add(kept.namespace_id, kept.block_hash, kept.until + ahead)
+            if number % SLICE_BLOCKS == SLICE_BLOCKS - 1:
+                await asyncio.sleep(0)
+        content = msgspec.msgpack.encode(_Protections(wall, notes.runs("<f8")))
+        is_kept = True
+        for device in self._devices:
+            is_kept = await self._write(device, "protected", content) and is_kept
+        if is_kept:
+            self._saved_protections = changes
+
+    async def _write(self, device: Device, name: str, content: bytes) -> bool:
+        """Write one note; False to try again. A device that takes nothing more has its last note."""
+        if device.state != "ok":
+            return True
+        try:
+            await asyncio.to_thread(
+                write_note, device.directory / name, VERSION, content, is_synced=self._is_synced
+            )
+        except NvmeFailed as error:
+            self._on_failure()
+            log.error("a note was not written", device=device.identity, error=str(error))
+            return False
+        return True
+
+
+class _Notes:
+    """Blocks with a number each, by namespace."""
+
+    def __init__(self) -> None:
+        self._by_namespace: dict[bytes, tuple[bytearray, list[float]]] = {}
+
+    def add(self, namespace_id: bytes, block_hash: bytes, value: float) -> None:
+        hashes, values = self._by_namespace.setdefault(namespace_id, (bytearray(), []))
+        hashes += block_hash
+        values.append(value)
+
+    def runs(self, dtype: str) -> list[_Run]:
+        return [
+            _Run(namespace_id, bytes(hashes), np.array(values, dtype).tobytes())
+            for namespace_id, (hashes, values) in self._by_namespace.items()
+        ]
+
+
+def _read(device: Device, name: str, kind: type[T]) -> T | None:
+    """A note of a device; None where it says nothing that can be believed."""
+    content = read_note(device.directory / name, VERSION)
+    if content is None:
+        return None
+    try:
+        return msgspec.msgpack.decode(content, type=kind)
+    except msgspec.MsgspecError as error:
+        log.warning("ignored a note", directory=str(device.directory), note=name, error=str(error))
+        return None
+
+
+def _pairs(run: _Run, dtype: str) -> Iterator[tuple[bytes, float]]:
+    """Each hash with its number; nothing where they do not match."""
+    if len(run.hashes) % HASH_BYTES or len(run.hashes) // HASH_BYTES * 8 != len(run.values):
+        return iter(())
+    return zip(unpack_hashes(run.hashes), np.frombuffer(run.values, dtype).tolist(), strict=True)

@@ -1,0 +1,199 @@
+"""Device memory of a node: one tensor, reached by one-sided NIXL from elsewhere and by copies from here.
+
+Nobody maps it: no file descriptor is handed out, and the bytes pass through host memory only where the node
+itself moves, sums or serves them. On "cpu" it is ordinary memory in the place of a device's, for trying out.
+Torch is loaded when the first arena is made. Not on an event loop: every copy blocks its thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from kvpool.errors import ConfigError, InvalidArgument, KvpoolError
+from tiers.memory.arena import HEADROOM_BYTES, available_memory_bytes
+
+log = structlog.get_logger(__name__)
+
+Octets = npt.NDArray[np.uint8]
+HBM_ARENA_ID = 1 << 16  # far from those of dram, which are numbered from 0 as they come
+STAGING_BYTES = 4 << 20  # pinned, per thread that copies
+
+
+class DeviceUnavailable(ConfigError):
+    """The configured device, or so much of its memory, is not there."""
+
+    code = "device_unavailable"
+
+
+class DeviceFailed(KvpoolError):
+    """The device, or its driver, refused a copy."""
+
+    code = "device_failed"
+
+
+class DeviceArena:
+    """One region of device memory.
+
+    Args:
+        arena_id: number within the node.
+        size_bytes: of the region.
+        device: "cuda:0", "cuda" or the like, or "cpu".
+
+    Raises:
+        DeviceUnavailable: there is no such device here, or not so much memory on it.
+    """
+
+    def __init__(self, arena_id: int, size_bytes: int, device: str) -> None:
+        self.arena_id = arena_id
+        self.size_bytes = size_bytes
+        self._torch = _load_torch()
+        self._device = _find_device(self._torch, device)
+        self._tensor: Any = self._allocate()
+        self.base = int(self._tensor.data_ptr())
+        self.is_on_host = self._device.type == "cpu"
+        self.device_id = 0 if self.is_on_host else int(self._tensor.device.index)
+        self._host: Octets = self._tensor.numpy() if self.is_on_host else np.empty(0, np.uint8)
+        self._of_thread = threading.local()
+        if self.is_on_host:
+            log.warning("hbm on cpu: for trying out", size_bytes=size_bytes)
+
+    @property
+    def kind(self) -> str:
+        """The memory's kind, as NIXL must be told: "vram" or "dram"."""
+        return "dram" if self.is_on_host else "vram"
+
+    @property
+    def note(self) -> str:
+        """What people should know of it; "" for a device."""
+        return "hbm on cpu: for trying out" if self.is_on_host else ""
+
+    def read_into(self, offset: int, out: Octets) -> None:
+        """Fill `out` from the arena; back when the bytes are there.
+
+        Raises:
+            InvalidArgument: the range is not within the arena.
+            DeviceFailed: the device did not do it.
+        """
+        self._check(offset, out.nbytes)
+        if self.is_on_host:
+            np.copyto(out, self._host[offset : offset + out.nbytes])
+            return
+        try:
+            self._read_staged(offset, out)
+        except RuntimeError as error:  # what CUDA's errors are in torch
+            raise DeviceFailed(f"{self._device}: {error}") from error
+
+    def _read_staged(self, offset: int, out: Octets) -> None:
+        staging, stream = self._staging()
+        for at in range(0, out.nbytes, STAGING_BYTES):
+            step = min(STAGING_BYTES, out.nbytes - at)
+            with self._torch.cuda.stream(stream):
+                source = self._tensor[offset + at : offset + at + step]
+                staging[:step].copy_(source, non_blocking=True)
+            stream.synchronize()
+            np.copyto(out[at : at + step], staging[:step].numpy())
+
+    def write_from(self, offset: int, data: Octets) -> None:
+        """Copy `data` into the arena; back when the device has it.
+
+        Raises:
+            InvalidArgument: the range is not within the arena.
+            DeviceFailed: the device did not do it.
+        """
+        self._check(offset, data.nbytes)
+        if self.is_on_host:
+            np.copyto(self._host[offset : offset + data.nbytes], data)
+            return
+        try:
+            self._write_staged(offset, data)
+        except RuntimeError as error:
+            raise DeviceFailed(f"{self._device}: {error}") from error
+
+    def _write_staged(self, offset: int, data: Octets) -> None:
+        staging, stream = self._staging()
+        for at in range(0, data.nbytes, STAGING_BYTES):
+            step = min(STAGING_BYTES, data.nbytes - at)
+            np.copyto(staging[:step].numpy(), data[at : at + step])
+            with self._torch.cuda.stream(stream):
+                target = self._tensor[offset + at : offset + at + step]
+                target.copy_(staging[:step], non_blocking=True)
+            stream.synchronize()  # the staging memory is used again
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._host = np.empty(0, np.uint8)
+        self._tensor = None
+        if not self.is_on_host:
+            self._torch.cuda.empty_cache()
+
+    # ------------------------------------------------------------ within
+
+    def _check(self, offset: int, length: int) -> None:
+        if offset < 0 or offset + length > self.size_bytes:
+            raise InvalidArgument(
+                f"bytes [{offset}, {offset + length}) of a device arena of {self.size_bytes}"
+            )
+
+    def _allocate(self) -> Any:
+        size = self.size_bytes
+        if self._device.type == "cpu":
+            room = available_memory_bytes() - HEADROOM_BYTES
+            if size > room:
+                raise DeviceUnavailable(
+                    f"{size >> 20} MiB of hbm on cpu do not fit: {max(room, 0) >> 20} MiB are available",
+                    hint="lower node.hbm_bytes",
+                )
+        try:
+            # Zeroed: every page is there, and nobody reads what another process left.
+            tensor = self._torch.empty(size, dtype=self._torch.uint8, device=self._device)
+            return tensor.zero_()
+        except RuntimeError as error:  # torch's out-of-memory errors are of this kind
+            raise DeviceUnavailable(
+                f"{self._device} did not give {size >> 20} MiB: {str(error).splitlines()[0]}",
+                hint="lower node.hbm_bytes, or leave the engine less of the device",
+            ) from error
+
+    def _staging(self) -> tuple[Any, Any]:
+        """This thread's pinned memory and stream: copies of several threads do not wait for each other."""
+        if not hasattr(self._of_thread, "staging"):
+            torch = self._torch
+            self._of_thread.stream = torch.cuda.Stream(self._device)
+            self._of_thread.staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
+        return self._of_thread.staging, self._of_thread.stream
+
+
+def _load_torch() -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise DeviceUnavailable(
+            f"device memory needs PyTorch: {error}", hint="pip install torch, or node.hbm_bytes=0"
+        ) from error
+    return torch
+
+
+def _find_device(torch: Any, name: str) -> Any:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise DeviceUnavailable(
+            f"node.hbm_device={name!r} is no device", hint='"cuda:0", or "cpu" for trying out'
+        ) from error
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
+        raise DeviceUnavailable(
+            f"node.hbm_device={name!r}: CUDA devices only", hint='"cuda:0", or "cpu" to try out'
+        )
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= count:
+        raise DeviceUnavailable(
+            f"node.hbm_device={name!r} is not there: PyTorch sees {count} CUDA devices",
+            hint='set node.hbm_bytes=0, or node.hbm_device=cpu for trying out; see "nvidia-smi"',
+        )
+    return torch.device("cuda", device.index or 0)

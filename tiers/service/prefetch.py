@@ -1,0 +1,116 @@
+"""Prefetch: bringing blocks into DRAM, or into HBM, ahead of a read. A bounded queue, and a reason for every no.
+
+A prefetch takes no lease and promises nothing: what it brought may be evicted before it is read. What is
+declined may be asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+from kvpool.blocks.hashing import unpack_hashes
+from kvpool.errors import InvalidArgument
+from kvpool.wire import messages as m
+from tiers.service.migrator import Mover
+from tiers.store.store import Store
+
+SLICE_BLOCKS = 16  # promoted together; reads that wait for a promotion come in between
+
+
+class Prefetcher:
+    """Promotes what was asked for, in the order asked, beside the traffic.
+
+    Args:
+        max_blocks: waiting at once; what comes on top is declined as "queue_full".
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        mover: Mover,
+        max_blocks: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.counters: Counter[str] = Counter()
+        self._store = store
+        self._mover = mover
+        self._max_blocks = max_blocks
+        self._clock = clock
+        self._queue: deque[tuple[bytes, list[bytes], str]] = deque()
+        self._waiting: set[tuple[bytes, bytes, str]] = set()
+        self._wake = asyncio.Event()
+
+    def prefetch(self, request: m.Prefetch) -> m.PrefetchReply:
+        """Queue the leading run of what was asked; answers at once.
+
+        Raises:
+            UnknownNamespace, InvalidArgument: too many hashes, or no such tier.
+        """
+        target = request.tier or "dram"
+        if target not in ("dram", "hbm"):
+            raise InvalidArgument(f"cannot prefetch into {request.tier!r}", hint="dram or hbm")
+        space = request.namespace_id
+        hashes = unpack_hashes(request.hashes)
+        tiers = self._store.lookup(space, hashes)
+        reason = "not_here" if len(tiers) < len(hashes) else ""
+        if target not in self._store.tier_names:
+            tiers, reason = [], f"no_{target}"
+        accepted: list[bytes] = []
+        taken = resident = 0
+        for block_hash, tier in zip(hashes, tiers, strict=False):
+            if tier == target or target in self._store.standing(space, block_hash):
+                resident += 1
+                continue
+            if (space, block_hash, target) in self._waiting:
+                taken += 1
+                continue
+            if tier == "nvme" and not self._mover.can_promote:
+                reason = "disk_failed"
+                break
+            if len(self._waiting) >= self._max_blocks:
+                reason = "queue_full"
+                break
+            accepted.append(block_hash)
+            self._waiting.add((space, block_hash, target))
+        if accepted:
+            self._queue.append((space, accepted, target))
+            self._wake.set()
+        taken += len(accepted)
+        declined = len(hashes) - taken - resident
+        self._count("prefetch_accepted", taken)
+        self._decline(reason, declined)
+        return m.PrefetchReply(taken, resident, declined, reason)
+
+    async def run(self) -> None:
+        """Promote until cancelled."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._queue:
+                namespace_id, hashes, target = self._queue.popleft()
+                for start in range(0, len(hashes), SLICE_BLOCKS):
+                    await self._promote(namespace_id, hashes[start : start + SLICE_BLOCKS], target)
+
+    async def _promote(self, namespace_id: bytes, hashes: Sequence[bytes], target: str) -> None:
+        try:
+            moves, reason = self._store.promote(namespace_id, hashes, self._clock(), target)
+            if moves:
+                await self._mover.promote(moves)
+        finally:
+            self._waiting.difference_update((namespace_id, name, target) for name in hashes)
+        there = sum(target in self._store.standing(namespace_id, name) for name in hashes)
+        self._count("prefetched", there)
+        # Accepted, and yet not there: said nowhere else, so it is counted here.
+        self._decline(reason or "lost", len(hashes) - there)
+
+    def _decline(self, reason: str, count: int) -> None:
+        self._count("prefetch_declined", count)
+        self._count(f"prefetch_declined:{reason}", count)
+
+    def _count(self, name: str, count: int) -> None:
+        if count:
+            self.counters[name] += count

@@ -1,0 +1,244 @@
+"""More or less DRAM while the node serves: arenas are added, or emptied and given back.
+
+Growing adds an arena, which is registered and announced before the store may use it. Shrinking retires whole arenas
+and, where the target lies within one, replaces that one by a smaller. Emptying goes on in the background; an arena
+is closed when the store says that nobody has business there. The store decides; here are threads and memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from kvpool.blocks.hashing import checksum
+from kvpool.errors import ChecksumMismatch, InvalidArgument, KvpoolError, NoRoom
+from kvpool.transports.shm import MAX_ARENAS
+from kvpool.wire import messages as m
+from tiers.memory.arena import Arena
+from tiers.memory.arena_set import ArenaSet
+from tiers.store.blocks import Move
+from tiers.store.slab_allocator import SlotAllocator
+from tiers.store.store import Store
+
+log = structlog.get_logger(__name__)
+
+BATCH_BLOCKS = 16  # moved together; their slots are held meanwhile
+TICK_S = 0.1  # between two looks at what leases and writers still hold
+MiB = 1 << 20
+
+
+@dataclass(slots=True, frozen=True)
+class Plan:
+    """What to do for a target: arenas to retire, and the size of one to add (0: none)."""
+
+    retire: tuple[int, ...]
+    add_bytes: int
+
+
+def plan_resize(sizes: Mapping[int, int], target_bytes: int, unit_bytes: int) -> Plan:
+    """How to come from arenas of these sizes, in the order they were added, to a target.
+
+    Args:
+        sizes: bytes of the arenas in use, by id.
+        unit_bytes: arenas are multiples of it; the target is rounded down to one.
+
+    Raises:
+        InvalidArgument: less than one unit would be left.
+    """
+    target_bytes -= target_bytes % unit_bytes
+    if target_bytes < unit_bytes:
+        raise InvalidArgument(
+            f"dram of less than one slab of {unit_bytes} bytes", hint="drain the node instead"
+        )
+    excess = sum(sizes.values()) - target_bytes
+    if excess <= 0:
+        return Plan((), -excess)
+    retire: list[int] = []
+    for arena_id in reversed(sizes):  # the last ones added are the emptiest
+        if sizes[arena_id] <= excess:
+            retire.append(arena_id)
+            excess -= sizes[arena_id]
+    kept = {arena_id: size for arena_id, size in sizes.items() if arena_id not in retire}
+    if not excess:
+        return Plan(tuple(retire), 0)
+    smallest = min(kept, key=lambda arena_id: kept[arena_id])
+    return Plan((*retire, smallest), kept[smallest] - excess)
+
+
+class Resizer:
+    """Changes the size of a node's DRAM tier.
+
+    Args:
+        arenas: those in use; this alone changes the set.
+        make: makes an arena of a number and size; it may take seconds, and runs in a thread.
+        announce: has everybody know the arenas in the set; awaited before and after each change.
+        demote: carries out moves to NVMe; the futures end when the store knows how they ended.
+        may_demote: whether the disk takes anything.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        arenas: ArenaSet,
+        make: Callable[[int, int], Arena],
+        announce: Callable[[Sequence[Arena]], Awaitable[None]],
+        demote: Callable[[Sequence[Move]], Sequence[asyncio.Future[Any]]],
+        may_demote: Callable[[], bool],
+        *,
+        slab_bytes: int,
+        unit_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._arenas = arenas
+        self._unit_bytes = unit_bytes
+        self._slab_bytes = slab_bytes
+        self._make = make
+        self._announce = announce
+        self._demote = demote
+        self._may_demote = may_demote
+        self._clock = clock
+        self._next_id = max(arenas, default=-1) + 1
+        self._resizing: asyncio.Task[m.ResizeDramReply] | None = None
+        self._wake = asyncio.Event()
+        self._mover = ThreadPoolExecutor(1, thread_name_prefix="kvpool-relocate")
+
+    async def resize(self, request: m.ResizeDram) -> m.ResizeDramReply:
+        """Begin to make DRAM this large; returns when what is new can be used.
+
+        Raises:
+            InvalidArgument: less than one slab. NoRoom: another resize is under way, or there are too many arenas.
+            NoSharedMemory: the machine has not got that much, and nothing was changed.
+        """
+        if self._resizing is not None and not self._resizing.done():
+            raise NoRoom("another resize is under way", hint="try again when it is over")
+        # A task of its own: whoever asked may leave, but an arena that nobody takes in is never given back.
+        self._resizing = asyncio.create_task(self._resize(request), name="resize")
+        self._resizing.add_done_callback(_tell_failure)
+        return await asyncio.shield(self._resizing)
+
+    async def _resize(self, request: m.ResizeDram) -> m.ResizeDramReply:
+        before = sum(self._open().values())
+        plan = plan_resize(self._open(), request.target_bytes, self._unit_bytes)
+        if plan.add_bytes:
+            await self._grow(plan.add_bytes)
+        for arena_id in plan.retire:
+            self._store.retire_arena(arena_id, self._clock())
+        self._wake.set()
+        reply = m.ResizeDramReply(before, sum(self._open().values()), self._retiring_bytes())
+        log.info(
+            "dram resized",
+            mib_before=before // MiB,
+            mib_now=reply.capacity_bytes // MiB,
+            mib_retiring=reply.retiring_bytes // MiB,
+        )
+        return reply
+
+    async def run(self) -> None:
+        """Empty retired arenas and give them back, until cancelled.
+
+        Raises:
+            StoreCorrupt, or whatever else nobody outside can be blamed for.
+        """
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S if self._store.retiring() else None):
+                    await self._wake.wait()
+            self._wake.clear()
+            if await self._empty_some():
+                self._wake.set()
+                await asyncio.sleep(0)  # requests come in between
+            await self._close_empty()
+
+    def close(self) -> None:
+        """Wait for the copy under way; what has not begun never will."""
+        self._mover.shutdown(wait=True, cancel_futures=True)
+
+    # ------------------------------------------------------------ within
+
+    def _open(self) -> dict[int, int]:
+        retiring = self._store.retiring()
+        return {key: arena.size_bytes for key, arena in self._arenas.items() if key not in retiring}
+
+    def _retiring_bytes(self) -> int:
+        return sum(self._arenas[arena_id].size_bytes for arena_id in self._store.retiring())
+
+    async def _grow(self, size_bytes: int) -> None:
+        if len(self._arenas) >= MAX_ARENAS:
+            raise NoRoom(
+                f"the node has {len(self._arenas)} arenas already",
+                hint="shrink it first, then grow",
+            )
+        arena_id, self._next_id = self._next_id, self._next_id + 1
+        arena = await asyncio.to_thread(self._make, arena_id, size_bytes)
+        self._arenas.add(arena)
+        try:
+            await self._announce(tuple(self._arenas.values()))
+            slots = SlotAllocator(arena.size_bytes, self._slab_bytes, arena_id)
+            self._store.add_arena("dram", slots, self._clock())
+        except KvpoolError:
+            self._arenas.remove(arena_id).close(give_back=True)
+            raise
+
+    async def _empty_some(self) -> bool:
+        """Take some blocks out of retired arenas; whether that did anything."""
+        before = self._store.retiring()
+        if not before:
+            return False
+        moves = self._store.plan_retirement(
+            BATCH_BLOCKS, self._clock(), may_demote=self._may_demote()
+        )
+        works: list[asyncio.Future[Any]] = [
+            self._begin(move) for move in moves if move.target_tier == "dram"
+        ]
+        works += self._demote([move for move in moves if move.target_tier != "dram"])
+        if works:
+            await asyncio.wait(works)
+        return bool(moves) or self._store.retiring() != before
+
+    def _begin(self, move: Move) -> asyncio.Future[None]:
+        source, target = self._arenas[move.source.arena_id], self._arenas[move.target.arena_id]
+        work = asyncio.wrap_future(self._mover.submit(_copy, move, source, target))
+        work.add_done_callback(lambda ended: self._settle(move, ended))
+        return work
+
+    def _settle(self, move: Move, work: asyncio.Future[None]) -> None:
+        now = self._clock()
+        error = None if work.cancelled() else work.exception()
+        if work.cancelled():
+            self._store.cancel_moves([move], now)
+            return
+        self._store.finish_move(move.move_id, error is None, now)
+        if error is not None:
+            log.error("dropping a corrupt block", block=move.block_hash.hex(), error=str(error))
+            self._store.drop(move.namespace_id, move.block_hash, "checksum", now)
+
+    async def _close_empty(self) -> None:
+        gone = [self._arenas.remove(arena_id) for arena_id in self._store.take_retired()]
+        if not gone:
+            return
+        await self._announce(tuple(self._arenas.values()))
+        for arena in gone:
+            # Clients may map it for long, and none of them has business there any more.
+            await asyncio.to_thread(arena.close, give_back=True)
+            log.info("arena given back", arena_id=arena.arena_id, mib=arena.size_bytes // MiB)
+
+
+def _tell_failure(task: asyncio.Task[m.ResizeDramReply]) -> None:
+    """Whoever asked may not be there any more to hear of it."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.warning("dram was not resized", error=str(error))
+
+
+def _copy(move: Move, source: Arena, target: Arena) -> None:
+    data = target.view(move.target.offset, move.length)
+    data[:] = source.view(move.source.offset, move.length)
+    if checksum(data) != move.checksum:
+        raise ChecksumMismatch(f"part {move.part} in DRAM is not what was committed")

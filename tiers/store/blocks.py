@@ -1,0 +1,254 @@
+"""Records of the store: blocks, their copies in tiers, and what its calls return. Data only, no decisions.
+
+A `Block` is one prefix hash of one namespace; it has at most one `Copy` per tier, and a copy has one slot
+per tensor-parallel part. Slots are reserved first (`filling`) and then committed; a copy is whole, and so
+visible, when all its parts are committed (invariant 4).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvpool.blocks.layout import Namespace
+from tiers.policies.cost import prefill_cost
+from tiers.store.fp8 import Encoding
+from tiers.store.slab_allocator import Place
+
+DRAM = 0
+NVME = 1
+HBM = 2
+TIER_NAMES = ("dram", "nvme", "hbm")
+BEST_FIRST = (HBM, DRAM, NVME)  # the order in which a copy is looked for
+NEVER_USED = -1
+NEVER = -math.inf  # `Block.keep_until` of a block that nobody protects
+FOREVER = math.inf  # of one that is never evicted
+
+
+class Copy:
+    """One block in one tier. A part without a place stands not here; without a checksum it is reserved."""
+
+    __slots__ = (
+        "block",
+        "checksums",
+        "committed",
+        "encoding",
+        "filling",
+        "pins",
+        "places",
+        "reading",
+        "refused_use",
+        "slot_bytes",
+        "tier",
+        "whole_checksums",
+        "whole_places",
+    )
+
+    def __init__(
+        self, block: Block, tier: int, encoding: Encoding | None = None, slot_bytes: int = 0
+    ) -> None:
+        space = block.space
+        tp_size = space.tp_size
+        self.block = block
+        self.tier = tier
+        # On disk there may be copies from before a change of settings, in slots of another size.
+        if encoding is None:
+            encoding = space.nvme_encoding if tier == NVME else "as_is"
+        self.encoding: Encoding = encoding
+        self.slot_bytes = slot_bytes or space.slot_bytes[tier]
+        self.places: list[Place | None] = [None] * tp_size
+        self.checksums: list[int | None] = [None] * tp_size
+        self.committed = 0  # parts
+        self.filling = 0  # parts reserved by a writer or by a move into this copy
+        self.reading = 0  # moves that read from this copy
+        self.pins = 0  # leases on this copy
+        # Of a whole copy, part by part: what a pin hands out without further work.
+        self.whole_places: tuple[Place, ...] = ()
+        self.whole_checksums: tuple[int, ...] = ()
+        # The block's last use when the tier below had no room for it: see `eviction.is_spared`.
+        self.refused_use = NEVER_USED
+
+    @property
+    def is_whole(self) -> bool:
+        """Every part is committed (invariant 4)."""
+        return self.committed == len(self.places)
+
+    # What an eviction policy may ask (`policies.Candidate`).
+
+    @property
+    def ident(self) -> tuple[bytes, bytes]:
+        """Namespace id and prefix hash."""
+        return self.block.space.namespace_id, self.block.name
+
+    @property
+    def last_use(self) -> int:
+        """Tick of the block's last pin or commit, in whatever tier."""
+        return self.block.last_use
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its slots, all parts."""
+        return self.slot_bytes * len(self.places)
+
+    @property
+    def cost(self) -> float:
+        """Prefill time that a hit saves, in units of one token without context."""
+        return prefill_cost(self.block.depth, self.block.space.block_tokens)
+
+
+class Block:
+    """One prefix hash of one namespace, and where it stands."""
+
+    __slots__ = (
+        "copies",
+        "depth",
+        "is_detached",
+        "is_shielded",
+        "keep_until",
+        "last_use",
+        "name",
+        "parent",
+        "space",
+    )
+
+    def __init__(
+        self, space: Space, name: bytes, parent: bytes, last_use: int, depth: int = 0
+    ) -> None:
+        self.space = space
+        self.name = name  # the prefix hash
+        self.parent = parent  # prefix hash of the block before, b"" at the start
+        self.last_use = last_use  # tick of the last pin or commit; unique, larger is more recent
+        self.depth = depth  # known blocks before it when it came; an estimate for policies
+        self.keep_until = NEVER  # monotonic seconds: soft protection; FOREVER: hard protection
+        self.is_shielded = False  # needed by the call under way: not evicted to make its room
+        self.copies: list[Copy | None] = [None] * len(TIER_NAMES)  # by tier
+        self.is_detached = False  # dropped, but some slot is still read or written
+
+
+class Space:
+    """What the store knows of one namespace."""
+
+    __slots__ = (
+        "account",
+        "block_tokens",
+        "blocks",
+        "children",
+        "kept_children",
+        "namespace",
+        "namespace_id",
+        "nvme_encoding",
+        "part_bytes",
+        "slot_bytes",
+        "tp_size",
+        "visible",
+    )
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        slot_bytes: tuple[int, ...],
+        account: int = 0,
+        nvme_encoding: Encoding = "as_is",
+    ) -> None:
+        self.namespace = namespace
+        self.namespace_id = namespace.namespace_id
+        self.tp_size = namespace.layout.tp_size
+        self.part_bytes = namespace.layout.part_bytes
+        self.block_tokens = namespace.layout.block_tokens
+        self.slot_bytes = slot_bytes  # by tier; 0 for one that the node has not got
+        self.nvme_encoding = nvme_encoding  # of parts that are written there from now on
+        self.account = account  # whose quota its slots count against
+        self.blocks: dict[bytes, Block] = {}
+        self.visible: tuple[dict[bytes, Copy], ...] = tuple({} for _ in TIER_NAMES)  # whole ones
+        # By tier: parent hash -> how many of its children have a copy there (invariant 6). Counted even
+        # while the parent is elsewhere, so that it is right from the moment that the parent arrives.
+        self.children: tuple[dict[bytes, int], ...] = tuple({} for _ in TIER_NAMES)
+        self.kept_children: dict[bytes, int] = {}  # parent hash -> how many of them are protected
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing of it is here, nor on its way here."""
+        return not self.blocks and not self.kept_children and not any(self.children)
+
+
+class StoreEvent(NamedTuple):
+    """A whole copy appeared in a tier ("stored") or left it ("removed")."""
+
+    kind: str
+    namespace_id: bytes
+    block_hash: bytes
+    tier: str
+
+
+class Move(NamedTuple):
+    """One part to be copied between tiers; both slots are held until `Store.finish_move`."""
+
+    move_id: int
+    namespace_id: bytes
+    block_hash: bytes
+    part: int
+    source_tier: str
+    source: Place
+    target_tier: str
+    target: Place
+    length: int  # bytes of the part, not of the slot
+    checksum: int
+    parent: bytes
+    encoding: Encoding = (
+        "as_is"  # of the part on nvme, which the checksum is of when it is read there
+    )
+
+
+@dataclass(slots=True, frozen=True)
+class Reservation:
+    """Answer to `reserve`: a `BlockStatus` per block, and places for the granted ones in order."""
+
+    reservation_id: int  # 0: nothing was granted
+    statuses: list[int]
+    places: list[Place]
+    slot_bytes: int
+    ttl_s: float
+    deadline: float  # monotonic seconds
+
+
+@dataclass(slots=True, frozen=True)
+class PinResult:
+    """Answer to `pin`: places and checksums block by block, within a block by part as asked.
+
+    `miss_reason` says why block number `found` could not be leased: "never_stored", "evicted",
+    "in_progress", "checksum", "no_room", or "promoting": blocks of the run stand only where the caller
+    cannot read; carry out `promote` (empty when somebody else's moves are under way), then pin again.
+    """
+
+    lease_id: int  # 0: nothing is leased
+    found: int
+    places: list[Place]
+    checksums: list[int]
+    tiers: list[str]
+    ttl_s: float
+    miss_reason: str
+    promote: list[Move]
+
+
+class Ghosts:
+    """Why blocks are gone, for the most recent ones only: bounded, oldest forgotten first."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._reasons: dict[tuple[bytes, bytes], str] = {}
+
+    def remember(self, block: Block, reason: str) -> None:
+        """Note that `block` left the store."""
+        key = (block.space.namespace_id, block.name)
+        self._reasons.pop(key, None)
+        self._reasons[key] = reason
+        if len(self._reasons) > self._limit:
+            del self._reasons[next(iter(self._reasons))]
+
+    def reason(self, namespace_id: bytes, name: bytes) -> str:
+        """The reason remembered, or "" when there is none."""
+        return self._reasons.get((namespace_id, name), "")
+
+    def __len__(self) -> int:
+        return len(self._reasons)

@@ -1,0 +1,272 @@
+"""Emptying arenas that are to go, while everything else goes on. Decides, copies nothing.
+
+Nothing new is allocated in a retired arena. What stands there moves to the other arenas, where it takes room that
+is free, or that of blocks used less recently; what finds none goes down to nvme where there is one, and is
+evicted last. What is reserved or in quarantine stays as it is until that ends, and a leased slot keeps its bytes
+until the lease ends, also when new readers find the block elsewhere by then (invariants 1 to 3).
+
+A block that moves has a twin meanwhile: a record of its own that holds the new slots and that nobody can find. At the
+end the two exchange their places, and the twin leaves with the old ones, at once or with their last lease. Pure: no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvpool.errors import InvalidArgument, NotFound
+from tiers.store import eviction
+from tiers.store.block_table import Residency
+from tiers.store.blocks import DRAM, NEVER, TIER_NAMES, Block, Copy, Move, Space
+from tiers.store.migrations import MoveBook
+from tiers.store.slab_allocator import Place, SlotAllocator, StoreCorrupt
+
+LOOKS_AT_ONCE = 1024  # slots looked at in one call, so that none takes longer than 5 ms
+
+
+class _Walk:
+    """How far the emptying of one arena has come; it starts over until nothing is left."""
+
+    __slots__ = ("acted", "arena", "held", "is_pressing", "offset", "since")
+
+    def __init__(self, arena: SlotAllocator, since: int) -> None:
+        self.arena = arena
+        self.since = since  # tick of the last use before it began
+        self.offset = 0
+        self.acted = 0  # blocks that this round moved or evicted
+        self.held = 0  # slots of blocks that could not even try
+        self.is_pressing = (
+            False  # nobody holds anything, and no block leaves: parents take room from anybody
+        )
+
+    def places(self) -> Iterator[Place]:
+        """The slots taken, from where the last call ended; moves on as it goes."""
+        slab_bytes = self.arena.slab_bytes
+        while self.offset < self.arena.capacity_bytes:
+            slab = self.offset // slab_bytes
+            for place in self.arena.places_in(slab):
+                if place.offset >= self.offset:
+                    self.offset = place.offset + 1
+                    yield place
+            self.offset = (slab + 1) * slab_bytes
+
+    def start_over(self, *, is_pressing: bool) -> None:
+        self.is_pressing = is_pressing
+        self.offset = self.acted = self.held = 0
+
+
+class _Budget:
+    """What one call may still do, and what it did."""
+
+    __slots__ = ("blocks", "looks", "moves", "refused")
+
+    def __init__(self, max_blocks: int) -> None:
+        self.blocks = max_blocks
+        self.looks = LOOKS_AT_ONCE
+        self.moves: list[Move] = []
+        # By namespace: no room was found for what was used then, so there is none for what is colder.
+        self.refused: dict[Space, int] = {}
+
+    @property
+    def is_spent(self) -> bool:
+        return self.blocks <= 0 or self.looks <= 0
+
+
+class RetirementBook:
+    """The dram arenas on their way out, and the moves that empty them.
+
+    Args:
+        residency: where the slots are.
+        moves: takes what must go down to nvme.
+    """
+
+    def __init__(self, residency: Residency, moves: MoveBook) -> None:
+        self._residency = residency
+        self._demotions = moves
+        self._walks: dict[int, _Walk] = {}  # by arena id
+        self._next_id = -1  # downwards: the numbers of all other moves are positive
+        self._moves: dict[int, tuple[Move, Copy, Copy]] = {}
+        self._demoted: set[Copy] = (
+            set()
+        )  # once each: a disk that refuses one does not keep the arena
+        self._may_demote = True
+
+    def __len__(self) -> int:
+        return len(self._moves)
+
+    def __contains__(self, move_id: int) -> bool:
+        return move_id in self._moves
+
+    def values(self) -> list[tuple[Move, Copy, Copy]]:
+        """Each move with its source and its target."""
+        return list(self._moves.values())
+
+    def retire(self, arena_id: int) -> None:
+        """Allocate nothing there from now on.
+
+        Raises:
+            NotFound: no such arena. InvalidArgument: it is the last one.
+        """
+        slots = self._residency.tiers[DRAM].slots
+        arena = next((arena for arena in slots.arenas if arena.arena_id == arena_id), None)
+        if arena is None:
+            raise NotFound(f"there is no dram arena {arena_id}")
+        if arena_id in self._walks:
+            return
+        if len(self._walks) + 1 == len(slots.arenas):
+            raise InvalidArgument(f"arena {arena_id} is the last one", hint="stop the node instead")
+        slots.close(arena_id)
+        self._walks[arena_id] = _Walk(arena, self._residency.advance(0))
+        self._residency.resized(DRAM)
+
+    def retiring(self) -> dict[int, int]:
+        """Bytes in slots of each arena that is on its way out."""
+        return {arena_id: walk.arena.used_bytes for arena_id, walk in self._walks.items()}
+
+    def take_empty(self) -> list[int]:
+        """Forget the retired arenas that hold nothing any more; returns them: nobody has business there."""
+        empty = [arena_id for arena_id, used_bytes in self.retiring().items() if not used_bytes]
+        for arena_id in empty:
+            del self._walks[arena_id]
+            if not self._walks:
+                self._demoted.clear()
+            self._residency.tiers[DRAM].slots.remove(arena_id)
+            self._residency.resized(DRAM)
+        return empty
+
+    def plan(self, max_blocks: int, *, may_demote: bool = True) -> list[Move]:
+        """Move or evict up to `max_blocks` blocks that nobody holds; returns the moves to carry out."""
+        self._may_demote = may_demote
+        owners = self._residency.tiers[DRAM].owners
+        budget = _Budget(max_blocks)
+        for walk in self._walks.values():
+            is_stuck = False
+            while not is_stuck:
+                for place in walk.places():
+                    copy = owners.get(place)  # None: in quarantine
+                    while copy is not None and not budget.is_spent and _is_free_to_go(copy, walk):
+                        if not self._leave(copy, walk, budget):
+                            break
+                        copy = self._parent_in(walk.arena.arena_id, copy.block)
+                    if copy is not None and not copy.block.is_detached:
+                        walk.held += not _is_free_to_go(copy, walk)
+                    budget.looks -= 1
+                    if budget.is_spent:
+                        return budget.moves
+                is_waiting = walk.held + len(self._moves) + len(self._demotions) > 0
+                is_pressing = not walk.acted and not is_waiting and not walk.is_pressing
+                is_stuck = not walk.acted and not is_pressing
+                walk.start_over(is_pressing=is_pressing)
+        return budget.moves
+
+    def finish(self, move_id: int, is_ok: bool | None) -> None:
+        """The bytes of one part are in their new place, or never will be.
+
+        Args:
+            is_ok: None for a move that was not begun.
+        """
+        move, source, target = self._moves.pop(move_id)
+        residency = self._residency
+        source.reading -= 1
+        target.reading += 1  # keeps what is filled from being freed before it is decided
+        if is_ok:
+            residency.fill(target, move.part, move.checksum)
+        else:
+            residency.counters["moves_cancelled" if is_ok is None else "moves_failed"] += 1
+            residency.vacate(target, move.part, is_late_write_possible=False)
+        target.reading -= 1
+        is_complete = target.committed == source.committed
+        # Another move, or a writer, that began meanwhile goes by the old places: try again when it is over.
+        if is_complete and not source.block.is_detached and not source.reading + source.filling:
+            if source.pins:
+                residency.replace(source, target)
+            else:
+                residency.exchange_places(source, target)
+            residency.counters["relocated"] += 1
+        residency.settle_state(target)
+        residency.settle_state(source)
+
+    # ------------------------------------------------------------ within
+
+    def _leave(self, copy: Copy, walk: _Walk, budget: _Budget) -> bool:
+        """Begin to take one copy out of its arena; whether it was evicted, so that its parent may follow."""
+        block = copy.block
+        is_pressed = walk.is_pressing and eviction.has_descendant(copy)
+        is_urgent = is_pressed or block.keep_until != NEVER
+        started = self._relocate(copy, None if is_urgent else block.last_use, budget)
+        if not started and not copy.pins and self._may_demote and copy not in self._demoted:
+            started = self._demotions.demote(copy)
+            if started:
+                self._demoted.add(copy)
+        budget.moves += started
+        is_evicted = not started and eviction.is_evictable(copy)
+        if is_evicted:
+            self._residency.evict(copy)
+        if started or is_evicted:
+            walk.acted += 1
+            budget.blocks -= 1
+        return is_evicted
+
+    def _parent_in(self, arena_id: int, block: Block) -> Copy | None:
+        """The parent's copy where it stands in the same arena: the walk has passed it by, as a rule."""
+        parent = block.space.blocks.get(block.parent)
+        copy = parent.copies[DRAM] if parent is not None else None
+        return copy if copy is not None and eviction.stands_in(copy, {arena_id}) else None
+
+    def _relocate(self, source: Copy, colder_than: int | None, budget: _Budget) -> list[Move]:
+        """Moves to slots elsewhere in the tier; none where there is no room for it."""
+        residency, block, space = self._residency, source.block, source.block.space
+        if colder_than is not None and colder_than <= budget.refused.get(space, -1):
+            return []
+        twin = Block(space, block.name, block.parent, block.last_use, block.depth)
+        twin.is_detached = True
+        residency.detached.add(twin)
+        parts = [part for part, checksum in enumerate(source.checksums) if checksum is not None]
+        source.reading += len(parts)  # before room is made: the source is never the victim
+        for count, part in enumerate(parts):
+            if residency.hold(twin, source.tier, part, colder_than) is None:
+                self._give_up(source, twin, parts, count)
+                budget.blocks -= 1
+                if colder_than is not None:
+                    budget.refused[space] = colder_than
+                return []
+        target = twin.copies[source.tier]
+        moves: list[Move] = []
+        for part in parts:
+            place, checksum = source.places[part], source.checksums[part]
+            to = target.places[part] if target is not None else None
+            if target is None or to is None or place is None or checksum is None:
+                raise StoreCorrupt(f"block {block.name.hex()} lost a part")
+            tier = TIER_NAMES[source.tier]
+            move = Move(
+                self._next_id,
+                space.namespace_id,
+                block.name,
+                part,
+                tier,
+                place,
+                tier,
+                to,
+                space.part_bytes,
+                checksum,
+                block.parent,
+            )
+            self._moves[self._next_id] = (move, source, target)
+            self._next_id -= 1
+            moves.append(move)
+        return moves
+
+    def _give_up(self, source: Copy, twin: Block, parts: list[int], held: int) -> None:
+        target = twin.copies[source.tier]
+        if target is not None:
+            for part in parts[:held]:
+                self._residency.vacate(target, part, is_late_write_possible=False)
+        source.reading -= len(parts)
+        self._residency.settle_state(source)
+
+
+def _is_free_to_go(copy: Copy, walk: _Walk) -> bool:
+    if copy.block.is_detached or copy.reading or copy.filling:
+        return False
+    # A leased block waits for the end of its lease, unless new leases keep coming: then it moves, and
+    # the old slots stay for the old leases.
+    return not copy.pins or copy.last_use > walk.since

@@ -1,0 +1,60 @@
+"""Arenas that failed: one that takes nothing more, and one whose blocks are lost with it. Pure.
+
+What is lost is hidden and told as removed, slice by slice, so that no call takes long. Until its turn comes a block
+can still be found; a move that reads it fails then, which costs a miss.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from tiers.store.block_table import Residency
+from tiers.store.slab_allocator import Place
+
+
+class LossBook:
+    """Closes arenas, and takes out what stood in those that cannot be read."""
+
+    def __init__(self, residency: Residency) -> None:
+        self._residency = residency
+        self._left: deque[tuple[int, Place]] = deque()  # (tier, place) still to be looked at
+
+    def __len__(self) -> int:
+        return len(self._left)
+
+    def close(self, tier_index: int, arena_id: int) -> None:
+        """Allocate nothing there from now on; what stands there can be read, and goes by itself.
+
+        Raises:
+            NotFound: no such arena.
+        """
+        slots = self._residency.tiers[tier_index].slots
+        if slots.is_open(arena_id):
+            slots.close(arena_id)
+            self._residency.resized(tier_index)
+
+    def lose(self, tier_index: int, arena_id: int) -> None:
+        """Nothing can be read there any more: close it, and give up what stands there (see `step`).
+
+        Raises:
+            NotFound: no such arena.
+        """
+        self.close(tier_index, arena_id)
+        if (tier_index, arena_id) in self._residency.lost:
+            return
+        self._residency.lost.add((tier_index, arena_id))
+        owners = self._residency.tiers[tier_index].owners
+        self._left.extend((tier_index, p) for p in owners if p.arena_id == arena_id)
+
+    def step(self, limit: int, reason: str) -> int:
+        """Look at up to `limit` of the slots that were lost; returns how many are left.
+
+        Args:
+            reason: what later pins of blocks that stood nowhere else are told.
+        """
+        for _ in range(min(limit, len(self._left))):
+            tier_index, place = self._left.popleft()
+            copy = self._residency.tiers[tier_index].owners.get(place)
+            if copy is not None:
+                self._residency.lose(copy, reason)
+        return len(self._left)

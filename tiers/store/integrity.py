@@ -1,0 +1,238 @@
+"""Recomputes from scratch what the store keeps up step by step, and compares.
+
+For tests and for a node that wants to be sure; O(everything). Which block was evicted before which cannot be
+seen in a state: invariant 6 is checked as far as it can be (counts of children, candidates for eviction).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from tiers.store import eviction
+from tiers.store.blocks import HBM, NEVER, TIER_NAMES, Block, Copy, Move
+from tiers.store.slab_allocator import Place, StoreCorrupt
+
+if TYPE_CHECKING:
+    from tiers.store.block_table import Residency
+    from tiers.store.evacuation import RetirementBook
+    from tiers.store.leases import LeaseBook
+    from tiers.store.migrations import MoveBook
+    from tiers.store.reservations import ReservationBook
+    from tiers.store.retention import ProtectionBook
+    from tiers.store.victims import Tier
+    from tiers.store.writeback import Boundary
+
+Slot = tuple[Place, int]  # where, bytes
+
+
+def check(
+    residency: Residency,
+    leases: LeaseBook,
+    reservations: ReservationBook,
+    moves: MoveBook,
+    retirements: RetirementBook,
+    protections: ProtectionBook,
+) -> None:
+    """Compare every count, list and state with what the records say.
+
+    Raises:
+        StoreCorrupt: the first contradiction found.
+    """
+    blocks = _all_blocks(residency)
+    copies = [copy for block in blocks for copy in block.copies if copy is not None]
+    under_way = [*moves.values(), *retirements.values()]
+    _check_holders(blocks, copies, leases, reservations, under_way)
+    for block in blocks:
+        _check_block(block)
+    for tier in residency.tiers.values():
+        quarantined = [
+            (entry.place, entry.slot_bytes)
+            for entry in reservations.quarantined()
+            if entry.tier == tier.index
+        ]
+        tier.slots.check_integrity()
+        _check_tier(tier, copies, quarantined)
+        _check_candidates(residency, tier, copies)
+        _check_ledger(tier, quarantined)
+    _check_children(residency)
+    _check_protection(residency, blocks, protections)
+    for boundary in residency.boundaries.values():
+        _check_boundary(boundary, blocks, moves)
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise StoreCorrupt(message)
+
+
+def _all_blocks(residency: Residency) -> list[Block]:
+    blocks = list(residency.detached)
+    for space in residency.spaces.values():
+        for name, block in space.blocks.items():
+            _require(block.name == name and block.space is space, f"{name.hex()} is misfiled")
+            _require(not block.is_detached, f"dropped block {name.hex()} can be found")
+            _require(any(block.copies), f"block {name.hex()} stands nowhere")
+            blocks.append(block)
+    return blocks
+
+
+def _check_holders(
+    blocks: list[Block],
+    copies: list[Copy],
+    leases: LeaseBook,
+    reservations: ReservationBook,
+    moves: list[tuple[Move, Copy, Copy]],
+) -> None:
+    """Invariant 1: every hold is somebody's, and whoever holds, holds."""
+    pins = Counter(copy for lease in leases.values() for copy in lease.copies)
+    _require(set(pins) <= set(copies), "a lease is on a copy that is gone")
+    for pinned in copies:
+        _require(pinned.pins == pins[pinned], f"{pinned.block.name.hex()}: {pinned.pins} pins")
+        _require(not pinned.pins or pinned.is_whole, "a pinned copy is not whole")
+    filling: Counter[Copy] = Counter()
+    reading: Counter[Copy] = Counter()
+    for grant in reservations.values():
+        for copy in grant.copies:
+            if copy is not None:
+                is_reserved = (
+                    copy.places[grant.part] is not None and copy.checksums[grant.part] is None
+                )
+                _require(is_reserved, f"reservation {grant.reservation_id} holds a slot no more")
+                filling[copy] += 1
+    for move, source, target in moves:
+        _require(source.places[move.part] == move.source, f"source of move {move.move_id} moved")
+        _require(target.places[move.part] == move.target, f"target of move {move.move_id} moved")
+        filling[target] += 1
+        reading[source] += 1
+    _require({*filling, *reading} <= set(copies), "a reservation or move is on a copy that is gone")
+    for copy in copies:
+        _require(copy.filling == filling[copy], f"{copy.block.name.hex()}: filling {copy.filling}")
+        _require(copy.reading == reading[copy], f"{copy.block.name.hex()}: reading {copy.reading}")
+
+
+def _check_block(block: Block) -> None:
+    """Invariant 4: visible exactly when every part is committed."""
+    name = block.name.hex()
+    for copy in block.copies:
+        if copy is None:
+            continue
+        committed = sum(checksum is not None for checksum in copy.checksums)
+        placed = sum(place is not None for place in copy.places)
+        _require(copy.committed == committed, f"{name}: {copy.committed} != {committed} committed")
+        _require(placed == committed + copy.filling, f"{name}: a slot that nobody fills")
+        _require(placed > 0, f"{name}: an empty copy")
+    for tier_index, visible in enumerate(block.space.visible):
+        copy = block.copies[tier_index]
+        is_whole = copy is not None and copy.is_whole and not block.is_detached
+        shown = visible.get(block.name)
+        is_visible = shown is not None and shown.block is block
+        _require(is_visible == is_whole, f"{name}: visible {is_visible}, whole {is_whole}")
+        _require(not is_visible or shown is copy, f"{name}: an old copy is visible")
+        if copy is not None and copy.is_whole:
+            _require(list(copy.whole_places) == copy.places, f"{name}: hands out old places")
+            is_current = list(copy.whole_checksums) == copy.checksums
+            _require(is_current, f"{name}: hands out old checksums")
+
+
+def _check_tier(tier: Tier, copies: list[Copy], quarantined: list[Slot]) -> None:
+    """Invariant 7: the states make the arena, and no two slots overlap."""
+    slots: list[Slot] = list(quarantined)
+    reserved = committed = pinned = 0
+    owned = 0
+    for copy in copies:
+        if copy.tier != tier.index:
+            continue
+        slot_bytes = copy.slot_bytes
+        for place, checksum in zip(copy.places, copy.checksums, strict=True):
+            if place is None:
+                continue
+            owned += 1
+            _require(tier.owners.get(place) is copy, f"{place} belongs to another copy")
+            slots.append((place, slot_bytes))
+            if checksum is None:
+                reserved += slot_bytes
+            else:
+                committed += slot_bytes
+                pinned += slot_bytes if copy.pins else 0
+    _require(owned == len(tier.owners), f"{tier.name}: {len(tier.owners)} owners of {owned} slots")
+    slots.sort()
+    for (place, size), (following, _) in pairwise(slots):
+        is_apart = place.arena_id != following.arena_id or place.offset + size <= following.offset
+        _require(is_apart, f"{tier.name}: slots overlap at {following}")
+    states = (tier.reserved_bytes, tier.committed_bytes, tier.pinned_bytes, tier.quarantined_bytes)
+    recount = (reserved, committed, pinned, sum(size for _, size in quarantined))
+    _require(states == recount, f"{tier.name}: bytes by state {states} != {recount}")
+    _require(tier.free_bytes == tier.slots.free_bytes, f"{tier.name}: a slot leaked")
+
+
+def _check_candidates(residency: Residency, tier: Tier, copies: list[Copy]) -> None:
+    """Nothing that could be evicted or demoted is forgotten."""
+    for copy in copies:
+        if copy.tier != tier.index:
+            continue
+        # What stands in an arena on its way out is taken from there, not chosen.
+        if eviction.is_evictable(copy) and not eviction.stands_in(copy, tier.slots.closed):
+            shelf = tier.shelf_of(copy)
+            _require(copy in shelf, f"{copy.block.name.hex()} can never be evicted")
+
+
+def _check_boundary(boundary: Boundary, blocks: list[Block], moves: MoveBook) -> None:
+    """What would be lost is known, and its demotion not forgotten."""
+    name, index = boundary.upper.name, boundary.upper.index
+    clean = 0
+    waiting = boundary.waiting()
+    cleaning = [source for _, source, target in moves.values() if target.tier == boundary.target]
+    for block in blocks:
+        copy = block.copies[index]
+        if copy is None or not copy.is_whole or block.is_detached:
+            continue
+        below = [block.copies[tier] for tier in boundary.lower]
+        if any(lower is not None and lower.is_whole for lower in below):
+            clean += copy.size_bytes
+        elif copy not in waiting and not any(below):
+            _require(False, f"{block.name.hex()} of {name} can never be demoted")
+    _require(clean == boundary.clean_bytes, f"{name}: {boundary.clean_bytes} != {clean} clean")
+    parts = sum(source.block.space.slot_bytes[index] for source in cleaning if source.tier == index)
+    _require(parts == boundary.cleaning_bytes, f"{name}: bytes under demotion are miscounted")
+
+
+def _check_ledger(tier: Tier, quarantined: list[Slot]) -> None:
+    """Every slot counts for one account, in quarantine too."""
+    used: Counter[int] = Counter()
+    for copy in tier.owners.values():
+        used[copy.block.space.account] += copy.slot_bytes
+    for place, slot_bytes in quarantined:
+        used[tier.quarantined_of[place]] += slot_bytes
+    _require(len(tier.quarantined_of) == len(quarantined), "somebody pays for no quarantine")
+    for account, charged in enumerate(tier.ledger.used):
+        is_right = charged == used[account]
+        _require(is_right, f"{tier.name}: account {account} pays {charged} for {used[account]}")
+
+
+def _check_protection(
+    residency: Residency, blocks: list[Block], protections: ProtectionBook
+) -> None:
+    """What is promised is counted, and no block is protected longer than what it builds on."""
+    kept = {block for block in blocks if block.keep_until != NEVER}
+    _require(kept == set(protections.values()), "protected blocks are misfiled")
+    for tier in residency.tiers.values():
+        promising = kept if tier.index != HBM else set()
+        promised = sum(b.space.slot_bytes[tier.index] * b.space.tp_size for b in promising)
+        _require(tier.kept_bytes == promised, f"{tier.name}: {tier.kept_bytes} != {promised} kept")
+    for space in residency.spaces.values():
+        children = Counter(b.parent for b in kept if b.space is space and b.parent)
+        _require(children == space.kept_children, "protected children are miscounted")
+
+
+def _check_children(residency: Residency) -> None:
+    """Invariant 6: every copy counts with its parent."""
+    for space in residency.spaces.values():
+        for tier_index in range(len(TIER_NAMES)):
+            children = Counter(
+                block.parent
+                for block in space.blocks.values()
+                if block.parent and block.copies[tier_index] is not None
+            )
+            _require(children == space.children[tier_index], "children are miscounted")

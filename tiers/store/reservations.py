@@ -1,0 +1,379 @@
+"""Reservations: who may write to which empty slots, until when, and what happens to late writes.
+
+A slot of an expired or aborted reservation goes to quarantine: there is no way to cancel a one-sided write,
+so the slot is free only when its writer says that it stopped, is known dead, or `quarantine_s` have
+passed (invariant 2). Pure: `now` is an argument, in monotonic seconds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import heappop, heappush
+
+from kvpool.errors import InvalidArgument, ReservationGone
+from kvpool.wire.messages import BlockStatus
+from tiers.store.block_table import Residency
+from tiers.store.blocks import DRAM, HBM, NVME, Block, Copy, Space
+from tiers.store.reservation_cursors import CommitRun, Grant, ReserveRun
+from tiers.store.slab_allocator import Place
+
+
+class Quarantined:
+    """One slot that a writer may still write to."""
+
+    __slots__ = ("is_over", "place", "slot_bytes", "tier", "until")
+
+    def __init__(self, tier: int, place: Place, slot_bytes: int, until: float) -> None:
+        self.tier = tier
+        self.place = place
+        self.slot_bytes = slot_bytes
+        self.until = until
+        self.is_over = False
+
+
+class ReservationBook:
+    """All live reservations, and the slots in quarantine.
+
+    Args:
+        residency: where the slots are.
+        quarantine_s: the longest that a write may be under way.
+        first_id: number of the first reservation.
+    """
+
+    def __init__(self, residency: Residency, quarantine_s: float, first_id: int) -> None:
+        self._residency = residency
+        self._quarantine_s = quarantine_s
+        self._next_id = first_id
+        self._grants: dict[int, Grant] = {}
+        self._by_writer: dict[str, set[int]] = {}
+        self._due: list[tuple[float, int]] = []
+        self._committing: dict[CommitRun, None] = {}
+        self._quarantine: deque[Quarantined] = deque()  # by `until`: time only moves forward
+        # To find the slots of a writer or a reservation; entries go when their slots are free.
+        self._of_writer: dict[str, dict[Quarantined, None]] = {}  # dicts: a fixed order
+        self._of_reservation: dict[int, tuple[str, list[Quarantined]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._grants)
+
+    def values(self) -> list[Grant | CommitRun]:
+        """All live reservations, and what was taken from them to be committed."""
+        return [*self._grants.values(), *self._committing]
+
+    def writer_of(self, reservation_id: int) -> str | None:
+        """Who may write there, or might still in quarantine; None when it is wholly over."""
+        grant = self._grants.get(reservation_id)
+        if grant is not None:
+            return grant.writer_id
+        entry = self._of_reservation.get(reservation_id)
+        return entry[0] if entry is not None else None
+
+    def quarantined(self) -> list[Quarantined]:
+        """All slots in quarantine."""
+        return [entry for entry in self._quarantine if not entry.is_over]
+
+    def begin_reserve(
+        self,
+        space: Space,
+        hashes: Sequence[bytes],
+        parent: bytes,
+        part: int,
+        writer_id: str,
+        ttl_s: float,
+        deadline: float,
+        tier: int = DRAM,
+    ) -> ReserveRun:
+        """Begin to hold slots for what is not here of a run of one chain: see `reserve_some`.
+
+        Neither the run nor what it builds on is evicted to make its room. With tier HBM, what finds no room
+        there is granted in dram; parts of one block stand together.
+        """
+        known = [b for b in map(space.blocks.get, hashes) if b is not None]
+        return ReserveRun(
+            space,
+            hashes,
+            parent,
+            part,
+            writer_id,
+            ttl_s,
+            deadline,
+            tier,
+            self._residency.advance(len(known)),
+            {*known, *_ancestors(space, parent)},
+        )
+
+    def reserve_some(self, run: ReserveRun, count: int) -> None:
+        """Go on with up to `count` blocks of a run; after `NO_ROOM` for one all others have none either.
+
+        Raises:
+            ReservationGone: it ended meanwhile, with its writer or its time.
+        """
+        if run.grant is not None and self._grants.get(run.grant.reservation_id) is not run.grant:
+            raise reservation_over(run.grant.reservation_id)
+        if self._residency.spaces.get(run.space.namespace_id) is not run.space:
+            raise reservation_over(0)  # it was forgotten before anything of it was here
+        start, part = len(run.statuses), run.part
+        names = run.hashes[start : start + count]
+        here = [b for b in map(run.space.blocks.get, names) if b is not None and _has_part(b, part)]
+        self._residency.touch(here, tick=run.tick)
+        run.tick -= len(here)
+        parent = run.hashes[start - 1] if start else run.parent
+        copies: list[Copy] = []
+        with self._residency.shield(run.shielded):
+            for name in names:
+                status, copy = self._reserve_part(run.space, name, parent, part, run.tier)
+                if status == BlockStatus.NO_ROOM:
+                    run.statuses += [status] * (len(run.hashes) - len(run.statuses))
+                    self._residency.counters["no_room"] += 1
+                    break
+                run.statuses.append(status)
+                if copy is not None and (place := copy.places[part]) is not None:
+                    run.places.append(place)
+                    copies.append(copy)
+                parent = name
+        if copies:
+            run.grant = run.grant or self._grant(part, run.writer_id, run.deadline)
+            run.grant.add(copies)
+
+    def renew(self, reservation_id: int, ttl_s: float, now: float) -> float:
+        """Move the deadline to `now + ttl_s`, never to an earlier time; returns seconds from now.
+
+        Raises:
+            ReservationGone: it is over.
+        """
+        grant = self._live(reservation_id, now)
+        grant.deadline = max(grant.deadline, now + ttl_s)
+        return grant.deadline - now
+
+    def begin_commit(
+        self,
+        reservation_id: int,
+        checksums: Sequence[int],
+        indices: Sequence[int] | None,
+        now: float,
+    ) -> CommitRun:
+        """Take granted parts out of their reservation, to be committed by `commit_some`. All or nothing.
+
+        Nothing can keep them from it any more, neither the reservation's time nor the end of its writer.
+
+        Raises:
+            ReservationGone: it is over, or an index was committed before.
+            InvalidArgument: an index does not exist or comes twice, or the checksums are not one for each.
+        """
+        grant = self._live(reservation_id, now)
+        if indices is None:
+            indices = range(len(grant.copies))
+        if len(checksums) != len(indices):
+            raise InvalidArgument(f"{len(checksums)} checksums for {len(indices)} blocks")
+        if len(set(indices)) != len(indices):
+            raise InvalidArgument("an index to commit comes twice")
+        copies: list[Copy | None] = []
+        for index in indices:
+            if not 0 <= index < len(grant.copies):
+                raise InvalidArgument(f"index {index} of {len(grant.copies)} granted blocks")
+            copy = grant.copies[index]
+            if copy is None:
+                raise ReservationGone(
+                    f"index {index} of reservation {reservation_id} was committed"
+                )
+            copies.append(copy)
+        for index in indices:
+            grant.copies[index] = None
+        grant.remaining -= len(copies)
+        if not grant.remaining:
+            self._remove(grant)
+        tick = self._residency.advance(len(copies))
+        run = CommitRun(reservation_id, grant.part, copies, checksums, tick)
+        if copies:
+            self._committing[run] = None
+        return run
+
+    def commit_some(self, run: CommitRun, count: int) -> None:
+        """Commit the next `count` parts of a run; blocks become visible one after the other."""
+        end = min(run.done + count, len(run.copies))
+        batch = [copy for copy in run.copies[run.done : end] if copy is not None]
+        self._residency.touch([copy.block for copy in batch], is_use=False, tick=run.tick)
+        run.tick -= len(batch)
+        for number, copy in enumerate(batch, run.done):
+            run.copies[number] = None
+            if self._residency.fill(copy, run.part, run.checksums[number]):
+                run.visible.append(copy.block.name)
+        run.done = end
+        if run.is_done:
+            self._committing.pop(run, None)
+
+    def abort(self, reservation_id: int, *, writer_stopped: bool, now: float) -> None:
+        """Give back what is not committed: free when the writer stopped, else to quarantine.
+
+        A writer that confirms later (`writer_stopped` for a reservation already in quarantine) frees its
+        slots then. Unknown reservations are ignored.
+        """
+        grant = self._grants.get(reservation_id)
+        if grant is not None:
+            self._end(grant, is_late_write_possible=not writer_stopped, now=now)
+        elif writer_stopped and reservation_id in self._of_reservation:
+            writer_id, entries = self._of_reservation[reservation_id]
+            self._release(entries)
+            self._forget(reservation_id, writer_id, entries)
+
+    def writer_gone(self, writer_id: str, now: float) -> None:
+        """The writer went away; its writes may not have: all its reservations go to quarantine."""
+        for reservation_id in sorted(self._by_writer.get(writer_id, ())):
+            self._end(self._grants[reservation_id], is_late_write_possible=True, now=now)
+
+    def writer_stopped(self, writer_id: str) -> None:
+        """The writer is known to be dead or idle: its slots in quarantine are free."""
+        self._release(self._of_writer.pop(writer_id, ()))
+        for reservation_id in [i for i, (w, _) in self._of_reservation.items() if w == writer_id]:
+            del self._of_reservation[reservation_id]
+
+    def expire(self, now: float) -> int:
+        """End what is past its deadline, free what is past quarantine; returns how many of both."""
+        ended = 0
+        while self._due and self._due[0][0] <= now:
+            _, reservation_id = heappop(self._due)
+            grant = self._grants.get(reservation_id)
+            if grant is None:
+                continue
+            if grant.deadline > now:
+                heappush(self._due, (grant.deadline, reservation_id))
+                continue
+            self._end(grant, is_late_write_possible=True, now=now)
+            self._residency.counters["reservations_expired"] += 1
+            ended += 1
+        return ended + self._expire_quarantine(now)
+
+    # ------------------------------------------------------------ within
+
+    def _grant(self, part: int, writer_id: str, deadline: float) -> Grant:
+        reservation_id = self._next_id
+        self._next_id += 1
+        grant = self._grants[reservation_id] = Grant(reservation_id, writer_id, part, deadline)
+        self._by_writer.setdefault(writer_id, set()).add(reservation_id)
+        heappush(self._due, (deadline, reservation_id))
+        return grant
+
+    def _reserve_part(
+        self, space: Space, name: bytes, parent: bytes, part: int, tier: int
+    ) -> tuple[int, Copy | None]:
+        if any(name in names for names in space.visible):
+            return BlockStatus.EXISTS, None
+        residency = self._residency
+        begun = _begun_copy(space.blocks.get(name))
+        if begun is not None and begun.tier == HBM and tier != HBM:
+            # This writer cannot write where the others did: a block stands whole in one tier or in none.
+            if begun.filling:
+                return BlockStatus.IN_PROGRESS, None
+            residency.discard_partial(begun)
+            begun = None
+        if begun is not None:
+            if begun.places[part] is not None:
+                is_committed = begun.checksums[part] is not None
+                return (BlockStatus.EXISTS if is_committed else BlockStatus.IN_PROGRESS), None
+            tier = begun.tier
+        tiers = (HBM, DRAM) if tier == HBM and begun is None else (tier,)
+        for index in tiers:
+            if index not in residency.tiers:
+                continue
+            block = residency.block(space, name, parent)  # anew: in vain, its record went again
+            recovered = block.copies[NVME]
+            if residency.hold(block, index, part) is not None:
+                if recovered is not None:  # in part, before a restart: the new bytes replace it
+                    residency.discard_partial(recovered)
+                return BlockStatus.GRANTED, block.copies[index]
+        return BlockStatus.NO_ROOM, None
+
+    def _live(self, reservation_id: int, now: float) -> Grant:
+        grant = self._grants.get(reservation_id)
+        if grant is not None and now >= grant.deadline:
+            self._end(grant, is_late_write_possible=True, now=now)
+            self._residency.counters["reservations_expired"] += 1
+            grant = None
+        if grant is None:
+            raise reservation_over(reservation_id)
+        return grant
+
+    def _remove(self, grant: Grant) -> None:
+        del self._grants[grant.reservation_id]
+        of_writer = self._by_writer[grant.writer_id]
+        of_writer.discard(grant.reservation_id)
+        if not of_writer:
+            del self._by_writer[grant.writer_id]
+        if len(self._due) > 1024 and len(self._due) > 2 * len(self._grants):
+            self._due = sorted((g.deadline, i) for i, g in self._grants.items())
+
+    def _end(self, grant: Grant, *, is_late_write_possible: bool, now: float) -> None:
+        self._remove(grant)
+        # The last block first: the tail of a chain goes before what it builds on.
+        open_copies = [copy for copy in reversed(grant.copies) if copy is not None]
+        places = [
+            self._residency.vacate(copy, grant.part, is_late_write_possible=is_late_write_possible)
+            for copy in open_copies
+        ]
+        if not is_late_write_possible:
+            return
+        until = now + self._quarantine_s
+        entries = [
+            Quarantined(copy.tier, place, copy.block.space.slot_bytes[copy.tier], until)
+            for place, copy in zip(places, open_copies, strict=True)
+        ]
+        self._quarantine.extend(entries)
+        self._of_writer.setdefault(grant.writer_id, {}).update(dict.fromkeys(entries))
+        self._of_reservation[grant.reservation_id] = (grant.writer_id, entries)
+
+    def _expire_quarantine(self, now: float) -> int:
+        over: list[Quarantined] = []
+        while self._quarantine and (
+            self._quarantine[0].is_over or self._quarantine[0].until <= now
+        ):
+            over.append(self._quarantine.popleft())
+        if not over:
+            return 0
+        live = [entry for entry in over if not entry.is_over]
+        self._release(live)
+        for reservation_id, (writer_id, entries) in list(self._of_reservation.items()):
+            if all(entry.is_over for entry in entries):
+                self._forget(reservation_id, writer_id, entries)
+        return len(live)
+
+    def _forget(self, reservation_id: int, writer_id: str, entries: list[Quarantined]) -> None:
+        del self._of_reservation[reservation_id]
+        of_writer = self._of_writer[writer_id]
+        for entry in entries:
+            del of_writer[entry]
+        if not of_writer:
+            del self._of_writer[writer_id]
+
+    def _release(self, entries: Iterable[Quarantined]) -> None:
+        for entry in entries:
+            if not entry.is_over:
+                entry.is_over = True
+                self._residency.end_quarantine(entry.tier, entry.place, entry.slot_bytes)
+
+
+def reservation_over(reservation_id: int) -> ReservationGone:
+    """What is said of a reservation that ended or never was."""
+    return ReservationGone(
+        f"reservation {reservation_id} was committed, aborted or has expired", hint="reserve again"
+    )
+
+
+def _has_part(block: Block, part: int) -> bool:
+    return any(copy is not None and copy.checksums[part] is not None for copy in block.copies)
+
+
+def _begun_copy(block: Block | None) -> Copy | None:
+    """Where writers have begun with a block; what was recovered from nvme in part is nobody's."""
+    copies = block.copies if block is not None else []
+    return next((copies[tier] for tier in (HBM, DRAM) if copies and copies[tier]), None)
+
+
+def _ancestors(space: Space, parent: bytes) -> Iterator[Block]:
+    """The known chain from `parent` upwards."""
+    while parent:
+        block = space.blocks.get(parent)
+        if block is None:
+            return
+        yield block
+        parent = block.parent

@@ -1,0 +1,262 @@
+"""Who leaves when a tier is full: among the copies of one slot size, or a whole slab of another size.
+
+Rank comes before everything (see `Shelf`), then whom the asking account may take from (see `Ledger`), then the
+policy's order. Chooses only; evicting is `Residency`'s. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from tiers.store import eviction
+from tiers.store.arena_allocator import SlotPool
+from tiers.store.blocks import NVME, Copy, Space
+from tiers.store.eviction import DOUBLE, PLAIN, SOFT, Shelf
+from tiers.store.quotas import Accounts, Ledger
+from tiers.store.slab_allocator import Place
+
+SLABS_WHEN_DUE = 64  # looked at while this size has something to give itself
+SLABS_AT_MOST = 4096  # looked at otherwise; more would be a pause of more than 5 ms
+
+
+class Tier:
+    """One tier's slots, who stands in them, and bytes by state (slot sizes, so rounded up).
+
+    Args:
+        index: DRAM, NVME or HBM.
+        name: what users call it.
+        slots: its arenas.
+        policy: name of the eviction policy.
+        accounts: who has which share.
+        parked: see `Shelf`.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        slots: SlotPool,
+        policy: str,
+        accounts: Accounts,
+        parked: list[Copy],
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.slots = slots
+        self.reserved_bytes = 0
+        self.committed_bytes = 0
+        self.pinned_bytes = 0  # of the committed ones
+        self.quarantined_bytes = 0
+        self.kept_bytes = 0  # promised to protected blocks, whether they stand here or not
+        self.owners: dict[Place, Copy] = {}  # a quarantined slot has none
+        self.quarantined_of: dict[Place, int] = {}  # account
+        self.ledger = Ledger(accounts, slots.open_bytes)
+        self.evicted_since_scan: Counter[int] = Counter()  # by slot size
+        self.shelves: dict[tuple[int, int], Shelf] = {}  # by slot size and account
+        self._look = self._next_look = 0  # the slab where looks at other sizes begin
+        self._policy = policy
+        self._parked = parked
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes in no state; with the other three they make the capacity (invariant 7)."""
+        return (
+            self.slots.capacity_bytes
+            - self.reserved_bytes
+            - self.committed_bytes
+            - self.quarantined_bytes
+        )
+
+    def look_further(self) -> None:
+        """From here on, look at the slabs that follow those of the last look."""
+        self._look = self._next_look
+
+    def some_slabs_of_others(self, space: Space, is_due_only: bool) -> Iterator[int]:
+        """Slabs of other sizes, the same ones until `look_further`: no call scans a large arena."""
+        count = SLABS_WHEN_DUE if is_due_only else SLABS_AT_MOST
+        slabs = self.slots.slab_count
+        self._next_look = (self._look + count) % slabs if count < slabs else 0
+        return self.slots.slabs_of_others(space.slot_bytes[self.index], self._look, count)
+
+    def shelf(self, space: Space) -> Shelf:
+        """Where the copies of a namespace stand as candidates."""
+        return self._shelf(space.slot_bytes[self.index], space.account)
+
+    def shelf_of(self, copy: Copy) -> Shelf:
+        """Where a copy stands as a candidate."""
+        return self._shelf(copy.slot_bytes, copy.block.space.account)
+
+    def _shelf(self, slot_bytes: int, account: int) -> Shelf:
+        key = (slot_bytes, account)
+        shelf = self.shelves.get(key)
+        if shelf is None:
+            # What stands on a disk that takes nothing more still goes: it may be the child of what must.
+            closed = self.slots.closed if self.index != NVME else frozenset()
+            shelf = self.shelves[key] = Shelf(self.index, self._policy, self._parked, closed)
+        return shelf
+
+
+def victims(tier: Tier, space: Space, colder_than: int | None) -> list[Copy]:
+    """The next copy of this slot size to go, or all of another size's slab that is colder still.
+
+    Slabs are looked at when this size has nothing to give, and once per slab's worth of evictions:
+    often enough that a busy size outgrows an idle one, seldom enough to cost little.
+
+    Args:
+        colder_than: only what was used before this tick, and nothing protected: the caller can wait.
+    """
+    slot_bytes = space.slot_bytes[tier.index]
+    is_due = tier.evicted_since_scan[slot_bytes] >= tier.slots.slots_per_slab(slot_bytes)
+    for rank in _ranks(tier, colder_than):
+        own = _own(tier, space, rank, colder_than)
+        if rank != DOUBLE and (own is None or is_due):
+            tier.evicted_since_scan[slot_bytes] = 0
+            limit = own.last_use if own is not None else colder_than
+            # Who is below its quota keeps its own as long as a borrower has something to give.
+            is_own_spared = own is not None and own.block.space.account != space.account
+            slab = _coldest_slab_of_others(
+                tier,
+                space,
+                limit,
+                rank,
+                partial(_is_fair, tier, space, is_own_spared),
+                is_due_only=own is not None,
+            )
+            if slab:
+                return slab
+        if own is not None:
+            return [own]
+    if tier.ledger.is_shared or not tier.ledger.is_entitled(space.account, slot_bytes):
+        return []
+    # A quota would be worth nothing where slabs are shared with others below theirs. Who loses by this gets
+    # room from those above theirs in turn.
+    worst_rank = _ranks(tier, colder_than)[-1]
+    return _coldest_slab_of_others(tier, space, colder_than, worst_rank, lambda _: True)
+
+
+def leaves_of_others(tier: Tier, space: Space, colder_than: int | None) -> Iterator[Copy]:
+    """The coldest leaves of other slot sizes, one after the other; evict each before the next is asked for.
+
+    Where chains lie across slabs no slab can be emptied at once, but leaf after leaf they can. Nothing
+    goes while every slab holds a slot that must stay, since then no slab would come free.
+    """
+    slot_bytes = space.slot_bytes[tier.index]
+    ranks = _ranks(tier, colder_than)
+    # As of now: what it gives of its own on the way makes nobody a donor who was none.
+    donors = set(tier.ledger.donors(space.account, slot_bytes))
+    is_entitled = tier.ledger.is_entitled(space.account, slot_bytes)
+    if not any(
+        all(
+            (copy := tier.owners.get(place)) is not None
+            and copy.block.space.account in donors
+            and _may_take(copy, ranks[-1])
+            for place in tier.slots.places_in(index)
+        )
+        for index in tier.some_slabs_of_others(space, is_due_only=False)
+    ):
+        return
+    while True:
+        leaves: list[tuple[int, Copy]] = []
+        for (size, account), shelf in tier.shelves.items():
+            is_own = account == space.account
+            may_give = is_own or is_entitled or tier.ledger.is_over(account)
+            if size == slot_bytes or account not in donors or not may_give:
+                continue
+            for rank in ranks:
+                copy = shelf.candidate(rank)
+                if copy is not None and (colder_than is None or copy.last_use < colder_than):
+                    leaves.append((rank, copy))
+                    break
+        if not leaves:
+            return
+        yield min(leaves, key=lambda leaf: (leaf[0] == SOFT, leaf[1].last_use))[1]
+
+
+def _ranks(tier: Tier, colder_than: int | None) -> tuple[int, ...]:
+    """Who may go at all, first to last. A demotion can wait: it takes nobody who is protected."""
+    ranks = (PLAIN, DOUBLE) if tier.index == NVME else (PLAIN,)
+    return (*ranks, SOFT) if tier.kept_bytes and colder_than is None else ranks
+
+
+def _own(tier: Tier, space: Space, rank: int, colder_than: int | None) -> Copy | None:
+    """The next copy of this slot size and rank, from the first account that has one to give."""
+    slot_bytes = space.slot_bytes[tier.index]
+    for account in tier.ledger.donors(space.account, slot_bytes):
+        shelf = tier.shelves.get((slot_bytes, account))
+        copy = shelf.candidate(rank) if shelf is not None else None
+        if shelf is None or copy is None:
+            continue
+        if colder_than is None or copy.last_use < colder_than or shelf.is_churn_free(rank):
+            return copy
+    return None
+
+
+def _may_take(copy: Copy, worst_rank: int) -> bool:
+    return (
+        eviction.is_takable(copy)
+        and not copy.block.is_shielded
+        and (worst_rank == SOFT or not eviction.is_soft(copy))
+    )
+
+
+def _coldest_slab_of_others(
+    tier: Tier,
+    space: Space,
+    colder_than: int | None,
+    worst_rank: int,
+    is_fair: Callable[[list[Copy]], bool],
+    *,
+    is_due_only: bool = False,
+) -> list[Copy]:
+    """All copies of the coldest slab looked at, of another size, that may go whole, leaves first."""
+    best: list[Copy] = []
+    for index in tier.some_slabs_of_others(space, is_due_only):
+        copies: dict[Copy, None] = {}
+        for place in tier.slots.places_in(index):
+            copy = tier.owners.get(place)
+            if (
+                copy is None  # quarantined
+                or (colder_than is not None and copy.last_use >= colder_than)
+                or not _may_take(copy, worst_rank)
+            ):
+                break
+            copies[copy] = None
+        else:
+            order = _leaves_first(list(copies))
+            # else some descendant stands elsewhere
+            if len(order) == len(copies) and is_fair(order):
+                best, colder_than = order, max(copy.last_use for copy in copies)
+    return best
+
+
+def _is_fair(tier: Tier, space: Space, is_own_spared: bool, copies: list[Copy]) -> bool:
+    """Whether all may go for this namespace: each is its own, or of an account that is over its quota then."""
+    lost: Counter[int] = Counter()
+    for copy in copies:
+        account = copy.block.space.account
+        if account == space.account:
+            if is_own_spared:
+                return False
+        elif not tier.ledger.is_over(account, lost[account]):
+            return False
+        lost[account] += copy.committed * copy.slot_bytes
+    return True
+
+
+def _leaves_first(copies: list[Copy]) -> list[Copy]:
+    """Those that can be evicted if all before them are, in that order (invariant 6)."""
+    by_name = {copy.ident: copy for copy in copies}
+    waiting = {c: c.block.space.children[c.tier].get(c.block.name, 0) for c in copies}
+    ready = [copy for copy, children in waiting.items() if not children]
+    order: list[Copy] = []
+    while ready:
+        copy = ready.pop()
+        order.append(copy)
+        parent = by_name.get((copy.block.space.namespace_id, copy.block.parent))
+        if parent is not None:
+            waiting[parent] -= 1
+            if not waiting[parent]:
+                ready.append(parent)
+    return order

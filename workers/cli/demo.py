@@ -1,0 +1,350 @@
+"""`kvpool demo`: the whole path on a real model, measured, in one command.
+
+One conductor, two pool nodes that stand for two hosts, one prefill and two decode workers, as separate
+processes on loopback. The same document is asked two questions; the second one, decoded by the other
+decode worker, finds the document's KV in the pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvpool.cli.output import print_json
+from kvpool.errors import KvpoolError
+from kvpool.serving.supervisor import Fleet
+
+MODEL = "smollm2-135m"
+MAX_NEW_TOKENS = 48
+READY_TIMEOUT_S = 120.0
+REQUEST_TIMEOUT_S = 120.0
+REPORT_WIDTH = 150
+DOCUMENT_CHARS = 10_200  # about 2,000 tokens of the licence
+QUESTIONS = (
+    "Who may use the licensed work, and what does the patent grant cover?",
+    "What must somebody do who redistributes the work or derivative works of it?",
+)
+LABELS = {
+    "cold": "(a) cold: nothing in the pool",
+    "hit": "(b) second question, other worker",
+    "reference": "(c) pool off, recomputed in full",
+    "local": "(c) pool off, engine's own reuse",
+}
+
+
+class DemoFailed(KvpoolError):
+    """The demo ran, and did not show what it must show."""
+
+    code = "demo_failed"
+
+
+@dataclass(slots=True)
+class Answer:
+    """One streamed answer, as the caller saw it, with the gateway's report."""
+
+    ttft_s: float
+    text: str
+    report: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens generated."""
+        ids: list[int] = self.report["token_ids"]
+        return ids
+
+
+def demo(
+    result_file: Annotated[Path, typer.Option(help="Where the result goes.")] = Path(
+        "demo-result.json"
+    ),
+    log_dir: Annotated[Path | None, typer.Option(help="Logs of all processes.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as JSON on stdout.")
+    ] = False,
+) -> None:
+    """Serve one document to two questions through a pool on this machine, and measure it.
+
+    Exit status 0 only if the second question found its prefix in the pool and the greedy outputs with
+    the pool and with the engine's own reuse are the same token ids.
+    """
+    out = _console(stderr=as_json)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="kvpool-demo-") as scratch:
+        logs = log_dir or Path(scratch) / "logs"
+        with _step(out, "preparing the model (converted once, then cached)"):
+            model = _model()
+        with Fleet(logs) as fleet:
+            address, wire = _start(fleet, out, Path(scratch), model)
+            answers = _ask_all(out, address)
+            result = _result(answers)
+            _show(out, answers, result)
+            out.print("\n[bold]kvpool stats[/bold]")
+            _print_stats(out, wire)
+            with _step(out, "stopping everything"):
+                fleet.stop()
+    result_file.write_text(json.dumps(result, indent=2) + "\n")
+    out.print(f"{time.monotonic() - started:.0f} s in all; result in {result_file}")
+    if as_json:
+        print_json(result)
+    _judge(answers, result)
+
+
+def _console(*, stderr: bool) -> Console:
+    """Where progress and tables go: wide enough for the tables where there is no terminal to ask."""
+    is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    return Console(stderr=stderr, highlight=False, width=None if is_terminal else REPORT_WIDTH)
+
+
+@contextlib.contextmanager
+def _step(out: Console, title: str) -> Iterator[None]:
+    started = time.monotonic()
+    out.print(f"  {title} ...")
+    yield
+    out.print(f"  {title}: {time.monotonic() - started:.1f} s")
+
+
+def _model() -> Path:
+    from workers.engine.model_files import default_cache_dir, prepare_model
+
+    return prepare_model(MODEL, default_cache_dir())
+
+
+def _start(fleet: Fleet, out: Console, scratch: Path, model: Path) -> tuple[str, str]:
+    """The processes; returns the conductor's HTTP and wire addresses."""
+    free = ["--wire-port", "0", "--http-port", "0"]
+    with _step(out, "starting conductor and two pool nodes"):
+        conductor = fleet.start(
+            "conductor", ["conductor", *free, "--grpc-port", "0", "--model", str(model)]
+        )
+        nodes = [
+            fleet.launch(
+                f"node-{host}",
+                [
+                    *("node", *free, "--grpc-port", "0", "--conductor", conductor["wire"]),
+                    *("--host-label", f"host-{host}", "--dram", "512MiB"),
+                    *("--nvme-directory", str(scratch / f"nvme-{host}"), "--nvme", "512MiB"),
+                ],
+            )
+            for host in "ab"
+        ]
+        for node in nodes:
+            fleet.wait_ready(node, READY_TIMEOUT_S)
+    with _step(out, "starting one prefill and two decode workers"):
+        workers = [
+            fleet.launch(
+                f"{role}-{host}",
+                [
+                    *("--set", "worker.local_cache_tokens=4096"),
+                    *("worker", *free, "--role", role, "--conductor", conductor["wire"]),
+                    *("--host-label", f"host-{host}", "--model", str(model)),
+                    *("--model-name", MODEL),
+                ],
+            )
+            for role, host in (("prefill", "a"), ("decode", "a"), ("decode", "b"))
+        ]
+        for worker in workers:
+            fleet.wait_ready(worker, READY_TIMEOUT_S)
+    address = f"http://{conductor['http']}"
+    _wait_for_members(address, nodes=2, workers=3)
+    return address, conductor["wire"]
+
+
+def _wait_for_members(address: str, *, nodes: int, workers: int) -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        stats = httpx.get(f"{address}/v1/stats", timeout=5).json()
+        if len(stats["nodes"]) >= nodes and len(stats["workers"]) >= workers:
+            return
+        time.sleep(0.1)
+    raise DemoFailed("not all processes joined the conductor within 20 s")
+
+
+def _ask_all(out: Console, address: str) -> dict[str, Answer]:
+    document = _document()
+    first, second = (f"{document}\n\nQuestion: {question}" for question in QUESTIONS)
+    answers: dict[str, Answer] = {}
+    with httpx.Client(base_url=address, timeout=REQUEST_TIMEOUT_S) as client:
+        with _step(out, "warming up every worker (short prompts, nothing kept)"):
+            _warm_up(client, address)
+        with _step(out, LABELS["cold"]):
+            answers["cold"] = _chat(client, first)
+        workers = _decode_workers(client)
+        other = next(w for w in workers if w != answers["cold"].report["decode_worker"])
+        with _step(out, LABELS["hit"]):
+            answers["hit"] = _chat(client, second, decode_worker=other)
+        with _step(out, LABELS["reference"]):
+            answers["reference"] = _chat(client, second, decode_worker=other, pool="off")
+        hit_tokens = answers["hit"].report["pool_tokens"]
+        with _step(out, LABELS["local"]):
+            # The engine computes the first prompt by itself, then reuses the same prefix of it.
+            _chat(client, first, decode_worker=other, pool="local")
+            answers["local"] = _chat(
+                client,
+                second,
+                decode_worker=other,
+                pool="local",
+                local_prefix_tokens=hit_tokens,
+            )
+    return answers
+
+
+def _warm_up(client: httpx.Client, address: str) -> None:
+    """A few tokens on each decode worker through the plain completions endpoint."""
+    for worker in _decode_workers(client):
+        body = {
+            "prompt": "The quick brown fox jumps over",
+            "max_tokens": 4,
+            "temperature": 0,
+            "stream": True,
+            "kvpool": {"pool": "off", "decode_worker": worker},
+        }
+        _stream(client, "/v1/completions", body)
+
+
+def _decode_workers(client: httpx.Client) -> list[str]:
+    stats = client.get("/v1/stats").json()
+    return [
+        w["descriptor"]["worker_id"]
+        for w in stats["workers"]
+        if w["descriptor"]["role"] != "prefill"
+    ]
+
+
+def _chat(client: httpx.Client, prompt: str, **options: Any) -> Answer:
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": MAX_NEW_TOKENS,
+        "temperature": 0,
+        "stream": True,
+        "kvpool": {"return_token_ids": True, **options},
+    }
+    return _stream(client, "/v1/chat/completions", body)
+
+
+def _stream(client: httpx.Client, path: str, body: dict[str, Any]) -> Answer:
+    started = time.monotonic()
+    answer = Answer(0.0, "")
+    with client.stream("POST", path, json=body) as response:
+        if response.status_code != 200:
+            raise DemoFailed(f"{path} answered {response.status_code}: {response.read().decode()}")
+        for line in response.iter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise DemoFailed(f"{path} failed: {event['error']['message']}")
+            if not answer.ttft_s:
+                answer.ttft_s = time.monotonic() - started
+            if "kvpool" in event:
+                answer.report = event["kvpool"]
+            for choice in event["choices"]:
+                answer.text += choice.get("text") or choice.get("delta", {}).get("content") or ""
+    return answer
+
+
+def _document() -> str:
+    """The Apache licence: a real document that everybody has, and that this package ships."""
+    here = Path(__file__).resolve()
+    for path in (here.parents[2] / "LICENSE", here.parent / "LICENSE"):
+        if path.is_file():
+            return path.read_text()[:DOCUMENT_CHARS]
+    raise DemoFailed("the file LICENSE is not where it was", hint="run the demo from a checkout")
+
+
+def _result(answers: dict[str, Answer]) -> dict[str, Any]:
+    hit = answers["hit"]
+    read = hit.report["bytes_read"]
+    return {
+        "cold_ttft_s": round(answers["cold"].ttft_s, 4),
+        "hit_ttft_s": round(hit.ttft_s, 4),
+        "reference_ttft_s": round(answers["reference"].ttft_s, 4),
+        "prompt_tokens": hit.report["prompt_tokens"],
+        "hit_tokens": hit.report["pool_tokens"],
+        "outputs_equal": hit.token_ids == answers["local"].token_ids,
+        "bytes_moved": sum(read.values()),
+        "transport": "+".join(sorted(read)) or "none",
+    }
+
+
+def _show(out: Console, answers: dict[str, Answer], result: dict[str, Any]) -> None:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("request")
+    for column in ("prompt", "pool", "local", "computed", "TTFT", "prefill on", "moved"):
+        table.add_column(column, justify="right")
+    for name, answer in answers.items():
+        report = answer.report
+        moved = [f"{n / 1e6:.1f} MB read {t}" for t, n in report["bytes_read"].items()]
+        moved += [f"{n / 1e6:.1f} MB written {t}" for t, n in report["bytes_written"].items()]
+        table.add_row(
+            LABELS[name],
+            str(report["prompt_tokens"]),
+            str(report["pool_tokens"]),
+            str(report["local_tokens"]),
+            str(report["computed_tokens"]),
+            f"{answer.ttft_s:.3f} s",
+            "remote" if report["mode"] == "disaggregated" else "decode worker",
+            ", ".join(moved) or "-",
+        )
+    out.print()
+    out.print(table)
+    split = Table(box=None, pad_edge=False, title="TTFT by phase, ms", title_justify="left")
+    split.add_column("phase")
+    names = list(dict.fromkeys(p for a in answers.values() for p in a.report["phases"]))
+    for answer_name in answers:
+        split.add_column(answer_name, justify="right")
+    for phase in names:
+        cells = [answers[a].report["phases"].get(phase) for a in answers]
+        split.add_row(phase, *("-" if c is None else f"{1000 * c:.1f}" for c in cells))
+    out.print()
+    out.print(split)
+    hit = answers["hit"]
+    ratio = result["reference_ttft_s"] / result["hit_ttft_s"]
+    verified = hit.report["verified_blocks"]
+    out.print()
+    out.print(f"answer to (b): {hit.text.strip()[:300]}")
+    out.print(f"hit TTFT is 1/{ratio:.1f} of recomputation's")
+    out.print(
+        f"KV bytes read are the bytes written: {verified} blocks, each one's xxh3-64 as committed"
+    )
+    same = "the same" if result["outputs_equal"] else "NOT the same"
+    out.print(f"greedy token ids with the pool and with local reuse of the same split: {same}")
+
+
+def _print_stats(out: Console, wire: str) -> None:
+    stats = subprocess.run(
+        [sys.executable, "-m", "kvpool", "stats", "--conductor", wire],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+        env={**os.environ, "COLUMNS": str(shutil.get_terminal_size((120, 40)).columns)},
+    )
+    if stats.returncode != 0:
+        raise DemoFailed(f"kvpool stats failed: {stats.stderr.strip()}")
+    out.print(stats.stdout.rstrip(), markup=False)
+
+
+def _judge(answers: dict[str, Answer], result: dict[str, Any]) -> None:
+    if not result["hit_tokens"]:
+        raise DemoFailed("the second question found nothing in the pool")
+    if not result["outputs_equal"]:
+        raise DemoFailed("outputs with the pool and with local reuse differ")
+    blocks = answers["hit"].report["verified_blocks"]
+    if not blocks:
+        raise DemoFailed("no block was verified after the read")

@@ -1,0 +1,116 @@
+"""`kvpool up`: all processes of a small pool at once, on this machine."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+import threading
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvpool.cli.context import invocation
+from kvpool.cli.output import error_console
+from kvpool.errors import KvpoolError
+from kvpool.serving.supervisor import Fleet
+
+READY_TIMEOUT_S = 60.0
+MODEL_TIMEOUT_S = 300.0  # the first start may convert the model
+
+
+def up(
+    ctx: typer.Context,
+    nodes: Annotated[int, typer.Option(min=1, max=16, help="Pool nodes.")] = 1,
+    prefill: Annotated[int, typer.Option(min=0, max=16, help="Prefill workers.")] = 0,
+    decode: Annotated[int, typer.Option(min=0, max=16, help="Decode workers.")] = 0,
+    model: Annotated[
+        str | None, typer.Option(help="Model for the workers, e.g. smollm2-135m.")
+    ] = None,
+    free_ports: Annotated[
+        bool, typer.Option("--free-ports", help="Pick free ports instead of the configured ones.")
+    ] = False,
+    log_dir: Annotated[Path | None, typer.Option(help="Where logs go; default: temporary.")] = None,
+) -> None:
+    """Run conductor, nodes and, if asked, workers on this machine until Ctrl-C. Needs nothing else."""
+    options = invocation(ctx)
+    settings = options.load().settings
+    if (prefill or decode) and model is None and settings.worker.model is None:
+        raise KvpoolError("workers need a model", hint="add --model smollm2-135m to try it out")
+    model = model or settings.worker.model
+    model_path = None
+    if model is not None:
+        from workers.engine.model_files import default_cache_dir, prepare_model
+
+        model_path = prepare_model(model, default_cache_dir())
+    out = error_console()
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    log_dir = log_dir or Path(tempfile.mkdtemp(prefix="kvpool-logs-"))
+    shared = _passed_on(options)
+    with Fleet(log_dir) as fleet:
+        ports = _free_ports if free_ports else _ports_after
+        config = settings.conductor
+        facts = fleet.start(
+            "conductor",
+            [*shared, "conductor"]
+            + _port_flags(ports(config.wire_port, config.http_port, config.grpc_port, 0))
+            + (["--model", str(model_path)] if model_path else []),
+            READY_TIMEOUT_S,
+        )
+        address = facts["wire"]
+        out.print(f"conductor  wire {address}  http {facts['http']}  grpc {facts['grpc']}")
+        for i in range(nodes):
+            own = settings.node
+            flags = _port_flags(ports(own.wire_port, own.http_port, own.grpc_port, i))
+            command = [*shared, "node", "--conductor", address, *flags]
+            if nodes > 1:
+                for path in own.nvme_paths:
+                    command += ["--nvme-directory", str(path / f"node-{i}")]
+            node_facts = fleet.start(f"node-{i}", command, READY_TIMEOUT_S)
+            out.print(
+                f"node       wire {node_facts['wire']}  transports {node_facts['transports']}"
+            )
+        waiting = []
+        roles = ["prefill"] * prefill + ["decode"] * decode
+        for i, role in enumerate(roles):
+            own_worker = settings.worker
+            flags = _port_flags(ports(own_worker.wire_port, own_worker.http_port, None, i))
+            command = [*shared, "worker", "--role", role, "--conductor", address, *flags]
+            command += ["--model", str(model_path), "--model-name", str(model)]
+            waiting.append(fleet.launch(f"{role}-{i}", command))
+        for member in waiting:
+            worker_facts = fleet.wait_ready(member, MODEL_TIMEOUT_S)
+            out.print(f"{worker_facts['role']:<10} wire {worker_facts['wire']}")
+        out.print(f"logs in {log_dir}; Ctrl-C stops everything")
+        while not stop.wait(0.5):
+            fleet.check()
+        out.print("stopping")
+
+
+def _passed_on(options: Any) -> list[str]:
+    """Global options as the children get them."""
+    flags: list[str] = []
+    if options.config_path is not None:
+        flags += ["--config", str(options.config_path)]
+    for text in options.sets:
+        flags += ["--set", text]
+    if options.log_level is not None:
+        flags += ["--log-level", options.log_level]
+    return flags
+
+
+def _ports_after(wire: int, http: int, grpc: int | None, number: int) -> list[str]:
+    """Configured ports, moved by ten for each further process; 0 stays 0."""
+    given = [wire, http] + ([grpc] if grpc is not None else [])
+    return [str(port + 10 * number if port else 0) for port in given]
+
+
+def _port_flags(ports: list[str]) -> list[str]:
+    names = ("--wire-port", "--http-port", "--grpc-port")
+    return [text for pair in zip(names, ports, strict=False) for text in pair]
+
+
+def _free_ports(_wire: int, _http: int, grpc: int | None, _number: int) -> list[str]:
+    return ["0", "0"] + (["0"] if grpc is not None else [])
