@@ -17,6 +17,7 @@ from conductor.gateway.gateway import Gateway
 from conductor.gateway.grpc_api import grpc_server
 from conductor.gateway.http_api import HttpApi, no_tokenizer
 from conductor.gateway.metrics import ConductorCollector, RequestMetrics
+from conductor.gateway.request_log import RequestLog
 from conductor.gateway.sessions import Sessions
 from conductor.gateway.tokenizer import Tokenizer
 from conductor.index.block_history import LastNews
@@ -28,7 +29,6 @@ from conductor.routing.policy_file import PolicyHolder
 from conductor.routing.service import PolicyService
 from conductor.scheduling.cost_model import CostModel
 from conductor.scheduling.cost_profile import read_profile
-from conductor.scheduling.decision import RequestLog
 from conductor.scheduling.inputs import DynamoOptions, SglangOptions
 from conductor.scheduling.scheduler import Policy
 from kvpool.blocks.hashing import token_bytes

@@ -21,7 +21,7 @@ from conductor.members.namespaces import KnownNamespaces
 from conductor.members.peer_guard import Watches
 from conductor.scheduling import disk_wait
 from conductor.scheduling.cost_model import CostModel
-from conductor.scheduling.decision import InFlight
+from conductor.scheduling.in_flight import InFlight
 from conductor.scheduling.scheduler import IDLE, ClusterView, NodeView, Policy, WorkerView
 from kvpool.blocks.hash_check import check_proof
 from kvpool.blocks.hashing import HASH_BYTES, unpack_hashes

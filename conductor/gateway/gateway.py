@@ -23,12 +23,13 @@ from conductor.gateway.hot_replication import Replicator
 from conductor.gateway.prefetch import Prefetcher
 from conductor.gateway.remote_prefill import RemotePrefill
 from conductor.gateway.request import Job, Result
+from conductor.gateway.request_log import RequestLog
 from conductor.gateway.request_recorder import Recorder
 from conductor.gateway.sessions import Sessions
 from conductor.gateway.slo_attainment import Judge, OnOutcome
 from conductor.index.segments import cut
 from conductor.routing.policy_file import PolicyHolder
-from conductor.scheduling.decision import Decision, RequestLog
+from conductor.scheduling.decision import Decision
 from conductor.scheduling.strategies.candidates import NO_PLACE
 from kvpool.errors import (
     DeadlineExceeded,

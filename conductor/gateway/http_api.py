@@ -27,11 +27,11 @@ from conductor.gateway.openai_schema import (
 )
 from conductor.gateway.prefetch import report as prefetch_report
 from conductor.gateway.request import Job, Result, check_prompt
+from conductor.gateway.request_log import RequestLog
 from conductor.gateway.response import Answer, EventResponse, unless_left
 from conductor.gateway.tokenizer import Tokenizer
 from conductor.members.membership import State
 from conductor.roles.actuator import RoleChanges
-from conductor.scheduling.decision import RequestLog
 from kvpool.blocks.hashing import hash_chain
 from kvpool.config.loader import ConductorConfig
 from kvpool.errors import InvalidArgument, KvpoolError, NotFound, Unavailable, brief

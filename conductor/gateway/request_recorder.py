@@ -13,7 +13,8 @@ from conductor.cluster.cluster import Cluster
 from conductor.gateway import miss_reasons
 from conductor.gateway.miss_reasons import Miss
 from conductor.gateway.request import Job, Result
-from conductor.scheduling.decision import Decision, Outcome, RequestLog
+from conductor.gateway.request_log import RequestLog, RequestOutcome
+from conductor.scheduling.decision import Decision
 from kvpool.blocks.hashing import hash_chain
 
 log = structlog.get_logger(__name__)
@@ -39,7 +40,7 @@ class Recorder:
     def refused(self, job: Job, decision: Decision) -> None:
         """It was not let in."""
         self._write(job, decision)
-        self._request_log.ended(job.request_id, Outcome("refused"))
+        self._request_log.ended(job.request_id, RequestOutcome("refused"))
         self._cluster.counters[f"rejected:{decision.reason}"] += 1
 
     async def decided(self, job: Job, result: Result, decision: Decision) -> None:
@@ -67,7 +68,7 @@ class Recorder:
             for miss in result.misses:
                 counters[f"miss:{miss.reason}"] += miss.blocks
         ttft_error, tpot_error = result.prediction_errors()
-        outcome = Outcome(
+        outcome = RequestOutcome(
             status,
             result.ttft_s,
             result.tpot_s,

@@ -11,7 +11,7 @@ from typing import Literal
 
 from conductor.members.membership import State
 from conductor.scheduling.cost_model import CostModel
-from conductor.scheduling.decision import InFlight
+from conductor.scheduling.in_flight import InFlight
 from kvpool.errors import InvalidArgument
 from kvpool.wire.messages import Segment, WorkerLoad
 

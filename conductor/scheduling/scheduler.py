@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from conductor.scheduling.decision import Candidate, Decision, InFlight
+from conductor.scheduling.decision import Candidate, Decision
+from conductor.scheduling.in_flight import InFlight
 from conductor.scheduling.inputs import (
     IDLE,
     ClusterView,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from conductor.scheduling.cost_model import MEASURED, CostModel
-from conductor.scheduling.decision import InFlight
+from conductor.scheduling.in_flight import InFlight
 from conductor.scheduling.scheduler import IDLE, ClusterView, NodeView, WorkerView
 from kvpool.wire.messages import WorkerLoad
 from planner.simulator.instance import Instance

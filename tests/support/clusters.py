@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from conductor.members.membership import State
 from conductor.scheduling.cost_model import CostModel, LinkProfile, Profile
-from conductor.scheduling.decision import Candidate, Decision, InFlight
+from conductor.scheduling.decision import Candidate, Decision
+from conductor.scheduling.in_flight import InFlight
 from conductor.scheduling.scheduler import (
     IDLE,
     ClusterView,

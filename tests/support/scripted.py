@@ -16,11 +16,11 @@ from conductor.gateway.admission import Limits
 from conductor.gateway.gateway import Gateway
 from conductor.gateway.http_api import HttpApi
 from conductor.gateway.metrics import ConductorCollector, RequestMetrics
+from conductor.gateway.request_log import RequestLog
 from conductor.index.memory import MemoryIndex
 from conductor.members.membership import MembershipConfig
 from conductor.roles.actuator import RoleChanges
 from conductor.roles.controller import RoleController
-from conductor.scheduling.decision import RequestLog
 from conductor.scheduling.scheduler import Policy
 from kvpool.blocks.layout import Layout, Namespace
 from kvpool.config.loader import ConductorConfig

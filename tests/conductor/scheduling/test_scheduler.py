@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from conductor.gateway.request_log import RequestLog, RequestOutcome
 from conductor.members.membership import State
 from conductor.scheduling.cost_model import CostModel, LinkProfile
-from conductor.scheduling.decision import Decision, InFlight, Outcome, RequestLog
+from conductor.scheduling.decision import Decision
+from conductor.scheduling.in_flight import InFlight
 from conductor.scheduling.scheduler import (
     ClusterView,
     NodeView,
@@ -429,8 +431,8 @@ def test_the_log_keeps_the_last_decisions_with_their_outcomes() -> None:
     for number in range(3):
         log.decided(refuse(request(request_id=str(number)), "test", 1.0), float(number))
     assert log.get("0") is None
-    assert log.ended("0", Outcome("ok")) is None
-    log.ended("2", Outcome("failed", ttft_s=2.0))
+    assert log.ended("0", RequestOutcome("ok")) is None
+    log.ended("2", RequestOutcome("failed", ttft_s=2.0))
     assert [r.decision.request_id for r in log.recent(5)] == ["2", "1"]
     assert [r.decision.request_id for r in log.recent(1)] == ["2"]
     assert log.recent(0) == []

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from conductor.members.membership import State
-from conductor.scheduling.decision import InFlight, Replication
+from conductor.scheduling.decision import Replication
+from conductor.scheduling.in_flight import InFlight
 from conductor.scheduling.inputs import DynamoOptions, SglangOptions
 from conductor.scheduling.scheduler import NodeView, ScheduleRequest, WorkerView, schedule
 from conductor.scheduling.strategies import strategy_named
