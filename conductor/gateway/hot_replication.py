@@ -14,7 +14,7 @@ from conductor.cluster.connections import Links
 from conductor.gateway.request import Job
 from conductor.scheduling.decision import Decision, Replication
 from conductor.scheduling.hot_blocks import HotBlocks
-from kvpool.blocks.hash_check import registration
+from kvpool.blocks.hash_check import proof_of
 from kvpool.blocks.hashing import pack_hashes
 from kvpool.errors import KvpoolError
 from kvpool.wire import messages as m
@@ -78,7 +78,9 @@ class Replicator:
         )
         counters["replications:asked"] += 1
         try:
-            await self._links.call_node(target, registration(job.namespace), ANSWER_MARGIN_S)
+            await self._links.call_node(
+                target, m.RegisterNamespace(job.namespace, proof_of(job.namespace)), ANSWER_MARGIN_S
+            )
             reply: m.ReplicateReply = await self._links.call_node(
                 target, request, COPY_TIMEOUT_S + ANSWER_MARGIN_S
             )

@@ -20,7 +20,7 @@ from conductor.gateway.request import Job, Result
 from conductor.index.segments import cut, extend
 from conductor.members.membership import Member
 from conductor.scheduling.decision import Decision
-from kvpool.blocks.hash_check import registration
+from kvpool.blocks.hash_check import proof_of
 from kvpool.blocks.hashing import pack_hashes, token_bytes
 from kvpool.client.node.node_link import abort_late
 from kvpool.errors import KvpoolError, Unavailable
@@ -161,7 +161,9 @@ class RemotePrefill:
             writer_id,
         )
         timeout_s = min(RESERVE_TIMEOUT_S, within_s)
-        await self._call(node, registration(job.namespace), timeout_s)
+        await self._call(
+            node, m.RegisterNamespace(job.namespace, proof_of(job.namespace)), timeout_s
+        )
         reply: m.ReserveReply = await self._links.call_node(node, request, timeout_s, abort_late)
         statuses = reply.statuses
         if m.BlockStatus.NO_ROOM in statuses:

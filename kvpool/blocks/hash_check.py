@@ -18,10 +18,17 @@ import xxhash
 from kvpool.blocks.hashing import hash_chain
 from kvpool.blocks.layout import Namespace
 from kvpool.errors import HashMismatch
-from kvpool.wire import messages as m
 
 BLOCKS = 2  # the second builds on the first
 _MULTIPLIER = 2_654_435_761  # of the golden ratio: every byte of the tokens takes part
+
+
+class HashProof(msgspec.Struct, array_like=True, frozen=True):
+    """How a process hashes. `versions` help people to find out why two processes hash differently."""
+
+    golden: bytes
+    algorithm: str
+    versions: dict[str, str]
 
 
 @lru_cache(maxsize=256)
@@ -49,17 +56,12 @@ def versions() -> dict[str, str]:
     }
 
 
-def proof_of(namespace: Namespace) -> m.HashProof:
+def proof_of(namespace: Namespace) -> HashProof:
     """What this process shows for a namespace."""
-    return m.HashProof(golden_hash(namespace), namespace.hash_algorithm, versions())
+    return HashProof(golden_hash(namespace), namespace.hash_algorithm, versions())
 
 
-def registration(namespace: Namespace) -> m.RegisterNamespace:
-    """The request that makes a namespace known, with this process's proof."""
-    return m.RegisterNamespace(namespace, proof_of(namespace))
-
-
-def check_proof(namespace: Namespace, proof: m.HashProof | None) -> None:
+def check_proof(namespace: Namespace, proof: HashProof | None) -> None:
     """Compare a peer's proof with our own; none at all is accepted, as older processes send none.
 
     Raises:

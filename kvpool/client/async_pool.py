@@ -16,7 +16,7 @@ from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Literal, Self, TypeVar, get_args
 
-from kvpool.blocks.hash_check import registration
+from kvpool.blocks.hash_check import proof_of
 from kvpool.blocks.hashing import pack_hashes
 from kvpool.blocks.layout import Layout, Namespace
 from kvpool.blocks.resharding import Plan, TensorParallelRank, plan_part, plan_read, plan_write
@@ -155,7 +155,7 @@ class AsyncPool:
         peer = self._conductor or self._only_node
         assert peer is not None
         reply: m.NamespaceReply = await peer.call(
-            registration(namespace), timeout_s or self.timeout_s
+            m.RegisterNamespace(namespace, proof_of(namespace)), timeout_s or self.timeout_s
         )
         self._known |= {
             namespace.namespace_id,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvpool.blocks.hash_check import HashProof
 from kvpool.blocks.layout import Namespace
 
 PROTOCOL_VERSION = 1
@@ -87,14 +88,6 @@ class NodeDescriptor(Reply, frozen=True):
 
 class Describe(Message, frozen=True):
     pass
-
-
-class HashProof(Reply, frozen=True):
-    """How the sender hashes: see `kvpool.blocks.hash_check`. `versions` are for people, should it be otherwise than here."""
-
-    golden: bytes
-    algorithm: str
-    versions: dict[str, str]
 
 
 class RegisterNamespace(Message, frozen=True):

@@ -10,7 +10,7 @@ import pytest
 
 from kvpool import AsyncPool, Namespace, Pool
 from kvpool.blocks import hash_check
-from kvpool.blocks.hash_check import proof_of
+from kvpool.blocks.hash_check import HashProof, proof_of
 from kvpool.errors import HashMismatch
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
@@ -28,7 +28,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield running
 
 
-def wrong(namespace: Namespace) -> m.HashProof:
+def wrong(namespace: Namespace) -> HashProof:
     """As from another version of the library."""
     proof = proof_of(namespace)
     told = {**proof.versions, "xxhash": "2.0.0 (0.6)"}

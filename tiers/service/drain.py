@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from kvpool.blocks.hash_check import registration
+from kvpool.blocks.hash_check import proof_of
 from kvpool.blocks.hashing import pack_hashes
 from kvpool.client.node.placement import open_to, rank_nodes
 from kvpool.errors import Draining, InvalidArgument, KvpoolError
@@ -256,7 +256,7 @@ class Drainer:
             self._clients[target.node_id] = client
         for namespace in self._store.namespaces():
             if namespace.namespace_id == request.namespace_id:
-                await client.call(registration(namespace), timeout_s)
+                await client.call(m.RegisterNamespace(namespace, proof_of(namespace)), timeout_s)
         reply: m.ReplicateReply = await client.call(request, timeout_s + 1.0)
         return reply
 

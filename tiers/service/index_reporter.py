@@ -14,7 +14,7 @@ from itertools import zip_longest
 
 import structlog
 
-from kvpool.blocks.hash_check import registration
+from kvpool.blocks.hash_check import proof_of
 from kvpool.blocks.hashing import HASH_BYTES, pack_hashes
 from kvpool.blocks.layout import Namespace
 from kvpool.errors import REFUSALS, KvpoolError, Unavailable
@@ -118,7 +118,7 @@ class Reporter:
         self._must_join.set()
 
     def _namespace_added(self, namespace: Namespace) -> None:
-        self._events_link.send_nowait(registration(namespace))
+        self._events_link.send_nowait(m.RegisterNamespace(namespace, proof_of(namespace)))
 
     async def _join(self) -> None:
         self._must_join.clear()

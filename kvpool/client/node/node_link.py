@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvpool.blocks.hash_check import registration
+from kvpool.blocks.hash_check import proof_of
 from kvpool.blocks.hashing import pack_hashes
 from kvpool.blocks.layout import Namespace
 from kvpool.blocks.resharding import Plan, plan_part
@@ -211,7 +211,9 @@ class NodeLink:
         try:
             return await self.wire.call(request, timeout_s, undo)
         except UnknownNamespace:
-            await self.wire.call(registration(namespace), time_left(deadline))
+            await self.wire.call(
+                m.RegisterNamespace(namespace, proof_of(namespace)), time_left(deadline)
+            )
             return await self.wire.call(request, time_left(deadline), undo)
 
     async def pin(

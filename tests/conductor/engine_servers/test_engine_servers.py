@@ -16,7 +16,7 @@ import structlog
 from conductor.engine_servers.openai_client import EngineClient
 from conductor.members.membership import MembershipConfig
 from conductor.scheduling.scheduler import IDLE
-from kvpool.blocks.hash_check import registration
+from kvpool.blocks.hash_check import proof_of
 from kvpool.blocks.hashing import hash_chain, pack_hashes
 from kvpool.config.engine_server import EngineServer
 from kvpool.config.loader import load_settings, parse_override
@@ -239,7 +239,7 @@ async def test_a_servers_namespace_is_the_one_that_its_connector_registered() ->
             lambda: running.counters.get("engine_servers:not_well", 0) > 1,
             "nobody knows it at first",
         )
-        running.cluster.register_namespace(registration(NAMESPACE))
+        running.cluster.register_namespace(m.RegisterNamespace(NAMESPACE, proof_of(NAMESPACE)))
         await until(lambda: len(running.cluster.workers) == 1, "it joins")
         assert running.cluster.workers.get(server.worker_id).descriptor.namespace == NAMESPACE  # type: ignore[union-attr]
         await running.ask(kvpool={"decode_worker": server.worker_id})
@@ -260,7 +260,7 @@ async def test_of_several_namespaces_the_revision_says_which_is_a_servers() -> N
             ) as running,
         ):
             for space in (NAMESPACE, other):
-                running.cluster.register_namespace(registration(space))
+                running.cluster.register_namespace(m.RegisterNamespace(space, proof_of(space)))
             if is_known:
                 await until(lambda: len(running.cluster.workers) == 1, "it joins")
                 joined = running.cluster.workers.get(server.worker_id)
@@ -294,7 +294,7 @@ async def test_each_reason_that_keeps_a_server_away_is_logged_once_and_the_clien
 
             await looks(2)
             for space in (NAMESPACE, msgspec.structs.replace(NAMESPACE, revision="r-2")):
-                running.cluster.register_namespace(registration(space))
+                running.cluster.register_namespace(m.RegisterNamespace(space, proof_of(space)))
             await looks(3)
             answer = await running.ask()
     assert answer.status_code == 503

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvpool.blocks.hash_check import check_proof, golden_hash, proof_of, registration, versions
+from kvpool.blocks.hash_check import check_proof, golden_hash, proof_of, versions
 from kvpool.blocks.layout import Layout, Namespace
 from kvpool.errors import HashMismatch
 from kvpool.security.authorization import Gate
@@ -55,7 +55,7 @@ def test_a_message_of_an_older_process_has_no_proof_and_is_read() -> None:
 def test_a_tenants_proof_is_of_the_namespace_as_the_tenant_calls_it() -> None:
     gate = Gate()
     tenant = Principal("t", "acme", frozenset({Scope.READ}))
-    admitted = gate.admit(registration(NAMESPACE), tenant)
+    admitted = gate.admit(m.RegisterNamespace(NAMESPACE, proof_of(NAMESPACE)), tenant)
     assert admitted.namespace.tenant == "acme"
     check_proof(admitted.namespace, admitted.proof)
     wrong = m.RegisterNamespace(
@@ -64,4 +64,6 @@ def test_a_tenants_proof_is_of_the_namespace_as_the_tenant_calls_it() -> None:
     with pytest.raises(HashMismatch):
         gate.admit(wrong, tenant)
     own = msgspec.structs.replace(NAMESPACE, tenant="acme")
-    assert gate.admit(registration(own), tenant).proof == proof_of(own)  # the handler checks it
+    assert gate.admit(m.RegisterNamespace(own, proof_of(own)), tenant).proof == proof_of(
+        own
+    )  # the handler checks it
