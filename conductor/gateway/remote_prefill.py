@@ -22,7 +22,7 @@ from conductor.members.membership import Member
 from conductor.scheduling.decision import Decision
 from kvpool.blocks.hash_check import proof_of
 from kvpool.blocks.hashing import pack_hashes, token_bytes
-from kvpool.client.node.node_link import abort_late
+from kvpool.client.node.node_link import undo_reserve
 from kvpool.errors import KvpoolError, Unavailable
 from kvpool.wire import messages as m
 
@@ -164,7 +164,7 @@ class RemotePrefill:
         await self._call(
             node, m.RegisterNamespace(job.namespace, proof_of(job.namespace)), timeout_s
         )
-        reply: m.ReserveReply = await self._links.call_node(node, request, timeout_s, abort_late)
+        reply: m.ReserveReply = await self._links.call_node(node, request, timeout_s, undo_reserve)
         statuses = reply.statuses
         if m.BlockStatus.NO_ROOM in statuses:
             if reply.reservation_id:

@@ -31,10 +31,10 @@ from kvpool.client.data.pinning import PinnedBlocks
 from kvpool.client.data.reading import ChainReader, GetResult
 from kvpool.client.data.writing import ChainWriter, PutResult
 from kvpool.client.node.deadlines import time_left
-from kvpool.client.node.negative_cache import Misses
+from kvpool.client.node.negative_cache import NegativeCache
 from kvpool.client.node.node_link import NodeLink
 from kvpool.client.node.placement import choose_nodes, open_to
-from kvpool.client.node.recent_writes import FreshWrites
+from kvpool.client.node.recent_writes import RecentWrites
 from kvpool.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -120,8 +120,8 @@ class AsyncPool:
         self._nodes: list[m.NodeInfo] = []
         self._nodes_at = float("-inf")
         self._known: set[bytes] = set()
-        self.misses = Misses()
-        self.fresh = FreshWrites()
+        self.negative_cache = NegativeCache()
+        self.recent_writes = RecentWrites()
 
     async def __aenter__(self) -> Self:
         return self
@@ -250,7 +250,7 @@ class AsyncPool:
         found = await self.lookup(namespace, hashes, timeout_s=time_left(deadline))
         if self._conductor is None:
             return found
-        return self.fresh.extend(found, namespace.namespace_id, hashes, time.monotonic())
+        return self.recent_writes.extend(found, namespace.namespace_id, hashes, time.monotonic())
 
     async def standing(
         self, namespace: Namespace, hashes: Sequence[bytes], *, timeout_s: float | None = None
@@ -596,7 +596,7 @@ class AsyncPool:
             DeadlineExceeded, Unavailable: a node did not answer; others may have done as asked.
         """
         deadline = time.monotonic() + (timeout_s or self.timeout_s)
-        self.fresh.forget(None, namespace.namespace_id, hashes)
+        self.recent_writes.forget(None, namespace.namespace_id, hashes)
         return await protection.drop(self, namespace, hashes, deadline)
 
     async def list_blocks(
@@ -776,12 +776,14 @@ class AsyncPool:
         self.forget_node(node_id, error)
         if isinstance(error, StaleEpoch):
             return  # our own knowledge was old
-        is_silence = isinstance(error, DeadlineExceeded) and self.misses.is_silent(
+        is_silence = isinstance(error, DeadlineExceeded) and self.negative_cache.is_silent(
             node_id, waited_s
         )
         if isinstance(error, NoTransport):  # ours to mend: others are not to hear of it
             if self._conductor is not None:
-                self.misses.remember(node_id, namespace.namespace_id, hashes, time.monotonic())
+                self.negative_cache.remember(
+                    node_id, namespace.namespace_id, hashes, time.monotonic()
+                )
         elif is_silence or isinstance(error, Unavailable):
             self.note_misses(node_id, namespace, hashes)
 
@@ -789,15 +791,15 @@ class AsyncPool:
         """Remember for a while that a node failed to give blocks, and tell the conductor at once."""
         if self._conductor is None:
             return  # there is nobody else to ask
-        self.misses.remember(node_id, namespace.namespace_id, hashes, time.monotonic())
-        self.fresh.forget(node_id, namespace.namespace_id, hashes)
+        self.negative_cache.remember(node_id, namespace.namespace_id, hashes, time.monotonic())
+        self.recent_writes.forget(node_id, namespace.namespace_id, hashes)
         report = m.ReportMiss(node_id, namespace.namespace_id, pack_hashes(hashes))
         self._conductor.send_nowait(report)
 
     def _forget_life(self, node_id: str) -> None:
         """The node restarted: what its earlier life had or lacked says nothing."""
-        self.misses.forget_node(node_id)
-        self.fresh.forget_node(node_id)
+        self.negative_cache.forget_node(node_id)
+        self.recent_writes.forget_node(node_id)
 
     def _drop_link(self, node_id: str) -> None:
         link = self._links.pop(node_id, None)

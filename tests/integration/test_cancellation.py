@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvpool import AsyncPool, Layout, Namespace, Pool, hash_chain
-from kvpool.client.node.node_link import NodeLink, Reservation
+from kvpool.client.node.node_link import NodeLink, WriteReservation
 from kvpool.errors import DeadlineExceeded
 from kvpool.transports import Pieces
 from kvpool.transports.shm import ShmTransport
@@ -117,7 +117,7 @@ async def test_a_cancelled_sender_gives_its_slots_back_only_after_its_last_write
         slow = SlowShm()
         slow.begun, slow.go_on = threading.Event(), threading.Event()
         link.__dict__["transport"] = slow
-        reservation: Reservation = await link.reserve(
+        reservation: WriteReservation = await link.reserve(
             SPACE, hashes, parent=b"", part=0, ttl_s=30, timeout_s=5
         )
         sender = LayerSender(link, reservation, np.arange(2), LAYOUT, timeout_s=20)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvpool import AsyncPool, hash_chain
-from kvpool.client.node.node_link import Lease
+from kvpool.client.node.node_link import ReadLease
 from kvpool.transports import Pieces
 from kvpool.transports.nixl import NixlTransport
 from kvpool.transports.staging import MAX_BUFFERS
@@ -42,7 +42,7 @@ def pages_of(memory: np.ndarray, places: np.ndarray, seed: int) -> tuple[Pieces,
     return Pieces(local, there, lengths, memory, PAGES), numbers
 
 
-async def leased(pool: AsyncPool, hashes: list[bytes]) -> tuple[Any, Lease]:
+async def leased(pool: AsyncPool, hashes: list[bytes]) -> tuple[Any, ReadLease]:
     pinned = await pool.pin(NAMESPACE, hashes, part=0, ttl_s=30)
     link, lease, _ = pinned.held[0]
     assert lease.found == len(hashes)

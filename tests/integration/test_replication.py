@@ -622,7 +622,7 @@ async def test_a_read_of_pinned_blocks_that_failed_is_remembered(doomed: Cluster
         doomed.kill("a")
         with pytest.raises(KvpoolError):
             await pool.read_pinned(pinned, np.zeros_like(data), timeout_s=2)
-        assert len(pool.misses) == 4
+        assert len(pool.negative_cache) == 4
         assert (await pool.lookup(NAMESPACE, hashes)).found == 0
 
 

@@ -20,7 +20,7 @@ import structlog
 
 from kvpool.blocks.hashing import unpack_hashes
 from kvpool.blocks.layout import Namespace
-from kvpool.client.node.node_link import LEASE_MARGIN_S, Lease, NodeLink
+from kvpool.client.node.node_link import LEASE_MARGIN_S, NodeLink, ReadLease
 from kvpool.errors import (
     DeadlineExceeded,
     InvalidArgument,
@@ -307,7 +307,7 @@ class Replicator:
             link.release(lease)
         self._verify(run, link, lease, rows, sums)
 
-    def _rows(self, run: _Run, lease: Lease, first: int) -> list[tuple[int, int, int, int]]:
+    def _rows(self, run: _Run, lease: ReadLease, first: int) -> list[tuple[int, int, int, int]]:
         """(block, part, our address, row of the lease) of everything to be read."""
         tp_size = run.namespace.layout.tp_size
         rows = []
@@ -323,7 +323,7 @@ class Replicator:
         self,
         run: _Run,
         link: NodeLink,
-        lease: Lease,
+        lease: ReadLease,
         rows: Sequence[tuple[int, int, int, int]],
         sums: Sums,
     ) -> None:

@@ -18,7 +18,7 @@ import structlog
 import xxhash
 
 from kvpool.blocks.layout import Layout
-from kvpool.client.node.node_link import NodeLink, Reservation
+from kvpool.client.node.node_link import NodeLink, WriteReservation
 from kvpool.errors import DeadlineExceeded, KvpoolError, TransferFailed
 from kvpool.transports import Pieces
 from kvpool.wire import messages as m
@@ -42,7 +42,7 @@ class LayerSender:
     def __init__(
         self,
         link: NodeLink,
-        reservation: Reservation,
+        reservation: WriteReservation,
         indices: np.ndarray,
         layout: Layout,
         timeout_s: float,

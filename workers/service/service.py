@@ -17,7 +17,7 @@ import numpy as np
 from kvpool.blocks.hashing import unpack_hashes
 from kvpool.blocks.layout import Namespace
 from kvpool.client import AsyncPool
-from kvpool.client.node.node_link import reservation_of
+from kvpool.client.node.node_link import reservation_from_reply
 from kvpool.errors import (
     DeadlineExceeded,
     InvalidArgument,
@@ -113,7 +113,9 @@ class WorkerService:
                     link = self._pool.link_to(request.grant.node)
                     sender = LayerSender(
                         link,
-                        reservation_of(request.grant.reservation, received - request.grant.age_s),
+                        reservation_from_reply(
+                            request.grant.reservation, received - request.grant.age_s
+                        ),
                         np.frombuffer(request.grant.indices, dtype="<u4"),
                         self._engine.layout,
                         request.deadline_s,

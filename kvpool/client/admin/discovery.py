@@ -50,7 +50,7 @@ async def standing(
     except UnknownNamespace:
         await pool.register(namespace, timeout_s=time_left(deadline))
         reply = await pool.ask_conductor(request, timeout_s=time_left(deadline))
-    is_fresh = pool.fresh.remembered(namespace.namespace_id, hashes, time.monotonic())
+    is_fresh = pool.recent_writes.remembered(namespace.namespace_id, hashes, time.monotonic())
     return [count > 0 or fresh for count, fresh in zip(reply.copies, is_fresh, strict=True)]
 
 

@@ -19,7 +19,7 @@ from kvpool.blocks.resharding import Plan
 from kvpool.client.data.buffers import block_spans
 from kvpool.client.data.pinning import PinnedBlocks
 from kvpool.client.node.deadlines import time_left
-from kvpool.client.node.node_link import NodeLink, Reservation
+from kvpool.client.node.node_link import NodeLink, WriteReservation
 from kvpool.errors import DeadlineExceeded, KvpoolError, LeaseExpired, NoRoom, Unavailable
 from kvpool.transports import Pieces
 from kvpool.transports.copy import Int64Array, sum_runs
@@ -46,7 +46,7 @@ class LayeredReader:
         )
         self._pinned = pinned
         self._deadline = deadline
-        self._keepers = [link.keep(lease, deadline) for link, lease, _ in pinned.held]
+        self._keepalives = [link.keep(lease, deadline) for link, lease, _ in pinned.held]
 
     async def read(self, offsets: Sequence[int], length: int) -> None:
         """Read `length` bytes at each of `offsets` of every block, unverified.
@@ -93,8 +93,8 @@ class LayeredReader:
 
     async def close(self) -> None:
         """Give the blocks back."""
-        for keeper in self._keepers:
-            await keeper.end()
+        for keepalive in self._keepalives:
+            await keepalive.end()
         self._pinned.release()
 
 
@@ -106,7 +106,7 @@ class LayeredWriter:
         rejected: how many found no room.
     """
 
-    def __init__(self, link: NodeLink, reservation: Reservation, deadline: float) -> None:
+    def __init__(self, link: NodeLink, reservation: WriteReservation, deadline: float) -> None:
         self._link = link
         self._reservation = reservation
         self._deadline = min(deadline, reservation.deadline)

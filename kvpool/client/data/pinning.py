@@ -15,7 +15,7 @@ from kvpool.blocks.resharding import Plan, plan_part
 from kvpool.client.data.buffers import placed
 from kvpool.client.data.reading import MIN_WAIT_S
 from kvpool.client.node.deadlines import time_left
-from kvpool.client.node.node_link import Lease, NodeLink, WrongBytes
+from kvpool.client.node.node_link import BlockChecksumMismatch, NodeLink, ReadLease
 from kvpool.errors import InvalidArgument, KvpoolError, LeaseExpired
 from kvpool.transports.copy import Int64Array
 from kvpool.wire import messages as m
@@ -30,7 +30,7 @@ class PinnedBlocks:
 
     namespace: Namespace
     hashes: tuple[bytes, ...]
-    held: list[tuple[NodeLink, Lease, int]]  # with the index of its first block
+    held: list[tuple[NodeLink, ReadLease, int]]  # with the index of its first block
     miss_reason: str
     is_released: bool = field(default=False)
     wait_s: float = (
@@ -48,7 +48,7 @@ class PinnedBlocks:
         """When the first of the leases ends (monotonic seconds); reading renews them."""
         return min((lease.deadline for _, lease, _ in self.held), default=float("inf"))
 
-    def add(self, link: NodeLink, lease: Lease, start: int) -> None:
+    def add(self, link: NodeLink, lease: ReadLease, start: int) -> None:
         """Hold what `lease` covers, too: blocks from `start` on."""
         self.held.append((link, lease, start))
         is_known = min(self.wait_s, lease.wait_s) >= 0
@@ -98,7 +98,7 @@ async def pin(
             run = hashes[segment.start : segment.start + segment.count]
             wanted = len(run)
             if not is_guess:
-                wanted = pool.misses.leading(
+                wanted = pool.negative_cache.leading(
                     segment.node_id, namespace.namespace_id, run, time.monotonic()
                 )
             if not wanted:
@@ -128,7 +128,7 @@ async def pin(
                 else:
                     pool.note_failure(segment.node_id, namespace, run, error, waited_s)
                 raise
-            pool.misses.answered(segment.node_id)
+            pool.negative_cache.answered(segment.node_id)
             pinned.add(link, lease, segment.start)
             if lease.found < segment.count:
                 is_declined = lease.miss_reason in m.DECLINED
@@ -144,7 +144,7 @@ async def pin(
 
 async def _pin_at(
     link: NodeLink, *, namespace: Namespace, deadline: float, **options: Any
-) -> Lease:
+) -> ReadLease:
     return await link.pin(namespace, timeout_s=time_left(deadline), **options)
 
 
@@ -155,12 +155,12 @@ async def read(pool: AsyncPool, pinned: PinnedBlocks, out: Any, deadline: float)
     whole = plan_part(pinned.namespace.layout, 0)  # of whichever part is pinned
     addresses, owner, plan = placed(out, pinned.found, whole, writable=True)
     # Those of the nodes that are read later, too: each read renews its own alone.
-    keepers = [link.keep(lease, deadline) for link, lease, _ in pinned.held[1:]]
+    keepalives = [link.keep(lease, deadline) for link, lease, _ in pinned.held[1:]]
     try:
         await _read_each(pool, pinned, addresses, owner, plan, deadline)
     finally:
-        for keeper in keepers:
-            await keeper.end()
+        for keepalive in keepalives:
+            await keepalive.end()
     return pinned.found
 
 
@@ -190,7 +190,7 @@ async def _read_each(
                 timeout_s=time_left(deadline),
                 plan=plan,
             )
-        except WrongBytes as error:
+        except BlockChecksumMismatch as error:
             pool.note_misses(link.node.node_id, pinned.namespace, [hashes[error.index]])
             raise
         except KvpoolError as error:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpool.blocks.layout import Namespace
 from kvpool.blocks.resharding import Plan
-from kvpool.client.node.node_link import Lease, Moved, NodeLink, WrongBytes
+from kvpool.client.node.node_link import BlockChecksumMismatch, BytesMoved, NodeLink, ReadLease
 from kvpool.errors import (
     DeadlineExceeded,
     KvpoolError,
@@ -100,7 +100,7 @@ class ChainReader:
         self._tier = tier
         self._found = 0
         self._tiers: list[str] = []
-        self._moved = Moved()
+        self._moved = BytesMoved()
         self._reason = ""
         self._failed_nodes: set[str] = set()
         self._refusal: UnverifiableRead | None = None
@@ -171,7 +171,7 @@ class ChainReader:
         kept: list[m.Segment] = []
         for s in segments:
             hashes = self._hashes[s.start : s.start + s.count]
-            leading = self._pool.misses.leading(
+            leading = self._pool.negative_cache.leading(
                 s.node_id, self._namespace.namespace_id, hashes, time.monotonic()
             )
             if leading:
@@ -187,7 +187,7 @@ class ChainReader:
         if left <= 0:
             return []
         rest = self._hashes[self._found :]
-        lacking = self._pool.misses.nodes_lacking(
+        lacking = self._pool.negative_cache.nodes_lacking(
             self._namespace.namespace_id, rest[0], time.monotonic()
         )
         try:
@@ -213,7 +213,7 @@ class ChainReader:
         if max_wait_s:
             max_wait_s = max(MIN_WAIT_S, max_wait_s - self._waited_s)
 
-        async def pin(link: NodeLink) -> Lease:
+        async def pin(link: NodeLink) -> ReadLease:
             if self._verify:
                 await link.check_verifiable(self._plan, patience_s)
             return await link.pin(
@@ -234,7 +234,7 @@ class ChainReader:
             return _Piece(0, (), "", error.code)
         except KvpoolError as error:
             return self._failed(node_id, hashes, error, patience_s)
-        pool.misses.answered(node_id)
+        pool.negative_cache.answered(node_id)
         if lease.miss_reason in m.DECLINED:
             self._failed_nodes.add(node_id)  # for this call: another may have it in memory
         elif lease.found < len(hashes):
@@ -255,7 +255,7 @@ class ChainReader:
                 is_disposable=self._is_disposable,
                 plan=self._plan,
             )
-        except WrongBytes as error:
+        except BlockChecksumMismatch as error:
             pool.note_misses(node_id, namespace, [hashes[error.index]])
             return _Piece(0, (), "", error.code)
         except (TransferFailed, DeadlineExceeded, LeaseExpired, StaleEpoch, Unavailable) as error:

@@ -15,7 +15,7 @@ from kvpool.blocks.layout import Namespace
 from kvpool.blocks.resharding import Plan
 from kvpool.client.admin import replication as copies
 from kvpool.client.node.deadlines import time_left
-from kvpool.client.node.node_link import Moved, NodeLink, Reservation
+from kvpool.client.node.node_link import BytesMoved, NodeLink, WriteReservation
 from kvpool.errors import DeadlineExceeded, KvpoolError, NoRoom, Unavailable
 from kvpool.transports import Pieces
 from kvpool.transports.copy import Int64Array
@@ -72,7 +72,7 @@ class ChainWriter:
         self._plan = plan
         self._deadline = deadline
         self._tier = tier
-        self._moved = Moved()
+        self._moved = BytesMoved()
 
     async def write(self, node_id: str | None, replicas: int) -> PutResult:
         """Write to the node named, or to the first by placement that takes it. Raises as `AsyncPool.put`."""
@@ -123,10 +123,10 @@ class ChainWriter:
         stands = (statuses == m.BlockStatus.GRANTED) | (statuses == m.BlockStatus.EXISTS)
         hashes = [self._hashes[at] for at in np.flatnonzero(stands.all(axis=0))]
         namespace_id = self._namespace.namespace_id
-        self._pool.fresh.remember(link.node.node_id, namespace_id, hashes, time.monotonic())
+        self._pool.recent_writes.remember(link.node.node_id, namespace_id, hashes, time.monotonic())
 
     async def _write(
-        self, link: NodeLink, row: int, reservation: Reservation | None = None
+        self, link: NodeLink, row: int, reservation: WriteReservation | None = None
     ) -> bytes:
         """Write one part of all blocks that are granted; returns the status of each block."""
         if reservation is None:
@@ -155,7 +155,7 @@ class ChainWriter:
         self._moved.add(link.transport_to(reservation.places).name, pieces.total_bytes)
         return reservation.statuses
 
-    async def _reserve_anywhere(self, node_id: str | None) -> tuple[NodeLink, Reservation]:
+    async def _reserve_anywhere(self, node_id: str | None) -> tuple[NodeLink, WriteReservation]:
         """Reserve the first part at the first node that does not drain or prove gone."""
         error: KvpoolError = Unavailable("the pool has no live node", hint="start one: kvpool node")
         async for link in self._pool.places(
@@ -168,7 +168,7 @@ class ChainWriter:
                 self._pool.forget_node(link.node.node_id, why)
         raise error
 
-    async def _reserve(self, link: NodeLink, row: int) -> Reservation:
+    async def _reserve(self, link: NodeLink, row: int) -> WriteReservation:
         return await link.reserve(
             self._namespace,
             self._hashes,

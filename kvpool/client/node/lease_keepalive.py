@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING
 from kvpool.errors import KvpoolError
 
 if TYPE_CHECKING:
-    from kvpool.client.node.node_link import Lease
+    from kvpool.client.node.node_link import ReadLease
 
 RENEW_AFTER = 1 / 3  # of what a lease has: two thirds are left for the answer to come
 MIN_PAUSE_S = 0.005  # between two renewals, where a node grants next to nothing
 
-Renew = Callable[["Lease", float, float], Awaitable[None]]  # lease, ttl, time-out: both in seconds
+Renew = Callable[
+    ["ReadLease", float, float], Awaitable[None]
+]  # lease, ttl, time-out: both in seconds
 
 
-class LeaseKeeper:
+class LeaseKeepalive:
     """Keeps one lease in force until `deadline` or until `end`, whichever comes first.
 
     It gives up when the node refuses or does not answer: then the lease ends when it ends. Costs a timer
@@ -34,7 +36,7 @@ class LeaseKeeper:
         renew: asks the node; raises KvpoolError.
     """
 
-    def __init__(self, lease: Lease, deadline: float, margin_s: float, renew: Renew) -> None:
+    def __init__(self, lease: ReadLease, deadline: float, margin_s: float, renew: Renew) -> None:
         self._lease = lease
         self._deadline = deadline
         self._margin_s = margin_s

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-MISS_MEMORY_S = 3.0  # about as long as a conductor doubts a reported copy
-MAX_MISSES = 65_536
+FAILURE_TTL_S = 3.0  # about as long as a conductor doubts a reported copy
+MAX_FAILURES = 65_536
 SILENCE_IS_NEWS_S = 0.5  # shorter says more of the caller's haste than of the node
 
 
-class Misses:
+class NegativeCache:
     """Failures remembered, oldest forgotten first.
 
     Args:
@@ -20,7 +20,7 @@ class Misses:
         limit: entries kept at most.
     """
 
-    def __init__(self, memory_s: float = MISS_MEMORY_S, limit: int = MAX_MISSES) -> None:
+    def __init__(self, memory_s: float = FAILURE_TTL_S, limit: int = MAX_FAILURES) -> None:
         self._memory_s = memory_s
         self._limit = limit
         self._until: dict[tuple[str, bytes, bytes], float] = {}  # in order of their end

@@ -21,8 +21,8 @@ from kvpool.blocks.hashing import pack_hashes
 from kvpool.blocks.layout import Namespace
 from kvpool.blocks.resharding import Plan, plan_part
 from kvpool.client.node.deadlines import time_left
-from kvpool.client.node.lease_keepalive import LeaseKeeper
-from kvpool.client.node.rates import Rate
+from kvpool.client.node.lease_keepalive import LeaseKeepalive
+from kvpool.client.node.rates import TransferRate
 from kvpool.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
@@ -47,7 +47,7 @@ PATIENCE = 0.9  # of a call's time-out: the node's answer must arrive within it,
 LEASE_MARGIN_S = 0.05  # what was read this close to the deadline is discarded
 
 
-class WrongBytes(ChecksumMismatch):
+class BlockChecksumMismatch(ChecksumMismatch):
     """Block number `index` of those read has not the bytes that were committed."""
 
     def __init__(self, message: str, index: int) -> None:
@@ -56,7 +56,7 @@ class WrongBytes(ChecksumMismatch):
 
 
 @dataclass(slots=True, eq=False)
-class Lease:
+class ReadLease:
     """A promise of a node that some blocks stay where they are until `deadline`, which renewing moves on.
 
     The holder discards whatever it finished reading after `deadline`.
@@ -74,7 +74,7 @@ class Lease:
 
 
 @dataclass(slots=True, frozen=True)
-class Reservation:
+class WriteReservation:
     """A promise of a node of empty slots; `granted` are the indices that this caller may write."""
 
     reservation_id: int
@@ -85,7 +85,7 @@ class Reservation:
 
 
 @dataclass(slots=True)
-class Moved:
+class BytesMoved:
     """Bytes moved, by transport."""
 
     by_transport: dict[str, int] = field(default_factory=dict)
@@ -120,7 +120,7 @@ class NodeLink:
         self._arena_ids = frozenset(arena.arena_id for arena in node.arenas)
         self._transports = transports
         self._host = host
-        self.read_rate, self.write_rate = Rate(), Rate()
+        self.read_rate, self.write_rate = TransferRate(), TransferRate()
         self._hbm_arenas = [a.arena_id for a in node.arenas if a.tier == "hbm"]
 
     @functools.cached_property
@@ -226,7 +226,7 @@ class NodeLink:
         parts: Sequence[int] = (),
         max_wait_s: float = 0.0,
         tier: str = "",
-    ) -> Lease:
+    ) -> ReadLease:
         """Lookup and lease in one step; a lease over nothing has `found == 0`.
 
         Args:
@@ -247,9 +247,9 @@ class NodeLink:
             is_mapped=self._is_mapped(tier),
         )
         reply: m.PinReply = await self._kept(
-            self.call(request, namespace, timeout_s, release_late), release_late
+            self.call(request, namespace, timeout_s, undo_pin), undo_pin
         )
-        return Lease(
+        return ReadLease(
             reply.lease_id,
             reply.found,
             np.frombuffer(reply.places, dtype="<i8").reshape(-1, 2),
@@ -279,7 +279,7 @@ class NodeLink:
             task.add_done_callback(give_back)
             raise
 
-    async def renew(self, lease: Lease, ttl_s: float, timeout_s: float) -> None:
+    async def renew(self, lease: ReadLease, ttl_s: float, timeout_s: float) -> None:
         """Prolong a lease; its deadline is the node's, counted from before it was asked.
 
         Raises:
@@ -290,11 +290,11 @@ class NodeLink:
         reply: m.RenewReply = await self.wire.call(request, timeout_s)
         lease.deadline = max(lease.deadline, asked + reply.ttl_s)
 
-    def keep(self, lease: Lease, deadline: float) -> LeaseKeeper:
-        """Renew a lease until `deadline` (monotonic seconds) or the keeper's end; see `LeaseKeeper`."""
-        return LeaseKeeper(lease, deadline, LEASE_MARGIN_S, self.renew)
+    def keep(self, lease: ReadLease, deadline: float) -> LeaseKeepalive:
+        """Renew a lease until `deadline` (monotonic seconds) or the keepalive's end; see `LeaseKeepalive`."""
+        return LeaseKeepalive(lease, deadline, LEASE_MARGIN_S, self.renew)
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: ReadLease) -> None:
         """Give a lease back; costs no round trip. Lost with the connection, it ends by itself."""
         if lease.lease_id:
             self.wire.send_nowait(m.Release([lease.lease_id]))
@@ -302,7 +302,7 @@ class NodeLink:
     async def read(
         self,
         namespace: Namespace,
-        lease: Lease,
+        lease: ReadLease,
         hashes: Sequence[bytes],
         addresses: Int64Array,
         owner: Any,
@@ -329,7 +329,7 @@ class NodeLink:
         self._check_lease(lease)  # else the reason would be a deadline that the caller has not set
         plan = plan or plan_part(namespace.layout, 0)
         deadline = time.monotonic() + timeout_s
-        keeper = self.keep(lease, deadline)
+        keepalive = self.keep(lease, deadline)
         try:
             await self.know(lease.places, time_left(deadline))
             transport = await self._loaded_transport(lease.places, time_left(deadline))
@@ -348,12 +348,12 @@ class NodeLink:
                 is_disposable,
             )
         finally:
-            await keeper.end()
+            await keepalive.end()
         self._check_lease(lease)
         if bad >= 0:
             report = m.ReportCorrupt(namespace.namespace_id, hashes[bad])
             self.wire.send_nowait(report)
-            raise WrongBytes(
+            raise BlockChecksumMismatch(
                 f"block {hashes[bad].hex()} read from {self.node.node_id} has wrong bytes", bad
             )
 
@@ -376,7 +376,7 @@ class NodeLink:
         chosen: Transport | None = self.__dict__.get("transport")
         return chosen or await self._in_time(lambda: self.transport, timeout_s)
 
-    def _check_lease(self, lease: Lease) -> None:
+    def _check_lease(self, lease: ReadLease) -> None:
         if time.monotonic() > lease.deadline - LEASE_MARGIN_S:
             raise LeaseExpired(
                 f"the lease of a read from {self.node.node_id} is over", hint="ask for a longer ttl"
@@ -428,7 +428,7 @@ class NodeLink:
         transport: Transport,
         part_bytes: int,
         plan: Plan,
-        lease: Lease,
+        lease: ReadLease,
         addresses: Int64Array,
         owner: Any,
         verify: bool,
@@ -465,7 +465,7 @@ class NodeLink:
         timeout_s: float,
         writer_id: str = "",
         tier: str = "",
-    ) -> Reservation:
+    ) -> WriteReservation:
         """Ask for slots for a run of a chain; what is there or being written is not granted.
 
         Args:
@@ -485,9 +485,9 @@ class NodeLink:
             self._is_mapped(tier),
         )
         reply: m.ReserveReply = await self._kept(
-            self.call(request, namespace, timeout_s, abort_late), abort_late
+            self.call(request, namespace, timeout_s, undo_reserve), undo_reserve
         )
-        return reservation_of(reply, asked)
+        return reservation_from_reply(reply, asked)
 
     async def write(self, pieces: Pieces, *, timeout_s: float, deadline: float) -> Sums:
         """Write runs into reserved slots; returns the xxh3-64 of each.
@@ -534,23 +534,25 @@ class NodeLink:
         await self.wire.close()
 
 
-def release_late(late: m.PinReply) -> m.Message | None:
+def undo_pin(late: m.PinReply) -> m.Message | None:
     """What undoes a pin of whose lease nobody was told."""
     return m.Release([late.lease_id]) if late.lease_id else None
 
 
-def abort_late(late: m.ReserveReply) -> m.Message | None:
+def undo_reserve(late: m.ReserveReply) -> m.Message | None:
     """What undoes a reservation of which nobody was told: nobody writes there."""
     return m.Abort(late.reservation_id, True) if late.reservation_id else None
 
 
-def reservation_of(reply: m.ReserveReply, asked: float) -> Reservation:
-    """A `Reservation` from the node's reply to a call made at `asked` (monotonic seconds)."""
+def reservation_from_reply(reply: m.ReserveReply, asked: float) -> WriteReservation:
+    """A `WriteReservation` from the node's reply to a call made at `asked` (monotonic seconds)."""
     granted = tuple(i for i, status in enumerate(reply.statuses) if status == m.BlockStatus.GRANTED)
     places = np.frombuffer(reply.places, dtype="<i8").reshape(-1, 2)
     if len(places) != len(granted):
         raise TransferFailed("the node granted blocks without saying where")
-    return Reservation(reply.reservation_id, granted, reply.statuses, places, asked + reply.ttl_s)
+    return WriteReservation(
+        reply.reservation_id, granted, reply.statuses, places, asked + reply.ttl_s
+    )
 
 
 async def _ended(future: asyncio.Future[Any]) -> None:

@@ -6,7 +6,7 @@ FORGET = 0.95  # what an operation leaves of those before it
 MIN_BYTES = 64 << 10  # less says how long a call takes, not how fast bytes go
 
 
-class Rate:
+class TransferRate:
     """One direction. Written by threads; a lost update costs one observation."""
 
     def __init__(self) -> None:

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 from kvpool.wire import messages as m
 
-FRESH_S = 3.0  # nodes report what they committed several times a second
-MAX_FRESH = 65_536
+RECENT_S = 3.0  # nodes report what they committed several times a second
+MAX_RECENT = 65_536
 
 
-class FreshWrites:
+class RecentWrites:
     """Blocks written, oldest forgotten first.
 
     Args:
@@ -21,7 +21,7 @@ class FreshWrites:
         limit: entries kept at most.
     """
 
-    def __init__(self, memory_s: float = FRESH_S, limit: int = MAX_FRESH) -> None:
+    def __init__(self, memory_s: float = RECENT_S, limit: int = MAX_RECENT) -> None:
         self._memory_s = memory_s
         self._limit = limit
         self._places: dict[tuple[bytes, bytes], tuple[str, float]] = {}  # in order of their end

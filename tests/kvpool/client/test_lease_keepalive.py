@@ -8,8 +8,8 @@ from functools import partial
 
 import numpy as np
 
-from kvpool.client.node.lease_keepalive import LeaseKeeper
-from kvpool.client.node.node_link import Lease
+from kvpool.client.node.lease_keepalive import LeaseKeepalive
+from kvpool.client.node.node_link import ReadLease
 from kvpool.errors import LeaseExpired
 from tests.support import waiting
 
@@ -18,9 +18,9 @@ until = partial(waiting.until, timeout_s=10.0)
 MARGIN_S = 0.01
 
 
-def a_lease(ttl_s: float) -> Lease:
+def a_lease(ttl_s: float) -> ReadLease:
     nothing = np.empty(0, dtype=np.int64)
-    return Lease(1, 1, nothing, nothing, ("dram",), time.monotonic() + ttl_s, "")
+    return ReadLease(1, 1, nothing, nothing, ("dram",), time.monotonic() + ttl_s, "")
 
 
 class Server:
@@ -33,7 +33,7 @@ class Server:
         self.answers = asyncio.Event()
         self.answers.set()
 
-    async def renew(self, lease: Lease, ttl_s: float, _timeout_s: float) -> None:
+    async def renew(self, lease: ReadLease, ttl_s: float, _timeout_s: float) -> None:
         asked = time.monotonic()
         self.asked.append(ttl_s)
         await self.answers.wait()
@@ -48,29 +48,29 @@ async def test_a_lease_is_renewed_at_a_third_of_its_life_and_for_no_longer_than_
     server, lease = Server(0.3), a_lease(0.3)
     started = time.monotonic()
     first_end = lease.deadline
-    keeper = LeaseKeeper(lease, started + 1.0, MARGIN_S, server.renew)
+    keepalive = LeaseKeepalive(lease, started + 1.0, MARGIN_S, server.renew)
     await until(lambda: bool(server.asked))
     assert 0.08 < time.monotonic() - started < 0.25
     assert server.asked[0] < 2.0  # what the read may still take, and a second
     await until(lambda: lease.deadline > started + 1.0 + MARGIN_S)
-    await until(lambda: keeper._task is not None and keeper._task.done())
+    await until(lambda: keepalive._task is not None and keepalive._task.done())
     assert lease.deadline > first_end
     assert len(server.asked) < 20
-    await keeper.end()
+    await keepalive.end()
 
 
 async def test_a_lease_that_outlasts_the_read_is_never_renewed() -> None:
     server, lease = Server(10.0), a_lease(10.0)
-    keeper = LeaseKeeper(lease, time.monotonic() + 1.0, MARGIN_S, server.renew)
-    assert keeper._timer is None
-    await keeper.end()
+    keepalive = LeaseKeepalive(lease, time.monotonic() + 1.0, MARGIN_S, server.renew)
+    assert keepalive._timer is None
+    await keepalive.end()
     assert not server.asked
 
 
 async def test_nothing_is_asked_once_the_read_is_over() -> None:
     server, lease = Server(0.05), a_lease(0.05)
-    keeper = LeaseKeeper(lease, time.monotonic() + 10.0, MARGIN_S, server.renew)
-    await keeper.end()
+    keepalive = LeaseKeepalive(lease, time.monotonic() + 10.0, MARGIN_S, server.renew)
+    await keepalive.end()
     await asyncio.sleep(0.1)  # six times the pause before the first would have been asked for
     assert not server.asked
 
@@ -79,28 +79,28 @@ async def test_a_refusal_ends_the_renewing_and_leaves_the_deadline() -> None:
     server, lease = Server(0.1), a_lease(0.1)
     server.is_refusing = True
     end = lease.deadline
-    keeper = LeaseKeeper(lease, time.monotonic() + 10.0, MARGIN_S, server.renew)
-    await until(lambda: keeper._task is not None and keeper._task.done())
+    keepalive = LeaseKeepalive(lease, time.monotonic() + 10.0, MARGIN_S, server.renew)
+    await until(lambda: keepalive._task is not None and keepalive._task.done())
     assert (lease.deadline, len(server.asked)) == (end, 1)
-    await keeper.end()
+    await keepalive.end()
 
 
 async def test_an_answer_under_way_is_waited_for_where_the_lease_is_over_without_it() -> None:
     server, lease = Server(5.0), a_lease(0.6)
     server.answers.clear()
-    keeper = LeaseKeeper(lease, time.monotonic() + 10.0, MARGIN_S, server.renew)
+    keepalive = LeaseKeepalive(lease, time.monotonic() + 10.0, MARGIN_S, server.renew)
     await until(lambda: time.monotonic() > lease.deadline)
     asyncio.get_running_loop().call_later(0.05, server.answers.set)
-    await keeper.end()
+    await keepalive.end()
     assert lease.deadline > time.monotonic() + 1.0  # asked in time, and granted
 
 
 async def test_an_answer_that_does_not_come_costs_the_deadline_and_no_more() -> None:
     server, lease = Server(5.0), a_lease(0.6)
     server.answers.clear()
-    keeper = LeaseKeeper(lease, time.monotonic() + 0.9, MARGIN_S, server.renew)
+    keepalive = LeaseKeepalive(lease, time.monotonic() + 0.9, MARGIN_S, server.renew)
     await until(lambda: time.monotonic() > lease.deadline)
     started = time.monotonic()
-    await keeper.end()
+    await keepalive.end()
     assert time.monotonic() - started < 2.0
     assert lease.deadline < time.monotonic()

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kvpool.client.node.rates import MIN_BYTES, Rate
+from kvpool.client.node.rates import MIN_BYTES, TransferRate
 from kvpool.errors import ConfigError
 from kvpool.transports.ucx import RdmaRequired, fabric, is_rdma, require_rdma
 
@@ -63,7 +63,7 @@ def test_what_requires_rdma_is_told_what_there_is_and_why(monkeypatch: pytest.Mo
 
 
 def test_a_rate_follows_the_last_operations_and_leaves_small_ones_out() -> None:
-    rate = Rate()
+    rate = TransferRate()
     rate.note(100, 1.0)
     assert (rate.total_bytes, rate.bytes_per_s) == (100, 0.0)
     for _ in range(200):

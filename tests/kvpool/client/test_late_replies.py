@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.client.node.node_link import abort_late, release_late
+from kvpool.client.node.node_link import undo_pin, undo_reserve
 from kvpool.errors import DeadlineExceeded, Draining
 from kvpool.wire import Session, WireClient, WireServer
 from kvpool.wire import client as wire_client
@@ -62,7 +62,7 @@ async def slow() -> AsyncIterator[tuple[Slow, WireClient]]:
 @pytest.mark.parametrize("way", ["too late", "cancelled"])
 @pytest.mark.parametrize(
     ("request_", "undo", "expected"),
-    [(RESERVE, abort_late, m.Abort(5, True)), (PIN, release_late, m.Release([7]))],
+    [(RESERVE, undo_reserve, m.Abort(5, True)), (PIN, undo_pin, m.Release([7]))],
 )
 async def test_what_a_late_answer_grants_is_given_back(
     slow: tuple[Slow, WireClient], way: str, request_: Any, undo: Any, expected: m.Message
@@ -91,11 +91,11 @@ async def test_an_answer_in_time_is_kept_and_the_late_ones_remembered_are_few(
     monkeypatch.setattr(wire_client, "MAX_UNDO", 8)
     for _ in range(30):
         with pytest.raises(DeadlineExceeded):
-            await client.call(RESERVE, 0.001, abort_late)
+            await client.call(RESERVE, 0.001, undo_reserve)
     assert client._protocol is not None
     assert len(client._protocol._undo) <= 9
     node.may_answer.set()
-    reply = await client.call(PIN, 5.0, release_late)
+    reply = await client.call(PIN, 5.0, undo_pin)
     assert reply.lease_id == 7
     await client.call(m.Ping(), 5)
     assert m.Release([7]) not in node.taken_back
@@ -111,7 +111,7 @@ async def test_a_call_that_was_answered_with_an_error_leaves_nothing_behind() ->
     try:
         for _ in range(3):
             with pytest.raises(Draining):
-                await client.call(RESERVE, 5.0, abort_late)
+                await client.call(RESERVE, 5.0, undo_reserve)
         assert client._protocol is not None
         assert not client._protocol._undo
     finally:
