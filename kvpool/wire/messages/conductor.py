@@ -1,0 +1,274 @@
+"""Messages to the conductor: from nodes and workers that join it, and from clients that ask it."""
+
+from __future__ import annotations
+
+from kvpool.blocks.hash_check import HashProof
+from kvpool.blocks.layout import Namespace
+from kvpool.wire.messages.node import NodeDescriptor, NodeStatsReply
+from kvpool.wire.messages.types import Message, Reply
+
+
+class BlockEvent(Reply, frozen=True):
+    """What happened to blocks of one namespace on a node: a packed run of hashes per event."""
+
+    kind: str  # "stored", "removed", "cleared"
+    namespace_id: bytes
+    hashes: bytes
+    tier: str
+
+
+class NodeJoin(Message, frozen=True):
+    """A node announces itself; it sends its full block report next, in slices of `NodeEvents`."""
+
+    descriptor: NodeDescriptor
+    namespaces: list[Namespace]
+
+
+class NodeEvents(Message, frozen=True):
+    """Batch of events, numbered without a gap from 1 within an epoch. `snapshot`: a slice of the full report."""
+
+    node_id: str
+    epoch: int
+    sequence: int
+    events: list[BlockEvent]
+    snapshot: bool = False
+    snapshot_end: bool = False
+
+
+class NodeHeartbeat(Message, frozen=True):
+    node_id: str
+    epoch: int
+    sequence: int  # of the last event batch sent
+    stats: NodeStatsReply
+
+
+class MemberReply(Reply, frozen=True):
+    """`resync`: join again and send the full report (unknown member, gap, or restarted conductor)."""
+
+    resync: bool
+    heartbeat_s: float
+
+
+class NodeLeave(Message, frozen=True):
+    node_id: str
+    epoch: int
+
+
+class NodeDraining(Message, frozen=True):
+    """The node is about to stop: give it no new blocks. What it holds can be read until it leaves."""
+
+    node_id: str
+    epoch: int
+
+
+class WorkerDescriptor(Reply, frozen=True):
+    worker_id: str
+    epoch: int
+    role: str  # "prefill", "decode", "both"
+    host: str
+    address: str
+    namespace: Namespace
+    model: str
+    max_model_tokens: int
+    http_address: str = ""
+    kv_events: str = ""  # where its engine publishes KV events (ZMQ), e.g. "tcp://10.0.0.5:5557"
+    kv_replay: str = ""  # where it replays them
+    may_change_role: bool = True  # the conductor may have it prefill instead of decode, and back
+
+
+class WorkerLoad(Reply, frozen=True):
+    """What a worker says of itself with each heartbeat."""
+
+    running: int  # requests in work
+    queued_prefill_tokens: int
+    decode_sequences: int
+    decode_context_tokens: int
+    prefill_tokens_per_s: float  # measured; 0 when unknown
+    tpot_s: float  # measured, smoothed; 0 when unknown
+    fetch_bytes_per_s: float = 0.0
+    places: int = 0  # requests that it takes at once; 0: unknown
+
+
+class WorkerJoin(Message, frozen=True):
+    """`proof`: as in `RegisterNamespace`, of the descriptor's namespace."""
+
+    descriptor: WorkerDescriptor
+    proof: HashProof | None = None
+
+
+class WorkerHeartbeat(Message, frozen=True):
+    worker_id: str
+    epoch: int
+    load: WorkerLoad
+
+
+class WorkerLeave(Message, frozen=True):
+    worker_id: str
+    epoch: int
+
+
+class Segment(Reply, frozen=True):
+    """A run of a chain that one node holds: blocks [start, start + count)."""
+
+    node_id: str
+    start: int
+    count: int
+    tier: str  # the slowest in which some of it stands
+    ready: int = 0  # leading blocks of it that stand in a faster one
+
+
+class Lookup(Message, frozen=True):
+    """Leading blocks of a chain that the pool has, and where, preferring nodes on `host`.
+
+    `exclude`: ids of nodes that count as if they held nothing (they failed the caller just now).
+    """
+
+    namespace_id: bytes
+    hashes: bytes
+    host: str = ""
+    exclude: list[str] = []
+
+
+class LookupReply(Reply, frozen=True):
+    """`wait_s`: as in `NodeLookupReply`; a conductor goes by what nodes last reported."""
+
+    found: int
+    segments: list[Segment]
+    wait_s: float = 0.0
+
+
+class ReportMiss(Message, frozen=True):
+    """A planned pin or read of these blocks at this node failed: do not plan it again for a while."""
+
+    node_id: str
+    namespace_id: bytes
+    hashes: bytes
+
+
+class Standing(Message, frozen=True):
+    """On how many live nodes each block stands; unlike `Lookup` it does not end at the first gap.
+
+    Nodes that drain do not count, for what stands there is about to go.
+    """
+
+    namespace_id: bytes
+    hashes: bytes
+    exclude: list[str] = []
+
+
+class StandingReply(Reply, frozen=True):
+    """`copies` has one byte a block: how many nodes, 255 at most."""
+
+    copies: bytes
+
+
+class Nodes(Message, frozen=True):
+    pass
+
+
+class NodeInfo(Reply, frozen=True):
+    descriptor: NodeDescriptor
+    state: str  # "live", "suspect", "draining"
+    free_bytes: int
+    capacity_bytes: int
+    age_s: float = float("inf")  # since it started or joined, whichever is longer ago
+
+
+class NodesReply(Reply, frozen=True):
+    nodes: list[NodeInfo]
+
+
+class Namespaces(Message, frozen=True):
+    """A page of the known namespaces, oldest first; one shorter than `limit` is the last."""
+
+    offset: int = 0
+    limit: int = 1000
+
+
+class NamespacesReply(Reply, frozen=True):
+    namespaces: list[Namespace]
+
+
+class Tokenize(Message, frozen=True):
+    """Token ids of a text as this conductor's model reads it.
+
+    `is_system_prompt`: the ids with which every conversation under this system prompt begins.
+    """
+
+    text: str
+    is_system_prompt: bool = False
+
+
+class TokenizeReply(Reply, frozen=True):
+    token_ids: bytes  # packed uint32
+
+
+class WorkerInfo(Reply, frozen=True):
+    descriptor: WorkerDescriptor
+    state: str
+    load: WorkerLoad
+
+
+class PolicyChange(Message, frozen=True):
+    """Change the routing policy: "replace" (by the YAML in `text`), "rollback", "resume", or "" (only ask)."""
+
+    action: str = ""
+    text: str = ""
+
+
+class PolicyReply(Reply, frozen=True):
+    """The policy in force. `error`: why the file's present content is not."""
+
+    text: str
+    is_rolled_back: bool
+    error: str = ""
+
+
+class PolicyExplain(Message, frozen=True):
+    """What would the policy say of such a request, with the pool as it is now?"""
+
+    model: str = ""
+    tenant: str = ""
+    endpoint: str = ""
+    key: str = ""
+    prompt_tokens: int = 0
+    found_tokens: int = 0
+    output_tokens: int = 0
+
+
+class PolicyCheck(Reply, frozen=True):
+    """One threshold as it was applied."""
+
+    what: str
+    value: float
+    threshold: float
+    holds: bool
+
+
+class PolicyVerdict(Reply, frozen=True):
+    """`mode`: "local", "disaggregated", or "" (by cost). `rule`: the one that took it, or ""."""
+
+    mode: str
+    rule: str
+    reason: str
+    checks: list[PolicyCheck]
+
+
+class PoolStats(Message, frozen=True):
+    pass
+
+
+class PoolStatsReply(Reply, frozen=True):
+    conductor_id: str
+    epoch: int
+    uptime_s: float
+    nodes: list[NodeStatsReply]
+    node_states: dict[str, str]
+    workers: list[WorkerInfo]
+    index_blocks: int
+    counters: dict[str, float]
+    index: str = "memory"  # or "redis"
+    notice: str = ""  # what an operator should know, such as that Redis is down
+    conductors: list[
+        str
+    ] = []  # addresses of those that share this pool; empty with the memory index

@@ -1,0 +1,108 @@
+"""Messages to a prefill or decode worker."""
+
+from __future__ import annotations
+
+from kvpool.wire.messages.conductor import Segment
+from kvpool.wire.messages.node import NodeDescriptor, ReserveReply
+from kvpool.wire.messages.types import Message, Reply
+
+
+class SetRole(Message, frozen=True):
+    """Have a worker take another role: "prefill", "decode" or "both". What it has in work goes on."""
+
+    role: str
+
+
+class Sampling(Reply, frozen=True):
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    ignore_eos: bool = False
+
+
+class Grant(Reply, frozen=True):
+    """Slots that the conductor reserved for a prefill: blocks `indices` (packed uint32) of the chain.
+
+    The reservation's `ttl_s` counts from `age_s` before this was sent. What the message takes on its way, the
+    node's quarantine covers (invariant 2).
+    """
+
+    node: NodeDescriptor
+    reservation: ReserveReply
+    indices: bytes
+    age_s: float = 0.0
+
+
+class Prefill(Message, frozen=True):
+    """Compute a prompt's KV; read `segments` from the pool first, write the granted blocks layer by layer."""
+
+    request_id: str
+    namespace_id: bytes
+    token_ids: bytes  # packed uint32
+    hashes: bytes
+    segments: list[Segment]
+    nodes: list[NodeDescriptor]
+    grant: Grant | None
+    deadline_s: float  # from now
+    max_wait_s: float = 0.0  # for a slow tier, before computing is faster; 0: no limit
+
+
+class PrefillReply(Reply, frozen=True):
+    reused_tokens: int
+    computed_tokens: int
+    committed_blocks: int
+    phases: dict[str, float]  # seconds
+    bytes_read: dict[str, int]  # by transport
+    bytes_written: dict[str, int]
+    fallback_reason: str = ""  # why less was read than planned
+    tokens_by_tier: dict[str, int] = {}  # reused ones: "hbm", "dram", "nvme", "engine"
+
+
+class Generate(Message, frozen=True):
+    """Decode: read what the pool has, compute the rest of the prompt, then stream tokens.
+
+    `use_pool` false: compute everything here. `local_prefix`: reuse this engine's own prefix cache, cut
+    to `local_prefix_tokens` when that is not 0.
+    """
+
+    request_id: str
+    namespace_id: bytes
+    token_ids: bytes
+    hashes: bytes
+    segments: list[Segment]
+    nodes: list[NodeDescriptor]
+    sampling: Sampling
+    deadline_s: float
+    use_pool: bool = True
+    local_prefix: bool = False
+    local_prefix_tokens: int = 0
+    store: bool = True  # write blocks computed here to the pool
+    max_wait_s: float = 0.0  # as in `Prefill`
+
+
+class GenerateChunk(Reply, frozen=True):
+    """One item of the stream. `so_far`, with the first token: the report as it would be now.
+
+    A caller that leaves before the end (a stop string was found) has no other. `text`: of these tokens, where
+    the engine has made it; None: whoever reads the ids makes it.
+    """
+
+    token_ids: list[int]
+    so_far: GenerateReply | None = None
+    text: str | None = None
+
+
+class GenerateReply(Reply, frozen=True):
+    """Ends the stream."""
+
+    finish_reason: str  # "stop", "length"
+    pool_tokens: int
+    local_tokens: int
+    computed_tokens: int
+    fallback_reason: str  # "" when all went as planned
+    phases: dict[str, float]
+    bytes_read: dict[str, int]
+    verified_blocks: int  # blocks whose checksum was compared after the read
+    bytes_written: dict[str, int] = {}
+    tokens_by_tier: dict[str, int] = {}  # as in `PrefillReply`
