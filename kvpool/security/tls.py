@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
-
 from kvpool.security.credentials import unusable
 
 
@@ -39,6 +37,8 @@ class ServerTls:
 
     def for_grpc(self) -> Any:
         """For `add_secure_port`."""
+        import grpc  # here, so that other users of this module need no gRPC
+
         pair = (self.key.read_bytes(), self.cert.read_bytes())
         if self.client_ca is None:
             return grpc.ssl_server_credentials([pair])

@@ -61,9 +61,13 @@ def load_nixl() -> Any:
             _preloaded = True
     try:
         import nixl._api as api
+    except ModuleNotFoundError as error:
+        raise NixlUnavailable(
+            f"NIXL is not installed ({error})", hint="pip install 'kvpool[nixl]'"
+        ) from error
     except (ImportError, OSError) as error:
         raise NixlUnavailable(
-            f"NIXL cannot be loaded: {error}", hint="pip install nixl==1.5.1, or use transport shm"
+            f"NIXL cannot be loaded: {error}", hint="see `kvpool doctor`"
         ) from error
     return api
 

@@ -111,11 +111,13 @@ class Transports:
         """
         names = list(self._makers) if self._forced == "auto" else [self._forced]
         reasons = []
+        hint = "see `kvpool doctor`"
         for name in names:
             try:
                 transport = self.get(name)
             except NixlUnavailable as error:
-                reasons.append(f"{name}: {error}")
+                reasons.append(f"{name}: {error.message}")
+                hint = error.hint or hint
                 continue
             if transport.can_reach(node, local_host):
                 fabric = transport.fabric(node, local_host)
@@ -131,7 +133,7 @@ class Transports:
             reasons.append(f"{name}: {offered} from host {local_host!r}")
         raise NoTransport(
             f"no transport reaches node {node.node_id} on host {node.host!r}: {'; '.join(reasons)}",
-            hint="see `kvpool doctor`",
+            hint=hint,
         )
 
     def choose_for_hbm(self, node: NodeDescriptor) -> Transport | None:

@@ -64,6 +64,14 @@ def test_nixl_without_ucx_fails() -> None:
     assert doctor_checks.check_nixl(Probe(("POSIX",))).status == "fail"
 
 
+def test_without_nixl_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    monkeypatch.setattr(doctor_checks, "run_probe", lambda: pytest.fail("there is nothing to load"))
+    found = {check.name: check for check in doctor_checks.run_checks(Settings())}
+    assert found["nixl"].status == "warn"
+    assert "pip install 'kvpool[nixl]'" in found["nixl"].action
+
+
 def test_the_real_nixl_is_found_here() -> None:
     probe = doctor_checks.run_probe()
     assert probe.failure == ""
