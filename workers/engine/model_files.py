@@ -117,7 +117,7 @@ def _convert(gguf: Path, target: Path) -> None:
     except ImportError as error:
         raise ModelNotFound(
             f"{gguf.name} cannot be converted: {error}",
-            hint="pip install torch transformers gguf accelerate",
+            hint="pip install 'kvpool[demo]'",
         ) from error
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 import typer
 
 from kvpool.cli import app as cli
+from kvpool.cli import commands
 from kvpool.cli.context import invocation, overrides
 from kvpool.cli.output import format_bytes, format_rate, format_seconds
 from kvpool.errors import ConfigError, Unavailable
@@ -52,6 +54,12 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return call
 
 
+def install(monkeypatch: pytest.MonkeyPatch, name: str, target: str) -> None:
+    """Let a package bring the command `name`."""
+    entry = EntryPoint(name, target, commands.GROUP)
+    monkeypatch.setitem(commands.installed(), name, entry)
+
+
 @pytest.fixture
 def register(monkeypatch: pytest.MonkeyPatch) -> Register:
     """Add a command `try-it` from a module of its own."""
@@ -60,8 +68,7 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Register:
         module = types.ModuleType("kvpool_test_command")
         module.command = function  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "kvpool_test_command", module)
-        entry = cli.Registered("kvpool_test_command:command", "Try it.")
-        monkeypatch.setitem(cli.COMMANDS, "try-it", entry)
+        install(monkeypatch, "try-it", "kvpool_test_command:command")
 
     return add
 
@@ -72,8 +79,44 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Register:
 def test_help_lists_every_command_without_importing_one(run: Run) -> None:
     result = run("--help")
     assert result.status == 0
-    for name in cli.COMMANDS:
+    for name in commands.COMMANDS:
         assert f" {name} " in result.out
+    assert "not installed" not in result.out
+
+
+def test_every_command_is_listed_and_brought_by_the_package_that_its_extra_installs() -> None:
+    found = commands.installed()
+    assert set(found) == set(commands.COMMANDS)
+    for name, command in commands.COMMANDS.items():
+        is_ours = found[name].value.startswith("kvpool.")
+        assert is_ours == (command.extra == ""), name
+
+
+def test_a_command_that_is_not_installed_names_its_extra(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(commands.installed(), "node")
+    monkeypatch.delitem(commands.installed(), "plan")
+    assert "not installed: extra server" in " ".join(run("--help").out.split())
+    result = run("node", "--dram", "4GiB")
+    assert result.status == 1
+    assert result.err == "error: `kvpool node` is not installed (pip install 'kvpool[server]')\n"
+    assert "pip install 'kvpool[planner]'" in run("plan").err
+
+
+def test_a_command_of_another_package_is_listed_as_well(run: Run, register: Register) -> None:
+    def command() -> None:
+        typer.echo("done")
+
+    register(command)
+    assert "try-it" in run("--help").out
+    assert run("try-it").out == "done\n"
+
+
+def test_an_unknown_command_names_the_nearest(run: Run) -> None:
+    result = run("lokup")
+    assert result.status == 2
+    assert "did you mean 'lookup'?" in result.err
 
 
 def test_help_loads_neither_torch_nor_a_command() -> None:
@@ -109,13 +152,23 @@ def test_a_function_becomes_a_command_with_its_options_and_the_global_ones(
 def test_a_missing_module_matters_only_to_its_command(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entry = cli.Registered("kvpool.cli.not_there:x", "Not there.")
-    monkeypatch.setitem(cli.COMMANDS, "not-there", entry)
+    install(monkeypatch, "bench", "kvpool.cli.not_there:x")
     assert run("--help").status == 0
-    result = run("not-there")
+    result = run("bench")
     assert result.status == 1
-    assert "kvpool.cli.not_there" in result.err
-    assert "Traceback" not in result.err
+    assert result.err == (
+        "error: `kvpool bench` needs the Python module kvpool.cli.not_there, which is not installed"
+        " (pip install 'kvpool[server]')\n"
+    )
+
+
+def test_a_module_that_a_running_command_misses_names_the_extra(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tiers.server", None)
+    result = run("node")
+    assert result.status == 1
+    assert "tiers.server, which is not installed (pip install 'kvpool[server]')" in result.err
 
 
 # ---------------------------------------------------------------- errors
