@@ -293,7 +293,7 @@ class FrameSource:
         return self._framed(request_id, self._body(), kind)
 
     def _wrong_tag(self, request_id: int) -> bytes:
-        tag = self._rng.choice(("", "Exit", "pin", "Reply", "x" * 3000, 7, None, [[]]))
+        tag: Any = self._rng.choice(("", "Exit", "pin", "Reply", "x" * 3000, 7, None, [[]]))
         return self._framed(request_id, _encode([tag, 1, b""]))
 
     def _absurd_count(self, request_id: int) -> bytes:

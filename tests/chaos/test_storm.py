@@ -109,6 +109,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def tier(cluster: Cluster, name: str = "dram") -> dict[str, Any]:
+    usage: dict[str, Any]
     [usage] = [t for t in cluster.node_stats("n0")["tiers"] if t["tier"] == name]
     return usage
 

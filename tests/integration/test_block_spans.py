@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,7 +92,12 @@ def test_registered_memory_is_not_registered_again_with_each_transfer(
         assert agent is not None
         calls: list[int] = []
         register = agent.register
-        monkeypatch.setattr(agent, "register", lambda *a: (calls.append(a[0]), register(*a))[1])
+
+        def counted_register(address: int, size: int) -> Any:
+            calls.append(address)
+            return register(address, size)
+
+        monkeypatch.setattr(agent, "register", counted_register)
         pool.put(NAMESPACE, chain(), data)
         assert calls == []
         pool.deregister_memory(data)

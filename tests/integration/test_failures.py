@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,6 +40,7 @@ def chain(seed: int, blocks: int) -> list[bytes]:
 
 
 def accounting(cluster: Cluster, name: str = "n0") -> dict[str, int]:
+    dram: dict[str, int]
     [dram] = [t for t in cluster.node_stats(name)["tiers"] if t["tier"] == "dram"]
     parts = ("free_bytes", "reserved_bytes", "committed_bytes", "quarantined_bytes")
     assert sum(dram[part] for part in parts) == dram["capacity_bytes"]
@@ -99,6 +101,7 @@ async def test_a_node_that_dies_between_pin_and_read_is_a_typed_error_or_right_b
     cluster.wait_joined(nodes=1)
     hashes = chain(1, 8)
     data = np.random.default_rng(1).integers(0, 256, (8, SIZE), dtype=np.uint8)
+    transport: Any
     for transport, allowed in (("nixl", TransferFailed), ("shm", KvpoolError)):
         if transport == "shm":
             cluster.start_node("n0b")

@@ -109,7 +109,7 @@ class Traffic:
             answer = await client.completions.create(**ask)
             details = answer.usage.prompt_tokens_details if answer.usage else None
             self.cached_tokens += (details.cached_tokens or 0) if details else 0
-            return tuple(answer.model_extra["kvpool"]["token_ids"])  # type: ignore[index]
+            return tuple(answer.model_extra["kvpool"]["token_ids"])
         report: dict[str, Any] = {}
         async with await client.completions.create(stream=True, **ask) as events:
             async for event in events:

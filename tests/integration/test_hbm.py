@@ -116,7 +116,7 @@ def test_under_pressure_blocks_sink_and_all_are_found_and_right(cluster: Cluster
         for seed in range(count):
             for tier in ("", "hbm"):
                 out = np.zeros_like(content(seed))
-                got = pool.get(NAMESPACE, chain(seed), out, tier=tier)  # type: ignore[arg-type]
+                got = pool.get(NAMESPACE, chain(seed), out, tier=tier)
                 assert (got.found, got.miss_reason) == (BLOCKS, "")
                 assert (out == content(seed)).all()
     seen = counters(cluster)

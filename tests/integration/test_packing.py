@@ -86,7 +86,12 @@ async def test_pages_are_written_and_read_whole_whatever_way_they_take(
         assert isinstance(transport, NixlTransport)
         taken: list[object] = []
         take = transport.staging.take
-        monkeypatch.setattr(transport.staging, "take", lambda: taken.append(1) or take())
+
+        def counted_take() -> Any:
+            taken.append(1)
+            return take()
+
+        monkeypatch.setattr(transport.staging, "take", counted_take)
         assert (transport.read_and_sum(link.node, pieces, 10) == lease.checksums).all()
         assert (out.reshape(-1, PAGE)[numbers].reshape(BLOCKS, SIZE) == written).all()
         others = np.setdiff1d(np.arange(2 * BLOCKS * PAGES), numbers)

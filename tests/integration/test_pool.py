@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import httpx
@@ -56,7 +57,7 @@ def some_bytes(seed: int, blocks: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (blocks, SIZE), dtype=np.uint8)
 
 
-def client(cluster: Cluster, **options: object) -> Pool:
+def client(cluster: Cluster, **options: Any) -> Pool:
     return Pool(conductor=cluster.conductor["wire"], **{"host_label": "here", **options})
 
 

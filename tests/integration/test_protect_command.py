@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,7 +31,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     directory = tmp_path_factory.mktemp("words")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, chat_template=TEMPLATE)
+    make: Any = PreTrainedTokenizerFast  # ships no types
+    tokenizer = make(tokenizer_object=made, chat_template=TEMPLATE)
     tokenizer.save_pretrained(str(directory))
     return directory
 

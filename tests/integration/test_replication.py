@@ -507,7 +507,7 @@ async def test_a_reported_copy_is_not_answered_for_a_while(cluster: Cluster) -> 
 
 @pytest.mark.parametrize("transport", ["nixl", "auto"])
 async def test_a_replica_takes_over_when_a_node_dies_between_pin_and_read(
-    doomed: Cluster, transport: str
+    doomed: Cluster, transport: Any
 ) -> None:
     hashes, data = chain(26, 8), some_bytes(26, 8)
     async with AsyncPool(

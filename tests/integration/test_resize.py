@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvpool import Pool, hash_chain
-from kvpool.client.async_pool import PinnedBlocks
+from kvpool.client import PinnedBlocks
 from kvpool.errors import InvalidArgument, NoSharedMemory
 from kvpool.wire import messages as m
 from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, wait_until

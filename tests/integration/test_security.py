@@ -194,6 +194,7 @@ async def test_a_tenant_sees_nothing_of_another_over_the_wire(cluster: Cluster) 
         naming(ACME.namespace_id), naming(unknown), strict=True
     ):
         texts = []
+        request: Any
         for request in (theirs, nobodys):
             with pytest.raises(UnknownNamespace) as caught:
                 await links[where].call(request, 5)

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -159,7 +160,7 @@ def test_a_part_that_another_writer_holds_is_left_to_it(cluster: Cluster) -> Non
 
 @pytest.mark.parametrize("name", ["shm", "nixl"])
 async def test_pieces_land_in_the_callers_memory_without_a_copy_between(
-    cluster: Cluster, name: str
+    cluster: Cluster, name: Any
 ) -> None:
     space = SPACES[4]
     seed = next(SEEDS)

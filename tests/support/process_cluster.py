@@ -22,7 +22,7 @@ LAYOUT = Layout("bfloat16", layers=3, kv_heads=2, head_dim=32, block_tokens=32)
 NAMESPACE = Namespace("tests/model", "revision-1", LAYOUT)
 
 
-def wait_until(claim: Callable[[], Any], what: str, timeout_s: float = 15.0) -> Any:
+def wait_until(claim: Callable[..., Any], what: str, timeout_s: float = 15.0) -> Any:
     """Poll until `claim()` is truthy; returns that value. Fails with `what` after the deadline."""
     deadline = time.monotonic() + timeout_s
     while True:

@@ -214,7 +214,7 @@ async def test_while_a_request_waits_for_a_slot_its_blocks_come_up() -> None:
     assert running.counters["prefetch:promoting"] == len(node.prefetched)
 
 
-def decision(mode: Any, **parts: float) -> Decision:
+def decision(mode: Any, **parts: Any) -> Decision:
     prefill = "p" if mode == "disaggregated" else None
     chosen = Candidate(mode, prefill, "w", 10, 1.0, 0.01, **parts)
     return Decision("r", mode, prefill, "w", 10, None, 1.0, 0.01, "by_cost", (chosen,))

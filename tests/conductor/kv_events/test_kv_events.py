@@ -262,9 +262,8 @@ async def until(claim: Callable[[], bool], act: Callable[[], Any] | None = None)
 
 @pytest.fixture
 async def feed(publisher: Publisher) -> AsyncIterator[KvFeed]:
-    feed = KvFeed(
-        "e", publisher.endpoint, publisher.replays, EngineBlocks(SPACE), counters := Counter()
-    )
+    counters: Counter[str] = Counter()
+    feed = KvFeed("e", publisher.endpoint, publisher.replays, EngineBlocks(SPACE), counters)
     assert not counters
     task = asyncio.create_task(feed.run())
     yield feed

@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -49,7 +50,7 @@ def servers(tmp_path: Path) -> Iterator[tuple[ValkeyServer, ValkeyServer, int]]:
 
 
 def _wait_for_replica(port: int) -> None:
-    client = redis.Redis(port=port)
+    client: Any = redis.Redis(port=port)
     deadline = time.monotonic() + 20
     while True:
         with contextlib.suppress(redis.RedisError):

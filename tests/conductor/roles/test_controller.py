@@ -142,7 +142,7 @@ def test_no_load_ever_empties_a_role(
 def test_limits_that_make_no_sense_are_refused() -> None:
     for wrong in ({"low": 0.2}, {"idle": 0.9}, {"hold_s": 0}, {"min_prefill": -1}):
         with pytest.raises(ConfigError):
-            RoleLimits(**wrong)  # type: ignore[arg-type]
+            RoleLimits(**wrong)
 
 
 def test_advice_says_why() -> None:

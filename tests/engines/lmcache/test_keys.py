@@ -63,7 +63,7 @@ def test_two_instances_agree_and_each_setting_of_identity_counts() -> None:
 
 def test_every_field_of_a_key_counts() -> None:
     space = keyspace()
-    server = [
+    server: list[dict[str, Any]] = [
         {},
         {"chunk_hash": bytes(32)},
         {"model_name": "tests/other"},
@@ -71,7 +71,7 @@ def test_every_field_of_a_key_counts() -> None:
         {"object_group_id": 1},
         {"cache_salt": "alice"},
     ]
-    engine = [
+    engine: list[dict[str, Any]] = [
         {},
         {"chunk_hash": 0x1235},
         {"chunk_hash": -0x1234},

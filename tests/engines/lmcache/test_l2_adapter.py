@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -122,15 +123,13 @@ def test_threads_share_one_adapter(driver: Driver) -> None:
                 found = 0
                 while found < 6:
                     task = adapter.submit_lookup_and_lock_task(keys, GROUPS)
-                    bits = wait_until(
-                        lambda t=task: adapter.query_lookup_and_lock_result(t), "look"
-                    )
+                    bits = wait_until(partial(adapter.query_lookup_and_lock_result, task), "look")
                     found = bits.popcount()
                     if found < 6:
                         adapter.submit_unlock([k for i, k in enumerate(keys) if bits.test(i)])
                 into = driver.memory(6)
                 task = adapter.submit_load_task(keys, into)
-                bits = wait_until(lambda t=task: adapter.query_load_result(t), "load")
+                bits = wait_until(partial(adapter.query_load_result, task), "load")
                 assert bits.popcount() == 6
                 for key, memory in zip(keys, into, strict=True):
                     assert np.array_equal(s.bytes_of(memory), s.content(key))
@@ -155,7 +154,9 @@ def test_a_task_after_the_end_is_a_miss_and_raises_nothing(
         driver = Driver(adapter, allocator)
     keys = s.keys(14, 2)
     task = adapter.submit_load_task(keys, driver.memory(2))
-    assert adapter.query_load_result(task).popcount() == 0
+    loaded = adapter.query_load_result(task)
+    assert loaded is not None
+    assert loaded.popcount() == 0
     task = adapter.submit_store_task(keys, driver.memory(2))
     assert not adapter.pop_completed_store_tasks()[task].is_successful()
     adapter.submit_unlock(keys)

@@ -181,7 +181,9 @@ def test_a_load_stuck_at_a_stopped_node_ends_when_that_dies(world: World) -> Non
         task = adapter.submit_load_task(keys, objects)
         world.cluster.kill("stuck")
         s.wait_signal(adapter.get_load_event_fd())
-        assert adapter.query_load_result(task).popcount() == 0
+        loaded = adapter.query_load_result(task)
+        assert loaded is not None
+        assert loaded.popcount() == 0
         assert time.monotonic() - began < adapter.settings.load_timeout_s
         adapter.submit_unlock(keys)
 

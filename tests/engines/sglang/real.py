@@ -65,7 +65,7 @@ def _stubbed(package: str) -> Iterator[None]:
 
 def import_sglang() -> None:
     """Import what the tests use, so that no later import of it needs the stub."""
-    from transformers.utils import is_torchvision_available
+    from transformers.utils.import_utils import is_torchvision_available
 
     is_torchvision_available()  # remembered: not to be found by it later
     with warnings.catch_warnings(), _stubbed("torchvision"):

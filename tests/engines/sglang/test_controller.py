@@ -79,7 +79,7 @@ def controller(
 
 
 def backed_up(controller: Any, tokens: Sequence[int], hashes: list[str]) -> torch.Tensor:
-    slots = controller.mem_pool_host.alloc(len(tokens))
+    slots: torch.Tensor = controller.mem_pool_host.alloc(len(tokens))
     controller.write_storage(slots, tokens, hash_value=hashes, prefix_keys=[])
     done = controller.ack_backup_queue.get(timeout=10)
     assert done.completed_tokens == len(tokens)
@@ -131,7 +131,7 @@ def test_its_threads_outlive_a_pool_that_is_lost(
     controller.storage_backend._pool.close()  # between look-up and load
     assert prefetched(controller, operation) == 0
     assert query(controller, TOKENS).storage_hit_count == 0
-    slots = controller.mem_pool_host.alloc(PAGE)
+    slots: torch.Tensor = controller.mem_pool_host.alloc(PAGE)
     controller.write_storage(slots, TOKENS[:PAGE], hash_value=hashes[:1], prefix_keys=[])
     assert controller.ack_backup_queue.get(timeout=10).completed_tokens == 0
     threads = (controller.prefetch_thread, controller.prefetch_io_aux_thread)

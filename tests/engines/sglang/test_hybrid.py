@@ -179,6 +179,6 @@ def test_transfers_that_make_no_sense_are_misses(hybrid: Hybrid) -> None:
     assert backend.batch_exists_v2(keys(2), [query(PoolName.SWA, ALL)]).kv_hit_pages == 0
     nothing = PoolTransfer(name=PoolName.MAMBA, keys=keys(1))
     assert backend.batch_get_v2([nothing]) == {PoolName.MAMBA: [False]}
-    odd = PoolTransfer(name=PoolName.INDEXER, hit_policy="odd")  # type: ignore[arg-type]
+    odd = PoolTransfer(name=PoolName.INDEXER, hit_policy="odd")
     assert backend.batch_exists_v2(keys(2), [odd]).kv_hit_pages == 0
     assert backend.batch_get_v2([PoolTransfer(name=PoolName.MAMBA)]) == {PoolName.MAMBA: []}

@@ -175,7 +175,7 @@ class _Served:
                 tell("held")
                 sys.stdin.readline()
 
-        Loader._place = place  # type: ignore[method-assign]
+        Loader._place = place  # type: ignore[method-assign,assignment]
         return True
 
     def _counted(self) -> dict[str, float]:

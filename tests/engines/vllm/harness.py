@@ -115,8 +115,8 @@ class Engine:
             kv_transfer_config=KVTransferConfig(
                 kv_connector="KVPoolConnector",
                 kv_connector_module_path="kvpool.engines.vllm",
-                kv_role=role,  # type: ignore[arg-type]
-                kv_load_failure_policy=policy,  # type: ignore[arg-type]
+                kv_role=role,
+                kv_load_failure_policy=policy,
                 kv_connector_extra_config=extra,
             ),
         )
@@ -152,7 +152,7 @@ class Engine:
             block_size=page_tokens,
             log_stats=True,
         )
-        self.connector: KVPoolConnector = self.scheduler.connector  # type: ignore[assignment]
+        self.connector: KVPoolConnector = self.scheduler.connector
         # One storage for all layers, layer outermost, K and V side by side: as vLLM has it on CPU.
         self.caches: list[torch.Tensor] = []
         self.workers: list[KVPoolConnector] = []
@@ -168,7 +168,7 @@ class Engine:
             self.caches.append(cache)
             self.workers.append(worker)
         handshakes = {(0, rank): w.get_handshake_metadata() for rank, w in enumerate(self.workers)}
-        self.connector.set_xfer_handshake_metadata_pp_aware(handshakes)  # type: ignore[arg-type]
+        self.connector.set_xfer_handshake_metadata_pp_aware(handshakes)
         self._aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
         self._names = names
         self.outputs: dict[str, list[int]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def fake(
 @contextlib.contextmanager
 def missing(directory: Path, store_bytes: int) -> Iterator[Backend]:
     raise PeerMissing("pip install it")
-    yield
+    yield  # type: ignore[unreachable]
 
 
 @pytest.fixture
@@ -153,7 +154,7 @@ def test_the_cost_of_saving_is_the_ratio_of_the_two_sides(
 def test_the_reason_of_a_failed_start_is_the_first_error_in_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_engine.sys, "executable", "/bin/sh")
+    monkeypatch.setattr(sys, "executable", "/bin/sh")
     log = tmp_path / "log"
     with (
         vllm_engine.BenchEngine(tmp_path, None, log, cache_gib=1) as engine,

@@ -16,6 +16,7 @@ from kvpool.client.pool import Pool
 from kvpool.engines.vllm import loader
 from kvpool.engines.vllm.loader import Loader
 from kvpool.engines.vllm.saver import Saver
+from kvpool.errors import DeadlineExceeded
 from tests.engines.vllm.harness import Engine, expected_output
 from tests.engines.vllm.test_serving import EXPECTED, PROMPT, gate, has_no_leases, leases
 from tests.support.process_cluster import Cluster
@@ -243,7 +244,7 @@ def test_saves_that_wait_for_one_another_hold_pages_no_longer_than_one_save_may_
     def put(*_: Any, timeout_s: float, **__: Any) -> Any:
         """A node that does not answer."""
         threading.Event().wait(timeout_s)
-        raise loader.DeadlineExceeded("no answer")
+        raise DeadlineExceeded("no answer")
 
     monkeypatch.setattr(Pool, "put", put)
     began = time.monotonic()

@@ -177,11 +177,15 @@ def test_pages_that_kernels_split_are_put_together(layout: KVCacheLayout) -> Non
     paged = PagedKV.read(caches, config)
     whole, whole_config = allocate(FULL, layout)
     assert paged.order != PagedKV.read(whole, whole_config).order
-    before = logical(caches).unflatten(1, (PAGES, 4))
+
+    def in_pages() -> torch.Tensor:
+        return logical(caches).reshape(len(caches), PAGES, 4, -1)
+
+    before = in_pages()
     rows = torch.empty((1, paged.page_bytes), dtype=torch.uint8)
     paged.gather(np.array([5]), rows)
     paged.scatter(np.array([2]), rows)
-    assert torch.equal(logical(caches).unflatten(1, (PAGES, 4))[:, 2], before[:, 5])
+    assert torch.equal(in_pages()[:, 2], before[:, 5])
 
 
 def test_padding_between_pages_is_neither_read_nor_written() -> None:

@@ -288,7 +288,7 @@ def test_kvpool_engines_prints_the_entry_of_a_namespace(
     )
     entries = json.loads(printed.stdout)["engines"]
     found = [EngineServer(url="http://h:1", model="m", **entry).namespace() for entry in entries]
-    assert one.connector._scheduler._namespace in found  # type: ignore[union-attr]
+    assert one.connector._scheduler._namespace in found  # type: ignore[union-attr,operator]
 
 
 def gate(

@@ -33,8 +33,8 @@ def with_tp(layout: Layout, tp_size: int, **changes: Any) -> Layout:
 
 def whole_block(layout: Layout) -> np.ndarray:
     """The KV of a block in one array, each element another (as far as its two bytes go)."""
-    shape = (layout.layers, layout.kv_per_token, layout.kv_heads)
-    shape += (layout.block_tokens, layout.head_dim)
+    outer = (layout.layers, layout.kv_per_token, layout.kv_heads)
+    shape = (*outer, layout.block_tokens, layout.head_dim)
     return np.arange(np.prod(shape), dtype=np.uint16).reshape(shape)
 
 

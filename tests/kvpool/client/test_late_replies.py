@@ -27,7 +27,9 @@ class Slow:
         self.taken_back: list[Any] = []
         self.server = WireServer("node", "n", 1)
         self.server.handle(m.Reserve, lambda _r, s: self._late(s, self._reserved()))
-        self.server.handle(m.Pin, lambda _r, s: self._late(s, m.PinReply(7, 1, *[b""] * 3, 30.0)))
+        self.server.handle(
+            m.Pin, lambda _r, s: self._late(s, m.PinReply(7, 1, b"", b"", b"", 30.0))
+        )
         self.server.handle(m.Abort, lambda r, _s: self._took(r))
         self.server.handle(m.Release, lambda r, _s: self._took(r))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -108,7 +110,9 @@ def test_a_token_file_that_cannot_be_meant_is_refused(
 
 
 def test_names_and_tokens_come_once_and_a_tenant_is_isolated_or_not() -> None:
-    one = {"name": "x", "token_sha256": "a" * 64, "tenant": "a", "scopes": ["read"]}
+    one: dict[str, Any] = {"name": "x", "token_sha256": "a" * 64, "tenant": "a"}
+    one["scopes"] = ["read"]
+    other: dict[str, Any]
     for other in ({"name": "x", "token_sha256": "b" * 64}, {"name": "y"}):
         with pytest.raises(ConfigError, match="twice"):
             parse_tokens([one, {**one, **other}], "test")
@@ -174,7 +178,8 @@ def test_scopes_allow_their_messages_and_no_others(
 
 
 def test_a_message_that_the_table_lacks_needs_admin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(MESSAGES, m.Lookup)
+    table: dict[Any, Any] = MESSAGES
+    monkeypatch.delitem(table, m.Lookup)
     gate = gate_of(A, a=("a", [WRITE]))
     with pytest.raises(Forbidden, match="admin"):
         gate.admit(EXAMPLES[READ], gate.authenticate("token-a"))
@@ -282,8 +287,8 @@ def test_a_server_that_lends_memory_lets_in_whose_it_is(lent_to: str, welcome: s
     gate = _isolating(lent_to)
     for name in ("vault", "safe", "a", "node"):
         for attempt in (
-            lambda name=name: gate.authenticate(f"token-{name}"),
-            lambda name=name: gate.authenticate_header(f"Bearer token-{name}"),
+            partial(gate.authenticate, f"token-{name}"),
+            partial(gate.authenticate_header, f"Bearer token-{name}"),
         ):
             if name in welcome:
                 assert attempt().name == name

@@ -42,7 +42,8 @@ def test_it_never_holds_more_than_it_may_and_knows_what_it_holds(
 
 def _found(requests: list[TraceRequest], capacity: int) -> list[int]:
     with compact(requests) as trace:
-        return replay(trace, "guarded", capacity).found.tolist()
+        found: list[int] = replay(trace, "guarded", capacity).found.tolist()
+        return found
 
 
 def test_it_sees_only_the_past() -> None:

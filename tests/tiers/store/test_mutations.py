@@ -141,8 +141,9 @@ def _reserved_twice_is_granted_twice(patch: pytest.MonkeyPatch) -> None:
         block = space.blocks.get(name)
         copy = block.copies[0] if block is not None else None
         part = rest[1]
+        is_hidden = not any(name in v for v in space.visible)
         is_begun = copy is not None and copy.places[part] is not None
-        if is_begun and copy.checksums[part] is None and not any(name in v for v in space.visible):
+        if copy is not None and is_begun and copy.checksums[part] is None and is_hidden:
             return 0, copy
         return reserve(self, space, name, *rest)
 

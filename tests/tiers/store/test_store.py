@@ -688,7 +688,10 @@ def test_refused_blocks_come_again_late_unless_they_are_used() -> None:
         put(s, [name])
         demote(s)
     retry_s = CONFIG.move_retry_s
-    refused = lambda: s.counters.get("demotion_refused", 0)  # noqa: E731
+
+    def refused() -> float:
+        return s.counters.get("demotion_refused", 0)
+
     assert (demote(s), refused()) == ([], 2)
     assert (s.plan_demotions(9, retry_s), refused()) == ([], 4)
     assert (s.plan_demotions(9, 3 * retry_s), refused()) == ([], 4)
