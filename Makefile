@@ -3,6 +3,7 @@
 # make check   linters, formatter, types, import rules
 # make wheels  the wheels kvpool and kvpool-server, in dist/
 # make demo    the demo             (ARGS is passed on)
+# make docs    the documentation site, in site/
 # make bench   the store beside memcpy and its peers
 # make bench-scheduler  strategies, overload and roles on one trace, with engines that sleep (ARGS="--trace FILE")
 #
@@ -20,7 +21,7 @@ MYPY_TESTS := tests benchmarks
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
-.PHONY: setup test check fmt wheels demo bench bench-scheduler proto clean help
+.PHONY: setup test check fmt wheels docs demo bench bench-scheduler proto clean help
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
 
@@ -62,6 +63,20 @@ fmt: setup
 wheels: setup
 	rm -f dist/kvpool*.whl
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist . packaging/server
+
+# The site has an environment of its own: it reads the code and needs none of what the code imports.
+DOCS := .venv-docs
+DOCS_STAMP := $(DOCS)/.setup-done
+
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
+	@echo "open site/index.html"
+
+$(DOCS_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(DOCS)
+	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+		| $(DOCS)/bin/pip install --quiet -c constraints.txt -r /dev/stdin
+	@touch $@
 
 demo: setup
 	$(BIN)/kvpool demo $(ARGS)

@@ -19,7 +19,8 @@ class Credentials:
         token: of `kvpool token create`.
         tls_ca: certificates (PEM) of those who may have signed a server's; with it, every TCP connection is
             encrypted and the server's name checked.
-        tls_cert, tls_key: our own certificate and its key, for servers that ask for one.
+        tls_cert: our own certificate, for servers that ask for one.
+        tls_key: its key.
 
     Raises:
         ConfigError: a certificate without its key or without `tls_ca`; a file cannot be used.

@@ -1,6 +1,6 @@
 """Making NIXL agents: environment, the native library trap, and one agent's life. No pool logic.
 
-Facts that shape this module were measured with NIXL 1.5.1 (see docs/design.md): no progress thread, since
+Facts that shape this module were measured with NIXL 1.5.1 (see docs/measurements.md): no progress thread, since
 from Python it spins a whole core; one agent belongs to one thread; agents are named with their epoch.
 """
 
