@@ -51,10 +51,9 @@ class Sessions:
         if not key:
             return
         self._drop((namespace_id, key))
-        if not hashes or len(hashes) > self._max_blocks:
-            return
-        self._sessions[namespace_id, key] = _Session(pack_hashes(hashes), now)
-        self._blocks += len(hashes)
+        if hashes and len(hashes) <= self._max_blocks:
+            self._sessions[namespace_id, key] = _Session(pack_hashes(hashes), now)
+            self._blocks += len(hashes)
         while self._sessions:
             oldest, session = next(iter(self._sessions.items()))
             is_over = len(self) > self._max_sessions or self._blocks > self._max_blocks
