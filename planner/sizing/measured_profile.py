@@ -1,4 +1,4 @@
-"""A measured profile (`kvpool worker profile`) in the place of the figures computed for a GPU."""
+"""A profile measured by `kvpool worker profile`, used instead of the figures computed for a GPU."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conductor.scheduling.cost_model import LinkProfile, Profile
-from conductor.scheduling.cost_profile import parse_measured, read_content
+from conductor.scheduling.cost_profile import profile_from_file
+from kvpool.config.profile_file import read_profile_file
 
 
 @dataclass(slots=True, frozen=True)
 class MeasuredProfile:
-    """What one instance was measured to take, and how many tokens of KV it holds (0: as its GPU has room for)."""
+    """Measured costs of one instance, and its room for KV in tokens (0: computed from its GPU's memory)."""
 
     cost: Profile
     kv_capacity_tokens: int
@@ -19,10 +20,11 @@ class MeasuredProfile:
 
 
 def read_profile(path: Path, same_host: LinkProfile, other_host: LinkProfile) -> MeasuredProfile:
-    """A profile from a file; links are the cluster's unless the file names them.
+    """Read a profile; the cluster's links apply unless the file names its own.
 
     Raises:
-        ConfigError: it cannot be read, or holds no profile.
+        ConfigError: the file cannot be read or is not a profile.
     """
-    cost, room = parse_measured(read_content(path), str(path), same_host, other_host)
-    return MeasuredProfile(cost, room, str(path))
+    file = read_profile_file(path)
+    cost = profile_from_file(file, str(path), same_host, other_host)
+    return MeasuredProfile(cost, file.kv_capacity_tokens, str(path))

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 
 from kvpool.cli.context import invocation, overrides
 from kvpool.cli.output import console, error_console, format_seconds
 from kvpool.client import Pool
+from kvpool.config.profile_file import ProfileFile, write_profile_file
 from kvpool.config.settings import Settings
 from kvpool.errors import NotFound
 from kvpool.security.credentials import credentials_of
@@ -79,7 +78,7 @@ def profile(
     batches: Annotated[str, typer.Option(help="Sequences that decode at once.")] = "1,2,4",
 ) -> None:
     """Measure prefill and decode, and write the profile that `conductor.profile` reads."""
-    from conductor.scheduling.cost_profile import document
+    from workers.service.profile_fit import fit_profile
     from workers.service.profiling import Plan, parse_numbers
 
     given = overrides(model=("worker.model", model), conductor=("client.conductor", conductor))
@@ -89,10 +88,9 @@ def profile(
         name, measured = asyncio.run(_running(settings, running, plan))
     else:
         name, measured = _loaded(settings, plan)
-    content = document(measured.prefill, measured.decode, name, settings.worker.device)
-    text = json.dumps(content, indent=2) if out.suffix == ".json" else yaml.safe_dump(content)
-    out.write_text(text + "\n" if out.suffix == ".json" else text)
-    _print(content)
+    fitted = fit_profile(measured.prefill, measured.decode, name, settings.worker.device)
+    write_profile_file(out, fitted)
+    _print(fitted)
     console().print(f"written to {out}; use it: kvpool --set conductor.profile={out} conductor")
 
 
@@ -127,14 +125,14 @@ def _say(text: str) -> None:
     error_console().print(f"measured {text}", markup=False)
 
 
-def _print(content: dict[str, Any]) -> None:
-    prefill, tpot = content["prefill"], content["tpot"]
+def _print(profile: ProfileFile) -> None:
+    prefill, tpot = profile.prefill, profile.tpot
+    assert prefill is not None
+    assert tpot is not None
     out = console()
     for tokens in (1024, 4096):
-        seconds = prefill["base_s"] + tokens * (
-            prefill["token_s"] + prefill["attention_s"] * tokens / 2
-        )
+        seconds = prefill.base_s + tokens * (prefill.token_s + prefill.attention_s * tokens / 2)
         out.print(f"prefill of {tokens} tokens  {format_seconds(seconds)}")
     for batch in (1, 8):
-        seconds = tpot["base_s"] + batch * (tpot["sequence_s"] + 1024 * tpot["context_s"])
+        seconds = tpot.base_s + batch * (tpot.sequence_s + 1024 * tpot.context_s)
         out.print(f"a step of {batch} x 1024 tokens  {format_seconds(seconds)}")

@@ -14,9 +14,9 @@ import yaml
 
 from conductor.roles.controller import RoleLimits
 from conductor.routing.policy import parse_policy
-from conductor.scheduling.cost_profile import document
 from conductor.scheduling.scheduler import register_strategy, strategies
 from conductor.scheduling.strategies import strategy_named
+from kvpool.config.profile_file import write_profile_file
 from kvpool.errors import ConfigError
 from planner.simulator import sweeps
 from planner.simulator.outcomes import summary
@@ -30,6 +30,7 @@ from planner.sizing.hardware import GPUS, fitting, link_named
 from planner.sizing.measured_profile import read_profile
 from planner.sizing.model_presets import model_named
 from planner.traces import TraceRequest
+from workers.service.profile_fit import fit_profile
 
 LLAMA = model_named("llama-3-70b")
 LRU = cache_factory("prefix-lru")
@@ -241,9 +242,9 @@ def test_a_measured_profile_stands_in_for_the_computed_one(tmp_path: Path) -> No
     """The file is the one that `kvpool worker profile` writes."""
     samples = [(new, 0, 0.001 + 0.001 * new) for new in (100, 400, 1600)]
     steps = [(context, 1, 0.02 + 1e-7 * context) for context in (100, 1000, 10_000)]
-    figures = document(samples, steps, "tiny", "cpu")
     path = tmp_path / "p.yaml"
-    path.write_text(yaml.safe_dump(figures))
+    write_profile_file(path, fit_profile(samples, steps, "tiny", "cpu"))
+    figures = yaml.safe_load(path.read_text())
     setup = setup_of(BASE)
     link = setup.instances[0].cost.other_host
     measured = read_profile(path, setup.same_host, link)
@@ -256,7 +257,7 @@ def test_a_measured_profile_stands_in_for_the_computed_one(tmp_path: Path) -> No
     assert setup_of(replace(BASE, measured=measured)).instances[0].kv_capacity_tokens == 100_000
     for broken in ({"tpot": {"base_s": -1}}, {"kv_capacity_tokens": -1}, {"more": 1}):
         path.write_text(yaml.safe_dump(figures | broken))
-        with pytest.raises(ConfigError, match=r"p\.yaml is no profile"):
+        with pytest.raises(ConfigError, match=r"p\.yaml is not a profile"):
             read_profile(path, setup.same_host, link)
 
 
