@@ -95,34 +95,22 @@ def policy_yaml(answer: dict[str, Any]) -> str:
     return str(yaml.safe_dump(document, sort_keys=False))
 
 
-def values_yaml(answer: dict[str, Any], base: Scenario) -> str:
-    """Sizes for Kubernetes or docker-compose: replicas, GPUs, environment of each process."""
+def settings_yaml(answer: dict[str, Any], base: Scenario) -> str:
+    """Settings of the conductor and of each pool node (`kvpool --config`)."""
     nodes = max(1, answer["prefill"]["replicas"] + answer["decode"]["replicas"])
-    lent = base.dram_bytes >> 30
-    node_env = {"KVPOOL_NODE__DRAM_BYTES": _share(answer["pool"]["dram_bytes"], nodes, lent)}
-    if answer["pool"]["nvme_bytes"]:
-        node_env["KVPOOL_NODE__NVME_DIRECTORY"] = "/var/lib/kvpool/nvme"
-        node_env["KVPOOL_NODE__NVME_BYTES"] = _share(answer["pool"]["nvme_bytes"], nodes)
+    pool = answer["pool"]
+    node = {"dram_bytes": _share(pool["dram_bytes"], nodes, base.dram_bytes >> 30)}
+    if pool["nvme_bytes"]:
+        node["nvme_directory"] = "/var/lib/kvpool/nvme"
+        node["nvme_bytes"] = _share(pool["nvme_bytes"], nodes)
     document = {
         "conductor": {
-            "replicas": 1,
-            "env": {
-                "KVPOOL_CONDUCTOR__SLO_TTFT_S": f"{base.slo_ttft_s:g}",
-                "KVPOOL_CONDUCTOR__SLO_TPOT_S": f"{base.slo_tpot_s:g}",
-                "KVPOOL_CONDUCTOR__STRATEGY": base.strategy,
-            },
+            "slo_ttft_s": base.slo_ttft_s,
+            "slo_tpot_s": base.slo_tpot_s,
+            "strategy": base.strategy,
         },
-        "node": {"replicas": nodes, "env": node_env},
+        "node": node,
     }
-    for role in ("prefill", "decode"):
-        group = answer[role]
-        if group["replicas"]:
-            document[role] = {
-                "replicas": group["replicas"],
-                "gpusPerReplica": group["tp"],
-                "model": base.model.name,
-                "role": role if answer["disaggregate"] else "both",
-            }
     return str(yaml.safe_dump(document, sort_keys=False))
 
 

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from conductor.routing.policy import parse_policy
+from kvpool.config.loader import load_settings
 from kvpool.errors import ConfigError
 from planner.simulator import advice, pool_size
 from planner.simulator.placement_search import placements, search
@@ -62,7 +63,7 @@ def test_the_pools_curve_rises_and_sizes_are_taken_from_its_bend() -> None:
     assert pool_size.recommended([]) == (0, 0)
 
 
-def test_advice_has_reasons_and_files_that_kvpool_accepts() -> None:
+def test_advice_has_reasons_and_files_that_kvpool_accepts(tmp_path: Path) -> None:
     came = load(3, 4000, 100)
     found = search(BASE, 4, came, LRU)
     answer = advice.advise(BASE, 4, came, found, pool_size.curve(came, LRU), 2.0)
@@ -70,13 +71,15 @@ def test_advice_has_reasons_and_files_that_kvpool_accepts() -> None:
     assert answer["dollars_per_million_tokens"] > 0
     policy = parse_policy(advice.policy_yaml(answer))
     assert (policy.mode == "aggregated") != answer["disaggregate"]
-    values = yaml.safe_load(advice.values_yaml(answer, BASE))
-    placed = sum(
-        values[role]["replicas"] * values[role]["gpusPerReplica"]
-        for role in ("prefill", "decode")
-        if role in values
-    )
-    assert placed <= 4
+    config = tmp_path / "kvpool.yaml"
+    config.write_text(advice.settings_yaml(answer, BASE))
+    settings = load_settings(config, {}).settings
+    assert settings.conductor.slo_ttft_s == BASE.slo_ttft_s
+    assert settings.conductor.slo_tpot_s == BASE.slo_tpot_s
+    assert settings.conductor.strategy == BASE.strategy
+    assert 0 < settings.node.dram_bytes <= BASE.dram_bytes
+    placed = sum(answer[role]["replicas"] * answer[role]["tp"] for role in ("prefill", "decode"))
+    assert 0 < placed <= 4
     slow = replace(BASE, link_bytes_per_s=1e7)
     answer = advice.advise(slow, 4, came, search(slow, 4, came, LRU), [], None)
     assert any("always costs more" in reason for reason in answer["reasons"])
@@ -88,11 +91,11 @@ def test_nodes_are_not_told_to_lend_more_memory_than_their_hosts_have() -> None:
     found = search(poor, 2, came, LRU)
     hits = [pool_size.Hits(100, 0.1), pool_size.Hits(4000, 0.4), pool_size.Hits(5000, 0.41)]
     answer = advice.advise(poor, 2, came, found, hits, None)
-    env = yaml.safe_load(advice.values_yaml(answer, poor))["node"]["env"]
+    node = yaml.safe_load(advice.settings_yaml(answer, poor))["node"]
     hosts = answer["prefill"]["replicas"] + answer["decode"]["replicas"]
     assert 0 < answer["pool"]["dram_bytes"] <= hosts * poor.dram_bytes
     assert answer["pool"]["nvme_bytes"] == 4000 * (64 << 20)  # a block of 512 tokens is 64 MiB
-    assert env["KVPOOL_NODE__DRAM_BYTES"] == "2GiB"
+    assert node["dram_bytes"] == "2GiB"
     assert any(reason.startswith("pool: ") for reason in answer["reasons"])
 
 
@@ -119,7 +122,11 @@ def test_the_command_writes_its_files_and_refuses_in_one_line(tmp_path: Path) ->
     )
     answer = json.loads(done.stdout)
     assert answer["placement"]
-    assert all(Path(name).is_file() for name in answer["files"])
+    files = [tmp_path / "out" / name for name in ("policy.yaml", "kvpool.yaml")]
+    assert answer["files"] == [str(file) for file in files]
+    assert set((tmp_path / "out").iterdir()) == set(files)
+    parse_policy(files[0].read_text())
+    load_settings(files[1], {})
     done = subprocess.run(
         [*command, "--model", "llama-3-70b", "--weights", "fp32"],
         capture_output=True,
