@@ -88,7 +88,7 @@ async def measure(address: str, blocks: int) -> dict[str, Any]:
     end = time.perf_counter() + IDLE_S
     idle = await waits_until(lambda: time.perf_counter() > end)
     other = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.long_calls", "--address", address),
+        *(sys.executable, "-P", "-m", "benchmarks.long_calls", "--address", address),
         *("--blocks", str(blocks)),
         stdout=subprocess.PIPE,
     )

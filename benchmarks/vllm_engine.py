@@ -67,7 +67,7 @@ class BenchEngine:
         environment = ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": str(cache_gib)} | (env or {})
         with log.open("wb") as out:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.vllm_engine", order],
+                [sys.executable, "-P", "-m", "benchmarks.vllm_engine", order],
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=subprocess.STDOUT,

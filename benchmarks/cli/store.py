@@ -108,7 +108,7 @@ def _measure(label: str, order: dict[str, Any]) -> tuple[dict[str, Any], dict[st
 
 def _child(order: dict[str, Any], env: dict[str, str]) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.store_client"],
+        [sys.executable, "-P", "-m", "benchmarks.store_client"],
         env={**os.environ, **env, "KVPOOL_BENCH_ORDER": json.dumps(order)},
         stdout=subprocess.PIPE,
         timeout=CLIENT_TIMEOUT_S,

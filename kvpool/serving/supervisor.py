@@ -79,7 +79,8 @@ class Fleet:
         log_path = self._log_dir / f"{name}.log"
         with log_path.open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "kvpool", *arguments],
+                # -P: a workers.py or a tiers/ in the current folder must not hide ours.
+                [sys.executable, "-P", "-m", "kvpool", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -106,7 +106,7 @@ class LentNodes:
         env = {k: v for k, v in os.environ.items() if not k.startswith("KVPOOL_NODE__")}
         env |= {**as_environment("node", config), "KVPOOL_PARENT_PID": str(os.getpid())}
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "kvpool", "node"),
+            *(sys.executable, "-P", "-m", "kvpool", "node"),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             env=env,

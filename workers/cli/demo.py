@@ -328,7 +328,7 @@ def _show(out: Console, answers: dict[str, Answer], result: dict[str, Any]) -> N
 
 def _print_stats(out: Console, wire: str) -> None:
     stats = subprocess.run(
-        [sys.executable, "-m", "kvpool", "stats", "--conductor", wire],
+        [sys.executable, "-P", "-m", "kvpool", "stats", "--conductor", wire],
         capture_output=True,
         text=True,
         timeout=30,

@@ -74,7 +74,7 @@ def run_probe(code: str = _PROBE, timeout_s: float = PROBE_TIMEOUT_S) -> Probe:
     """Load torch and NIXL in another process, start an agent, and watch that process end as well."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code],
+            [sys.executable, "-P", "-c", code],
             capture_output=True,
             text=True,
             errors="replace",
