@@ -1,6 +1,6 @@
 # make setup   a virtual environment in .venv with everything that the demo, the tests and the checks need
 # make test    the tests            (ARGS="-k hashing" is passed on to pytest)
-# make check   linters, formatter, types, import rules
+# make check   linters, formatter, spelling, types, import rules
 # make wheels  the wheels kvpool and kvpool-server, in dist/
 # make demo    the demo             (ARGS is passed on)
 # make docs    the documentation site, in site/
@@ -53,6 +53,7 @@ test: setup
 check: setup
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/codespell $$(git ls-files '*.md' '*.py' '*.toml' '*.yml' '*.proto' '*.html' Makefile)
 	$(BIN)/mypy $(PACKAGES) $(MYPY_TESTS)
 	$(BIN)/lint-imports
 
