@@ -1,8 +1,10 @@
-"""`least-loaded`: who has the least to do, whatever it holds."""
+"""Baselines that ignore what workers hold: `least-loaded`, `round-robin` and `random`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+import xxhash
 
 from conductor.scheduling.inputs import WorkerView
 from conductor.scheduling.strategies.candidates import Choices
@@ -28,3 +30,30 @@ class LeastLoaded(Ranked):
         self, choices: Choices, workers: Sequence[WorkerView], stage: Stage
     ) -> list[WorkerView]:
         return sorted(workers, key=lambda worker: load(choices, worker, stage))
+
+
+class RoundRobin(Ranked):
+    """The worker that got a request longest ago; workers that never got one come first, by id."""
+
+    def order(
+        self, choices: Choices, workers: Sequence[WorkerView], stage: Stage
+    ) -> list[WorkerView]:
+        return sorted(workers, key=choices.rested)
+
+
+class RandomChoice(Ranked):
+    """A uniformly random worker. The seed and the request's id determine it, so that a run can be repeated."""
+
+    def order(
+        self, choices: Choices, workers: Sequence[WorkerView], stage: Stage
+    ) -> list[WorkerView]:
+        seed, request_id = choices.state.policy.seed, choices.request.request_id
+        return sorted(
+            workers, key=lambda w: (draw(seed, request_id, stage, w.worker_id), w.worker_id)
+        )
+
+
+def draw(seed: int, *names: str) -> float:
+    """A number in (0, 1), uniform over the names, and the same in every process and on every machine."""
+    text = "\x1f".join((str(seed), *names)).encode("utf-8", "surrogatepass")
+    return ((xxhash.xxh3_64_intdigest(text) >> 11) + 0.5) / (1 << 53)

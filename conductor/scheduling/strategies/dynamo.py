@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 from conductor.members.membership import State
 from conductor.scheduling.inputs import WorkerView
+from conductor.scheduling.strategies.baselines import draw
 from conductor.scheduling.strategies.candidates import Choices
-from conductor.scheduling.strategies.lots import lot
 from conductor.scheduling.strategies.ranked import Ranked, Stage
 
 
@@ -36,7 +36,7 @@ class Dynamo(Ranked):
         def drawn(worker: WorkerView) -> tuple[float, str]:
             # Gumbel's trick: sorting by cost / temperature + noise is drawing by softmax, one by one.
             normal = (costs[worker.worker_id] - least) / (most - least)
-            noise = math.log(-math.log(lot(policy.seed, request_id, stage, worker.worker_id)))
+            noise = math.log(-math.log(draw(policy.seed, request_id, stage, worker.worker_id)))
             return normal / temperature + noise, worker.worker_id
 
         return sorted(workers, key=drawn)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from conductor.scheduling.strategies.base import Strategy
-from conductor.scheduling.strategies.baselines import LeastLoaded
+from conductor.scheduling.strategies.baselines import LeastLoaded, RandomChoice, RoundRobin
 from conductor.scheduling.strategies.cache_aware import CacheAware
 from conductor.scheduling.strategies.dynamo import Dynamo
 from conductor.scheduling.strategies.kv_centric import KvCentric
-from conductor.scheduling.strategies.random_choice import RandomChoice
-from conductor.scheduling.strategies.round_robin import RoundRobin
 from conductor.scheduling.strategies.sglang import Sglang
 from kvpool.errors import ConfigError, did_you_mean
 
