@@ -128,9 +128,9 @@ def roles(seconds: float, settings: Sequence[str], slo: SLO = ROLES_SLO) -> dict
     requests += steady(5.0, seconds, 100, 60, start_s=seconds)
     rows: dict[str, Any] = {"shift_at_s": seconds, "slo_ttft_s": slo[0], "slo_tpot_s": slo[1]}
     with tempfile.TemporaryDirectory() as directory:
-        policy = Path(directory) / "policy.yaml"
-        policy.write_text(ALL_REMOTE)
-        base = [*objectives(slo, "none"), f"conductor.policy_path={policy}", *ROLES_LIMITS]
+        rules = Path(directory) / "rules.yaml"
+        rules.write_text(ALL_REMOTE)
+        base = [*objectives(slo, "none"), f"conductor.rules_path={rules}", *ROLES_LIMITS]
         for name, moves in (("with_controller", "true"), ("fixed", "false")):
             sets = [*base, f"conductor.move_roles={moves}", *settings]
             row, looks, moved = run(sets, requests, name, slo, engine=ROLES_ENGINE)

@@ -25,8 +25,8 @@ from conductor.index.memory import MemoryIndex
 from conductor.members.membership import MembershipConfig
 from conductor.roles.actuator import RoleChanges
 from conductor.roles.controller import RoleController, RoleLimits
-from conductor.routing.policy_file import PolicyHolder
-from conductor.routing.service import PolicyService
+from conductor.routing.rules_file import RulesFile
+from conductor.routing.service import RulesService
 from conductor.scheduling.cost_model import CostModel
 from conductor.scheduling.cost_profile import read_profile
 from conductor.scheduling.inputs import DynamoOptions, SglangOptions
@@ -77,7 +77,7 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
     cluster.news = LastNews(config.remembered_blocks)
     if config.profile is not None:
         cluster.cost = CostModel(read_profile(config.profile))
-    policy = PolicyHolder(config.policy_path, cluster.counters)
+    rules = RulesFile(config.rules_path, cluster.counters)
     roles = RoleController(
         RoleLimits(
             window_s=config.roles_window_s,
@@ -103,7 +103,7 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
         replications_at_once=config.replications_at_once,
         prefetches=config.prefetch,
         sessions=Sessions(config.session_ttl_s, config.max_sessions),
-        policy=policy,
+        rules=rules,
         credentials=security.credentials,
         on_outcome=lambda ttft, tpot: roles.ended(
             cluster.clock(), is_ttft_met=ttft, is_tpot_met=tpot
@@ -141,9 +141,9 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
             "conductor", conductor_id, epoch, gate=security.gate, tls=security.context
         )
         cluster.expose(wire)
-        policies = PolicyService(policy)
-        wire.handle(m.PolicyChange, lambda r, _s: policies.change(r))
-        wire.handle(m.PolicyExplain, lambda r, _s: policies.explain(r, cluster.view()))
+        rules_service = RulesService(rules)
+        wire.handle(m.RulesChange, lambda r, _s: rules_service.change(r))
+        wire.handle(m.RulesExplain, lambda r, _s: rules_service.explain(r, cluster.view()))
         wire.handle(m.Tokenize, lambda request, _session: _tokenize(tokenizer, request))
         wire_port = await wire.listen(config.host, config.wire_port)
         stack.push_async_callback(wire.close)
@@ -162,7 +162,7 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
             "grpc": f"{config.announced_host}:{grpc_port}",
         }
         tasks = [
-            asyncio.create_task(_sweep(cluster, policy), name="sweep"),
+            asyncio.create_task(_sweep(cluster, rules), name="sweep"),
             asyncio.create_task(changes.run(), name="roles"),
             *security.tasks(),
         ]
@@ -246,11 +246,11 @@ def scheduling_policy(config: ConductorConfig) -> Policy:
     )
 
 
-async def _sweep(cluster: Cluster, policy: PolicyHolder) -> None:
+async def _sweep(cluster: Cluster, rules: RulesFile) -> None:
     while True:
         await asyncio.sleep(SWEEP_S)
         cluster.sweep()
-        policy.reload_if_changed()
+        rules.reload_if_changed()
 
 
 async def _tend(shared: SharedCluster) -> None:

@@ -1,4 +1,4 @@
-"""Asks the scheduler about one request: what the pool has of it, what the policy says, who could serve it.
+"""Asks the scheduler about one request: what the pool has of it, what the routing rules say, who could serve it.
 
 It gathers what a decision may depend on and decides nothing itself (`conductor.scheduling.scheduler`); it changes nothing
 but what the job remembers of being decided.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from conductor.cluster.cluster import Cluster
 from conductor.gateway.request import Job
-from conductor.routing.policy import Facts
-from conductor.routing.policy_file import PolicyHolder
+from conductor.routing.rules import Facts
+from conductor.routing.rules_file import RulesFile
 from conductor.routing.service import pool_facts
 from conductor.scheduling.decision import Decision
 from conductor.scheduling.scheduler import ClusterView, ScheduleRequest, schedule
@@ -25,11 +25,9 @@ class Decider:
         ttft_s, tpot_s: objectives of requests; 0 means none.
     """
 
-    def __init__(
-        self, cluster: Cluster, policy: PolicyHolder, ttft_s: float, tpot_s: float
-    ) -> None:
+    def __init__(self, cluster: Cluster, rules: RulesFile, ttft_s: float, tpot_s: float) -> None:
         self._cluster = cluster
-        self._policy = policy
+        self._rules = rules
         self._ttft_s = ttft_s
         self._tpot_s = tpot_s
 
@@ -40,7 +38,7 @@ class Decider:
 
         Args:
             excluded: workers that may not decode.
-            mode: "local" or "disaggregated" overrule request and policy; "" leaves it to them.
+            mode: "local" or "disaggregated" overrides the request and the routing rules; "" leaves it to them.
         """
         if not job.hashes:
             job.hashes = hash_chain(job.namespace, job.prompt)
@@ -72,7 +70,7 @@ class Decider:
         return schedule(request, view, self._cluster.clock())
 
     def _routed(self, job: Job, view: ClusterView) -> str:
-        """The mode that the request asks for, or the policy says; "" leaves it to the scheduler."""
+        """The mode that the request asks for, or the routing rules say; "" leaves it to the scheduler."""
         if job.pool != "on":
             return "local"
         facts = Facts(
@@ -84,9 +82,9 @@ class Decider:
             found_tokens=job.found_blocks * job.namespace.layout.block_tokens,
             output_tokens=job.sampling.max_tokens,
         )
-        verdict = self._policy.decide(pool_facts(view, facts))
+        verdict = self._rules.choose(pool_facts(view, facts))
         job.transfer_timeout_s = verdict.transfer_timeout_s
         job.routing = f"{verdict.rule}:{verdict.reason}"
         asked = MODES[job.prefill]
         # A rollback is the operator's word; everything else the request may overrule.
-        return verdict.mode if self._policy.is_rolled_back or not asked else asked
+        return verdict.mode if self._rules.is_rolled_back or not asked else asked

@@ -28,7 +28,7 @@ from conductor.gateway.request_recorder import Recorder
 from conductor.gateway.sessions import Sessions
 from conductor.gateway.slo_attainment import Judge, OnOutcome
 from conductor.index.segments import cut
-from conductor.routing.policy_file import PolicyHolder
+from conductor.routing.rules_file import RulesFile
 from conductor.scheduling.decision import Decision
 from conductor.scheduling.strategies.candidates import NO_PLACE
 from kvpool.errors import (
@@ -58,7 +58,7 @@ class Gateway:
         prefill_timeout_s: longest wait for a remote prefill.
         first_token_timeout_s: longest wait for a decode worker's first token.
         replications_at_once: copies of hot prefixes under way in the background.
-        policy: the routing policy; None: an empty one.
+        rules: the routing rules; None: empty ones.
         on_outcome: told of every request served or refused whether prefill and decode met its objectives.
         credentials: shown to workers and nodes.
         prefetches: whether blocks are moved ahead of their reads.
@@ -76,18 +76,18 @@ class Gateway:
         prefill_timeout_s: float = WAIT_S,
         first_token_timeout_s: float = WAIT_S,
         replications_at_once: int = 0,
-        policy: PolicyHolder | None = None,
+        rules: RulesFile | None = None,
         on_outcome: OnOutcome = lambda _ttft, _tpot: None,
         credentials: Credentials = NO_CREDENTIALS,
         prefetches: bool = True,
         sessions: Sessions | None = None,
     ) -> None:
         self.cluster = cluster
-        self.policy = policy or PolicyHolder()
+        self.rules = rules or RulesFile()
         self.request_log = request_log
         self._recorder = Recorder(cluster, request_log, default_ttft_s, default_tpot_s)
         self._judge = Judge(default_ttft_s, default_tpot_s, on_outcome)
-        self._decider = Decider(cluster, self.policy, default_ttft_s, default_tpot_s)
+        self._decider = Decider(cluster, self.rules, default_ttft_s, default_tpot_s)
         self._place_wait_s = limits.max_wait_s
         self.links = Links(cluster, credentials)
         self._decoding = Decoding(cluster, self.links, self._recorder, first_token_timeout_s)

@@ -35,8 +35,10 @@ class Job:
     model: str = ""
     endpoint: str = ""
     key: str = ""  # of the user or conversation: a canary treats equal keys alike
-    transfer_timeout_s: float | None = None  # longest wait for a remote prefill, by the policy
-    routing: str = ""  # what the policy said: "rule:reason"
+    transfer_timeout_s: float | None = (
+        None  # longest wait for a remote prefill, by the routing rules
+    )
+    routing: str = ""  # what the routing rules chose: "rule:reason"
 
     def left_s(self) -> float:
         """Seconds to the deadline.

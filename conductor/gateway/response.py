@@ -66,7 +66,7 @@ class Answer:
             "X-Kvpool-Prefill": decision.prefills_on or "",
             "X-Kvpool-Decode": decision.decode or "",
             "X-Kvpool-Planned-Reuse-Blocks": str(decision.reuse_blocks),
-            "X-Kvpool-Policy": self._job.routing,
+            "X-Kvpool-Routing": self._job.routing,
         }
 
     async def events(self) -> AsyncGenerator[str, None]:

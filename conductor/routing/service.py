@@ -1,47 +1,44 @@
-"""The routing policy over the wire, and the facts about a request and the pool that it is asked with."""
+"""Wire handlers for the routing rules, and the load facts that the rules depend on."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from conductor.members.membership import State
-from conductor.routing.policy import Facts
-from conductor.routing.policy_file import PolicyHolder
+from conductor.routing.rules import Facts
+from conductor.routing.rules_file import RulesFile
 from conductor.scheduling.inputs import ClusterView, WorkerView
 from kvpool.errors import InvalidArgument
 from kvpool.wire import messages as m
 
 
-class PolicyService:
-    """Answers the messages about the policy.
+class RulesService:
+    """Handles the messages about the routing rules."""
 
-    Args:
-        holder: the policy in force.
-    """
+    def __init__(self, rules: RulesFile) -> None:
+        self.rules = rules
 
-    def __init__(self, holder: PolicyHolder) -> None:
-        self.holder = holder
-
-    def change(self, request: m.PolicyChange) -> m.PolicyReply:
-        """Replace, roll back, resume, or only tell what is in force.
+    def change(self, request: m.RulesChange) -> m.RulesReply:
+        """Replace the rules, roll back, resume, or only return what is in force.
 
         Raises:
-            ConfigError: the new policy is not valid. InvalidArgument: no such action.
+            ConfigError: the new rules are not valid.
+            InvalidArgument: unknown action.
         """
         if request.action == "replace":
-            self.holder.replace(request.text)
+            self.rules.replace(request.text)
         elif request.action == "rollback":
-            self.holder.rollback()
+            self.rules.rollback()
         elif request.action == "resume":
-            self.holder.resume()
+            self.rules.resume()
         elif request.action:
             raise InvalidArgument(
                 f"unknown action {request.action!r}", hint="replace, rollback or resume"
             )
-        return m.PolicyReply(self.holder.text, self.holder.is_rolled_back, self.holder.error)
+        return m.RulesReply(self.rules.text, self.rules.is_rolled_back, self.rules.error)
 
-    def explain(self, request: m.PolicyExplain, view: ClusterView) -> m.PolicyVerdict:
-        """What the policy says of such a request now; counts nothing."""
+    def explain(self, request: m.RulesExplain, view: ClusterView) -> m.RulesExplanation:
+        """What the rules choose for such a request now. Counts nothing."""
         facts = pool_facts(
             view,
             Facts(
@@ -54,17 +51,17 @@ class PolicyService:
                 output_tokens=request.output_tokens,
             ),
         )
-        verdict = self.holder.say(facts)
-        return m.PolicyVerdict(
-            verdict.mode,
-            verdict.rule,
-            verdict.reason,
-            [m.PolicyCheck(c.what, c.value, c.threshold, c.holds) for c in verdict.checks],
+        choice = self.rules.preview(facts)
+        return m.RulesExplanation(
+            choice.mode,
+            choice.rule,
+            choice.reason,
+            [m.RulesCheck(c.what, c.value, c.threshold, c.holds) for c in choice.checks],
         )
 
 
 def pool_facts(view: ClusterView, facts: Facts) -> Facts:
-    """`facts` with what the workers last reported: queues and how full the decode workers are."""
+    """`facts` with the load that the workers last reported."""
     live = [worker for worker in view.workers.values() if worker.state is State.LIVE]
     prefillers = [worker for worker in live if worker.role in ("prefill", "both")]
     decoders = [worker for worker in live if worker.role in ("decode", "both")]

@@ -57,7 +57,7 @@ COMMANDS: dict[str, Command] = {
     "unprotect": Command("End the protection of a prompt's blocks.", OPERATIONS),
     "drain": Command("Move all blocks off a node and stop it.", OPERATIONS),
     "resize": Command("Change the DRAM of a running node.", OPERATIONS),
-    "policy": Command("Check, change or explain the routing policy.", OPERATIONS, "server"),
+    "rules": Command("Check, change or explain the routing rules.", OPERATIONS, "server"),
     "plan": Command("Size KV caches, links and deployments.", PLANNING, "planner"),
     "simulate": Command(
         "Simulate a cluster on a trace, with the real scheduler.", PLANNING, "planner"

@@ -36,7 +36,7 @@ def deploy(
     speed: Annotated[float, typer.Option(help="Times as fast as recorded.")] = 1.0,
     eviction: Annotated[str, typer.Option(help="The nodes' eviction policy.")] = "prefix-lru",
     out: Annotated[
-        Path | None, typer.Option(help="Directory to write policy.yaml and kvpool.yaml to.")
+        Path | None, typer.Option(help="Directory to write rules.yaml and kvpool.yaml to.")
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Fail on a bad line.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
@@ -82,7 +82,7 @@ def deploy(
 
 def _write(out: Path, answer: dict[str, Any], advice: Any, base: Any) -> list[str]:
     files = {
-        "policy.yaml": advice.policy_yaml(answer),
+        "rules.yaml": advice.rules_yaml(answer),
         "kvpool.yaml": advice.settings_yaml(answer, base),
     }
     try:

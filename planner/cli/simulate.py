@@ -64,7 +64,7 @@ def simulate(
     slo_tpot: Annotated[float, typer.Option(min=0, help="Milliseconds; 0: none.")] = 0.0,
     requests: Annotated[int | None, typer.Option(min=1, help="At most so many.")] = None,
     speed: Annotated[float, typer.Option(help="Times as fast as recorded.")] = 1.0,
-    policy: Annotated[Path | None, typer.Option(help="Routing policy, YAML.")] = None,
+    rules: Annotated[Path | None, typer.Option(help="Routing rules, YAML.")] = None,
     profile: Annotated[Path | None, typer.Option(help="Measured costs of an instance.")] = None,
     roles: Annotated[bool, typer.Option("--roles", help="Let instances change role.")] = False,
     waiting: Annotated[int, typer.Option(min=0, help="Places in the admission queue.")] = 0,
@@ -76,7 +76,7 @@ def simulate(
 ) -> None:
     """Simulate a cluster over a trace: TTFT, TPOT, goodput, hits, transfers, rejections, role changes."""
     from conductor.roles.controller import RoleLimits
-    from conductor.routing.policy import parse_policy
+    from conductor.routing.rules import parse_rules
     from conductor.scheduling.strategies import strategies
     from planner.simulator import sweeps
     from planner.simulator.policy_cache import cache_factory
@@ -107,7 +107,7 @@ def simulate(
         block_tokens=block_tokens,
         weight_bytes=value_bytes(weights),
         kv_value_bytes=value_bytes(kv_dtype),
-        routing=parse_policy(_text(policy), f"file {policy}") if policy else None,
+        routing=parse_rules(_text(rules), f"file {rules}") if rules else None,
         slo_ttft_s=slo_ttft / 1e3,
         slo_tpot_s=slo_tpot / 1e3,
         is_overlapped=overlap,

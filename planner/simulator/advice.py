@@ -84,8 +84,8 @@ def advise(
     }
 
 
-def policy_yaml(answer: dict[str, Any]) -> str:
-    """A routing policy to start from (`kvpool policy check`)."""
+def rules_yaml(answer: dict[str, Any]) -> str:
+    """Routing rules to start from (`kvpool rules check`)."""
     if not answer["disaggregate"]:
         document: dict[str, Any] = {"version": 1, "mode": "aggregated"}
     else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from conductor.roles.controller import RoleLimits
-from conductor.routing.policy import RoutingPolicy
+from conductor.routing.rules import RoutingRules
 from conductor.scheduling.cost_model import LinkProfile, Profile
 from conductor.scheduling.inputs import Policy
 from kvpool.errors import ConfigError
@@ -78,7 +78,7 @@ class Scenario:
     serving: Serving = "pooled"
     strategy: str = "kv-centric"
     admission: Admission = "none"
-    routing: RoutingPolicy | None = None
+    routing: RoutingRules | None = None
     slo_ttft_s: float = 0.0
     slo_tpot_s: float = 0.0
     is_overlapped: bool = True

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from conductor.roles.controller import RoleLimits
-from conductor.routing.policy import RoutingPolicy
+from conductor.routing.rules import RoutingRules
 from conductor.scheduling.cost_model import LinkProfile, Profile
 from conductor.scheduling.inputs import Policy
 from kvpool.errors import ConfigError
@@ -87,7 +87,7 @@ class Setup:
     same_host: LinkProfile
     other_host: LinkProfile
     scheduling: Policy = field(default_factory=Policy)
-    routing: RoutingPolicy | None = None
+    routing: RoutingRules | None = None
     slo_ttft_s: float = 0.0
     slo_tpot_s: float = 0.0
     is_overlapped: bool = True

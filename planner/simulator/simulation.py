@@ -14,7 +14,7 @@ from conductor.gateway.admission_queue import AdmissionQueue, Ticket
 from conductor.index.segments import cut
 from conductor.roles.controller import Instance as RoleInstance
 from conductor.roles.controller import RoleController
-from conductor.routing.policy import Facts, decide
+from conductor.routing.rules import Facts, choose
 from conductor.routing.service import pool_facts
 from conductor.scheduling.decision import Decision
 from conductor.scheduling.hot_blocks import HotBlocks
@@ -180,7 +180,7 @@ class Simulation:
             found_tokens=found * self.setup.block_tokens,
             output_tokens=arrival.output_tokens,
         )
-        return decide(self.setup.routing, pool_facts(self.state.view(), facts)).mode
+        return choose(self.setup.routing, pool_facts(self.state.view(), facts)).mode
 
     def _engine_blocks(self, hashes: Sequence[bytes]) -> dict[str, int]:
         found = {}

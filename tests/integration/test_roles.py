@@ -30,12 +30,12 @@ ENGINE = (
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     running = Cluster(tmp_path)
     # Else a decode worker would prefill when the queues are long, and both objectives would be missed.
-    policy = tmp_path / "policy.yaml"
-    policy.write_text("rules: [{name: r, match: {min_prompt_tokens: 64}, mode: disaggregated}]\n")
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("rules: [{name: r, match: {min_prompt_tokens: 64}, mode: disaggregated}]\n")
     with running.fleet:
         running.start_conductor(
             "conductor.move_roles=true",
-            f"conductor.policy_path={policy}",
+            f"conductor.rules_path={rules}",
             "conductor.slo_ttft_s=0.8",
             "conductor.slo_tpot_s=0.4",
             "conductor.admission=none",

@@ -22,7 +22,7 @@ REASONS = {
     "cost": "least predicted time to the whole answer",
     "short": "so little is left to compute that it is not sent elsewhere",
     "rule": "first in the strategy's order that room and objectives allow",
-    "forced": "the request or the routing policy asked for this mode",
+    "forced": "the request or the routing rules asked for this mode",
     "nothing_remote": "a remote prefill was asked for, and there is nothing to compute or nobody to do it",
     "ttft_slo": "no choice meets the objective for TTFT",
     "tpot_slo": "no choice meets the objective for TPOT",

@@ -98,8 +98,8 @@ class ConductorConfig(ServerConfig):
     roles_hold_s: Seconds = Field(5.0, description="how long a breach lasts before a worker moves")
     roles_cooldown_s: Seconds = Field(30.0, description="after a move, before the next")
     roles_min_requests: int = Field(10, ge=1, description="fewer in the window say nothing")
-    policy_path: OptionalPath = Field(
-        None, description="YAML file of the routing policy, read again when it changes"
+    rules_path: OptionalPath = Field(
+        None, description="YAML file of the routing rules, read again when it changes"
     )
     engines: Engines = Field(
         (),

@@ -209,23 +209,23 @@ class WorkerInfo(Reply, frozen=True):
     load: WorkerLoad
 
 
-class PolicyChange(Message, frozen=True):
-    """Change the routing policy: "replace" (by the YAML in `text`), "rollback", "resume", or "" (only ask)."""
+class RulesChange(Message, frozen=True):
+    """Change the routing rules: "replace" (by the YAML in `text`), "rollback", "resume", or "" (only ask)."""
 
     action: str = ""
     text: str = ""
 
 
-class PolicyReply(Reply, frozen=True):
-    """The policy in force. `error`: why the file's present content is not."""
+class RulesReply(Reply, frozen=True):
+    """The rules in force. `error`: why the file's present content is not."""
 
     text: str
     is_rolled_back: bool
     error: str = ""
 
 
-class PolicyExplain(Message, frozen=True):
-    """What would the policy say of such a request, with the pool as it is now?"""
+class RulesExplain(Message, frozen=True):
+    """What would the routing rules choose for such a request, with the pool as it is now?"""
 
     model: str = ""
     tenant: str = ""
@@ -236,7 +236,7 @@ class PolicyExplain(Message, frozen=True):
     output_tokens: int = 0
 
 
-class PolicyCheck(Reply, frozen=True):
+class RulesCheck(Reply, frozen=True):
     """One threshold as it was applied."""
 
     what: str
@@ -245,13 +245,13 @@ class PolicyCheck(Reply, frozen=True):
     holds: bool
 
 
-class PolicyVerdict(Reply, frozen=True):
+class RulesExplanation(Reply, frozen=True):
     """`mode`: "local", "disaggregated", or "" (by cost). `rule`: the one that took it, or ""."""
 
     mode: str
     rule: str
     reason: str
-    checks: list[PolicyCheck]
+    checks: list[RulesCheck]
 
 
 class PoolStats(Message, frozen=True):

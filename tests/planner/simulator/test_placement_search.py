@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from conductor.routing.policy import parse_policy
+from conductor.routing.rules import parse_rules
 from kvpool.config.loader import load_settings
 from kvpool.errors import ConfigError
 from planner.simulator import advice, pool_size
@@ -69,7 +69,7 @@ def test_advice_has_reasons_and_files_that_kvpool_accepts(tmp_path: Path) -> Non
     answer = advice.advise(BASE, 4, came, found, pool_size.curve(came, LRU), 2.0)
     assert len(answer["reasons"]) >= 4
     assert answer["dollars_per_million_tokens"] > 0
-    policy = parse_policy(advice.policy_yaml(answer))
+    policy = parse_rules(advice.rules_yaml(answer))
     assert (policy.mode == "aggregated") != answer["disaggregate"]
     config = tmp_path / "kvpool.yaml"
     config.write_text(advice.settings_yaml(answer, BASE))
@@ -122,10 +122,10 @@ def test_the_command_writes_its_files_and_refuses_in_one_line(tmp_path: Path) ->
     )
     answer = json.loads(done.stdout)
     assert answer["placement"]
-    files = [tmp_path / "out" / name for name in ("policy.yaml", "kvpool.yaml")]
+    files = [tmp_path / "out" / name for name in ("rules.yaml", "kvpool.yaml")]
     assert answer["files"] == [str(file) for file in files]
     assert set((tmp_path / "out").iterdir()) == set(files)
-    parse_policy(files[0].read_text())
+    parse_rules(files[0].read_text())
     load_settings(files[1], {})
     done = subprocess.run(
         [*command, "--model", "llama-3-70b", "--weights", "fp32"],

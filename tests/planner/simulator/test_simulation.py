@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from conductor.roles.controller import RoleLimits
-from conductor.routing.policy import parse_policy
+from conductor.routing.rules import parse_rules
 from conductor.scheduling.scheduler import register_strategy, strategies
 from conductor.scheduling.strategies import strategy_named
 from kvpool.config.profile_file import write_profile_file
@@ -93,7 +93,7 @@ def test_the_real_strategies_decide_and_a_new_one_is_asked_as_well() -> None:
 def test_a_lone_request_takes_what_the_profile_says() -> None:
     came = [Arrival("r", 0.0, 8192, 101, tuple(n.to_bytes(16, "big") for n in range(16)))]
     scenario = replace(
-        BASE, decode=(Group(1),), prefill=(Group(1),), routing=parse_policy("mode: disaggregated")
+        BASE, decode=(Group(1),), prefill=(Group(1),), routing=parse_rules("mode: disaggregated")
     )
     setup = setup_of(scenario)
     [outcome] = Simulation(setup, came, LRU).run().outcomes
@@ -114,7 +114,7 @@ def test_layerwise_sends_hide_what_a_slow_link_would_show() -> None:
     slow = replace(
         BASE,
         link_bytes_per_s=link_named("25GbE").bytes_per_s,
-        routing=parse_policy("mode: disaggregated"),
+        routing=parse_rules("mode: disaggregated"),
     )
     overlapped = row(slow, came)["ttft_s"]["mean"]
     assert row(replace(slow, is_overlapped=False), came)["ttft_s"]["mean"] > 1.1 * overlapped
@@ -160,7 +160,7 @@ def test_roles_follow_a_shift_and_are_not_worse_than_the_split_they_began_with()
         decode=(Group(5),),
         slo_ttft_s=2,
         roles=RoleLimits(),
-        routing=parse_policy("mode: disaggregated"),
+        routing=parse_rules("mode: disaggregated"),
     )
     dynamic = row(scenario, came)
     assert dynamic["role_changes"]
@@ -319,7 +319,7 @@ def test_the_table_says_why_requests_were_refused_and_no_latency_of_nobody() -> 
         ["--load", "4,1000,50,5", "--dram", "0"],
         ["--load", "4,1000,50,5", "--plot", "no/such.png"],
         ["--load", "4,1000,50,5", "--plot", "picture.doc"],
-        ["--load", "4,1000,50,5", "--policy", "absent.yaml"],
+        ["--load", "4,1000,50,5", "--rules", "absent.yaml"],
     ],
 )
 def test_bad_input_ends_with_one_line_and_status_2(bad: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The routing policy: what a document may say, whom a rule takes, and what a threshold does."""
+"""The routing rules: what a document may say, whom a rule takes, and what a threshold does."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conductor.members.membership import State
-from conductor.routing.policy import Facts, RoutingPolicy, decide, draw, parse_policy
-from conductor.routing.policy_file import PolicyHolder
-from conductor.routing.service import PolicyService, pool_facts
+from conductor.routing.rules import Facts, RoutingRules, choose, draw, parse_rules
+from conductor.routing.rules_file import RulesFile
+from conductor.routing.service import RulesService, pool_facts
 from conductor.scheduling.inputs import ClusterView, WorkerView
 from kvpool.errors import ConfigError, InvalidArgument
 from kvpool.wire import messages as m
@@ -21,13 +21,13 @@ LONG = Facts(model="m", prompt_tokens=4000, output_tokens=100, key="k")
 
 
 def mode_of(text: str, facts: Facts = LONG) -> tuple[str, str]:
-    verdict = decide(parse_policy(text), facts)
+    verdict = choose(parse_rules(text), facts)
     return verdict.mode, verdict.reason
 
 
-def test_an_empty_policy_leaves_everything_to_cost() -> None:
+def test_an_empty_document_leaves_everything_to_cost() -> None:
     assert mode_of("") == ("", "cost")
-    assert parse_policy("") == RoutingPolicy()
+    assert parse_rules("") == RoutingRules()
 
 
 @pytest.mark.parametrize(
@@ -76,14 +76,14 @@ def test_the_first_rule_that_matches_decides() -> None:
     """
     assert mode_of(text, Facts(model="m", prompt_tokens=50)) == ("local", "aggregated")
     chat = Facts(model="m", prompt_tokens=500, endpoint="/v1/chat/completions", tenant="acme")
-    verdict = decide(parse_policy(text), chat)
+    verdict = choose(parse_rules(text), chat)
     assert (verdict.mode, verdict.rule) == ("disaggregated", "chat")
     other = Facts(model="m", prompt_tokens=500, endpoint="/v1/chat/completions", tenant="b")
-    assert decide(parse_policy(text), other).rule == "model"
-    assert decide(parse_policy(text), Facts(model="n", prompt_tokens=500)).rule == ""
+    assert choose(parse_rules(text), other).rule == "model"
+    assert choose(parse_rules(text), Facts(model="n", prompt_tokens=500)).rule == ""
 
 
-def test_a_rules_thresholds_stand_in_for_the_policys() -> None:
+def test_a_rules_thresholds_stand_in_for_the_documents() -> None:
     text = """
     remote_prefill: {min_input_tokens: 100000}
     rules:
@@ -100,7 +100,7 @@ def test_a_canary_is_sticky_and_grows_without_losing_anybody(
     low, high = sorted((percent, other))
     text = "rules: [{{name: c, percent: {}, mode: aggregated}}]"
     facts = Facts(key=key, prompt_tokens=10)
-    verdicts = [decide(parse_policy(text.format(p)), facts).mode for p in (low, low, high)]
+    verdicts = [choose(parse_rules(text.format(p)), facts).mode for p in (low, low, high)]
     assert verdicts[0] == verdicts[1]
     assert not (verdicts[0] == "local" and verdicts[2] == "")
 
@@ -137,42 +137,42 @@ def test_a_canary_takes_about_its_share_and_rules_draw_independently() -> None:
 )
 def test_mistakes_are_named_with_what_was_meant(text: str, words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_policy(text, "file p.yaml")
+        parse_rules(text, "file p.yaml")
     for word in ["file p.yaml", *words]:
         assert word in str(caught.value)
 
 
 def test_a_changed_file_is_read_again_and_a_wrong_one_changes_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "policy.yaml"
+    path = tmp_path / "rules.yaml"
     path.write_text("mode: aggregated")
-    holder = PolicyHolder(path)
-    assert holder.decide(LONG).mode == "local"
+    holder = RulesFile(path)
+    assert holder.choose(LONG).mode == "local"
     path.write_text("mode: nonsense")
     os.utime(path, ns=(1, 1))
     holder.reload_if_changed()
-    assert holder.decide(LONG).mode == "local"
+    assert holder.choose(LONG).mode == "local"
     assert "nonsense" in holder.error or "mode" in holder.error
-    assert holder.counters["policy:refused"] == 1
+    assert holder.counters["routing:refused"] == 1
     path.write_text("mode: disaggregated")
     os.utime(path, ns=(2, 2))
     holder.reload_if_changed()
-    assert (holder.decide(LONG).mode, holder.error) == ("disaggregated", "")
+    assert (holder.choose(LONG).mode, holder.error) == ("disaggregated", "")
     with pytest.raises(ConfigError):
-        PolicyHolder(tmp_path / "absent.yaml")
+        RulesFile(tmp_path / "absent.yaml")
 
 
 def test_a_rollback_serves_everything_aggregated_until_it_ends() -> None:
-    service = PolicyService(PolicyHolder())
-    service.change(m.PolicyChange("replace", "mode: disaggregated"))
-    assert service.change(m.PolicyChange("rollback")).is_rolled_back
-    assert service.holder.decide(LONG).reason == "rolled_back"
-    # A new policy is taken and waits.
-    assert service.change(m.PolicyChange("replace", "mode: auto")).is_rolled_back
-    assert service.holder.decide(LONG).mode == "local"
-    assert not service.change(m.PolicyChange("resume")).is_rolled_back
-    assert service.holder.decide(LONG).mode == ""
+    service = RulesService(RulesFile())
+    service.change(m.RulesChange("replace", "mode: disaggregated"))
+    assert service.change(m.RulesChange("rollback")).is_rolled_back
+    assert service.rules.choose(LONG).reason == "rolled_back"
+    # New rules are accepted and wait.
+    assert service.change(m.RulesChange("replace", "mode: auto")).is_rolled_back
+    assert service.rules.choose(LONG).mode == "local"
+    assert not service.change(m.RulesChange("resume")).is_rolled_back
+    assert service.rules.choose(LONG).mode == ""
     with pytest.raises(InvalidArgument):
-        service.change(m.PolicyChange("explode"))
+        service.change(m.RulesChange("explode"))
 
 
 def test_an_explanation_is_about_the_pool_as_it_is_and_counts_nothing() -> None:
@@ -188,9 +188,9 @@ def test_an_explanation_is_about_the_pool_as_it_is_and_counts_nothing() -> None:
     assert facts.queue_tokens == 2000
     assert facts.decode_pressure == 0.5
     assert 1 < facts.queue_wait_s < 10
-    holder = PolicyHolder()
+    holder = RulesFile()
     holder.replace("fallback: {max_prefill_queue_tokens: 1999}")
-    verdict = PolicyService(holder).explain(m.PolicyExplain(prompt_tokens=10), view)
+    verdict = RulesService(holder).explain(m.RulesExplain(prompt_tokens=10), view)
     assert verdict.mode == "local"
-    assert verdict.checks == [m.PolicyCheck("fallback.max_prefill_queue_tokens", 2000, 1999, False)]
-    assert "policy:local:fallback.max_prefill_queue_tokens" not in holder.counters
+    assert verdict.checks == [m.RulesCheck("fallback.max_prefill_queue_tokens", 2000, 1999, False)]
+    assert "routing:local:fallback.max_prefill_queue_tokens" not in holder.counters

@@ -1,8 +1,8 @@
-"""Who is served disaggregated and who is not: the policy that an operator writes, and what follows for a request.
+"""Routing rules: an operator decides which requests are served disaggregated and which aggregated.
 
-It comes before the scheduler and narrows its choice: "local" (aggregated: the decode worker prefills),
-"disaggregated", or "" (by cost). A YAML document; see docs/policy.md. Pure: no I/O, no clock, and a canary's
-draw depends on the request's key alone.
+The rules apply before the scheduler and narrow its choice to "local" (aggregated: the decode worker prefills)
+or "disaggregated"; "" leaves the choice to cost. The rules are a YAML document, described in docs/routing.md.
+A canary depends on the request's key only, so that equal keys are always treated alike.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ class _Part(BaseModel):
 
 
 class RemotePrefill(_Part):
-    """When a prefill elsewhere is allowed: all of these must hold."""
+    """Conditions for a prefill on another worker. All must hold."""
 
-    min_input_tokens: Tokens = Field(0, description="left to compute, after reuse")
+    min_input_tokens: Tokens = Field(0, description="tokens left to compute after reuse")
     max_queue_wait_s: Annotated[float, Field(gt=0, le=3600)] | None = Field(
-        None, description="of the least busy prefill worker, predicted"
+        None, description="predicted queue time of the least busy prefill worker"
     )
-    min_output_tokens: Tokens = Field(0, description="expected")
+    min_output_tokens: Tokens = Field(0, description="expected output tokens")
     min_decode_pressure: Share = Field(
         0.0,
-        description="share of the decode workers' places taken; below it local prefill disturbs few",
+        description="share of the decode workers' slots in use; below it a local prefill delays few requests",
     )
 
 
 class LocalPrefill(_Part):
-    """When the decode worker prefills in any case: one of these suffices."""
+    """Conditions under which the decode worker always prefills. One is enough."""
 
     max_input_tokens: Tokens = Field(0, description="prompts up to this length, reuse included")
     min_prefix_hit: Annotated[float, Field(gt=0, le=1)] | None = Field(
@@ -52,18 +52,19 @@ class LocalPrefill(_Part):
 
 
 class Fallback(_Part):
-    """When to give a remote prefill up."""
+    """When to give up a remote prefill."""
 
     transfer_timeout_s: Annotated[float, Field(gt=0, le=3600)] | None = Field(
-        None, description="longest wait for it and its blocks, before the decode worker computes"
+        None,
+        description="longest wait for the prefill and its blocks; then the decode worker computes the prompt",
     )
     max_prefill_queue_tokens: Tokens | None = Field(
-        None, description="waiting at every prefill worker: with more, prefill locally"
+        None, description="prefill locally if every prefill worker has more tokens queued"
     )
 
 
 class Match(_Part):
-    """Whom a rule is for: every field given must match. Texts may have * and ?."""
+    """Which requests a rule applies to. Every given field must match; texts may contain * and ?."""
 
     model: str | None = None
     tenant: str | None = None
@@ -72,36 +73,39 @@ class Match(_Part):
     max_prompt_tokens: Tokens | None = None
 
     @model_validator(mode="after")
-    def _has_a_span(self) -> Self:
+    def _range_is_not_empty(self) -> Self:
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < self.min_prompt_tokens:
             raise ValueError("max_prompt_tokens is below min_prompt_tokens: nobody matches")
         return self
 
 
 class Rule(_Part):
-    """The first rule that matches a request, and whose percentage takes it, decides for it."""
+    """A rule. The first rule that matches a request and whose percentage includes it applies."""
 
     name: Annotated[str, Field(max_length=128, pattern=r"^[A-Za-z0-9_.-]+$")]
     match: Match = Match()
     percent: Annotated[float, Field(gt=0, le=100)] = Field(
-        100.0, description="of the requests that match, by the hash of their key: sticky"
+        100.0,
+        description="share of the matching requests, chosen by the hash of their key, so that it is sticky",
     )
     mode: Literal["auto", "disaggregated", "aggregated"] = "auto"
-    remote_prefill: RemotePrefill | None = Field(None, description="instead of the policy's")
+    remote_prefill: RemotePrefill | None = Field(
+        None, description="replaces the default of all rules"
+    )
     local_prefill: LocalPrefill | None = None
     fallback: Fallback | None = None
 
 
-class RoutingPolicy(_Part):
-    """The whole document. Empty: everything by cost.
+class RoutingRules(_Part):
+    """The whole document. An empty one leaves every request to cost.
 
     Raises:
-        ValidationError (from pydantic): see `parse_policy` for one that people can read.
+        ValidationError: from pydantic. `parse_rules` raises a readable one.
     """
 
     version: Literal[1] = 1
     mode: Literal["auto", "disaggregated", "aggregated"] = Field(
-        "auto", description="of requests that no rule takes"
+        "auto", description="mode of the requests to which no rule applies"
     )
     remote_prefill: RemotePrefill = RemotePrefill()
     local_prefill: LocalPrefill = LocalPrefill()
@@ -119,23 +123,23 @@ class RoutingPolicy(_Part):
 
 @dataclass(slots=True, frozen=True)
 class Facts:
-    """What a decision may depend on."""
+    """What the rules may depend on: the request, and the load of the workers."""
 
     model: str = ""
     tenant: str = ""
     endpoint: str = ""
-    key: str = ""  # requests with equal keys are treated alike (a user or a conversation)
+    key: str = ""  # a user or a conversation; equal keys are treated alike
     prompt_tokens: int = 0
     found_tokens: int = 0  # of the prompt, in the pool
     output_tokens: int = 0  # expected
-    queue_wait_s: float = 0.0  # of the least busy prefill worker
-    queue_tokens: int = 0  # waiting at the prefill worker with the fewest
-    decode_pressure: float = 0.0  # share of the decode workers' places that are taken
+    queue_wait_s: float = 0.0  # predicted, of the least busy prefill worker
+    queue_tokens: int = 0  # queued at the prefill worker that has the fewest
+    decode_pressure: float = 0.0  # share of the decode workers' slots in use
 
 
 @dataclass(slots=True, frozen=True)
-class Check:
-    """One threshold as it was applied."""
+class ThresholdCheck:
+    """One threshold, and whether it holds."""
 
     what: str
     value: float
@@ -144,74 +148,74 @@ class Check:
 
 
 @dataclass(slots=True, frozen=True)
-class Verdict:
-    """What the policy says of a request; `checks` in the order in which they were made."""
+class RoutingChoice:
+    """What the rules choose for a request. `checks` are in the order in which they were made."""
 
     mode: Mode
-    rule: str  # "" when none took it
+    rule: str  # "" if no rule applied
     reason: str
     transfer_timeout_s: float | None = None
-    checks: tuple[Check, ...] = ()
+    checks: tuple[ThresholdCheck, ...] = ()
 
 
-def parse_policy(text: str, source: str = "the policy") -> RoutingPolicy:
-    """A policy from YAML.
+def parse_rules(text: str, source: str = "the routing rules") -> RoutingRules:
+    """Parse rules from YAML.
 
     Raises:
-        ConfigError: names each wrong key with the nearest known one, each wrong value with what is allowed.
+        ConfigError: names each unknown key with the nearest known one, and each wrong value with what is allowed.
     """
     document = parse_yaml(text, source)
     if document is None:
-        return RoutingPolicy()
+        return RoutingRules()
     if not isinstance(document, dict):
         raise ConfigError(f"{source}: a mapping is expected, not {type(document).__name__}")
     try:
-        return RoutingPolicy.model_validate(document)
+        return RoutingRules.model_validate(document)
     except ValidationError as error:
         problems = [_problem(item) for item in error.errors(include_url=False)]
         raise ConfigError(f"{source}: " + "; ".join(problems)) from None
 
 
-def decide(policy: RoutingPolicy, facts: Facts) -> Verdict:
-    """What `policy` says of a request."""
-    rule = next((rule for rule in policy.rules if _takes(rule, facts)), None)
-    remote = (rule and rule.remote_prefill) or policy.remote_prefill
-    local = (rule and rule.local_prefill) or policy.local_prefill
-    fallback = (rule and rule.fallback) or policy.fallback
+def choose(rules: RoutingRules, facts: Facts) -> RoutingChoice:
+    """Apply the rules to a request."""
+    rule = next((rule for rule in rules.rules if _applies(rule, facts)), None)
+    remote = (rule and rule.remote_prefill) or rules.remote_prefill
+    local = (rule and rule.local_prefill) or rules.local_prefill
+    fallback = (rule and rule.fallback) or rules.fallback
     name = rule.name if rule else ""
-    mode = rule.mode if rule else policy.mode
+    mode = rule.mode if rule else rules.mode
     timeout_s = fallback.transfer_timeout_s
     if mode == "aggregated":
-        return Verdict("local", name, "aggregated", timeout_s)
+        return RoutingChoice("local", name, "aggregated", timeout_s)
     checks = list(_checks(remote, local, fallback, facts))
     failed = next((check for check in checks if not check.holds), None)
     if failed is not None and mode == "auto":
-        return Verdict("local", name, failed.what, timeout_s, tuple(checks))
+        return RoutingChoice("local", name, failed.what, timeout_s, tuple(checks))
     if mode == "disaggregated":
-        return Verdict("disaggregated", name, "disaggregated", timeout_s, tuple(checks))
-    return Verdict("", name, "cost", timeout_s, tuple(checks))
+        return RoutingChoice("disaggregated", name, "disaggregated", timeout_s, tuple(checks))
+    return RoutingChoice("", name, "cost", timeout_s, tuple(checks))
 
 
 def _checks(
     remote: RemotePrefill, local: LocalPrefill, fallback: Fallback, facts: Facts
-) -> list[Check]:
-    """Everything that must hold for a remote prefill; thresholds that are not set are left out."""
+) -> list[ThresholdCheck]:
+    """Every condition for a remote prefill. Thresholds that are not set are left out."""
     left = facts.prompt_tokens - facts.found_tokens
     hit = facts.found_tokens / facts.prompt_tokens if facts.prompt_tokens else 0.0
     checks = []
 
     def at_least(what: str, value: float, threshold: float) -> None:
         if threshold:
-            checks.append(Check(what, value, threshold, value >= threshold))
+            checks.append(ThresholdCheck(what, value, threshold, value >= threshold))
 
     def at_most(what: str, value: float, threshold: float | None) -> None:
         if threshold is not None:
-            checks.append(Check(what, value, threshold, value <= threshold))
+            checks.append(ThresholdCheck(what, value, threshold, value <= threshold))
 
     if local.max_input_tokens:
         longer = facts.prompt_tokens > local.max_input_tokens
         checks.append(
-            Check(
+            ThresholdCheck(
                 "local_prefill.max_input_tokens",
                 facts.prompt_tokens,
                 local.max_input_tokens,
@@ -220,7 +224,9 @@ def _checks(
         )
     if local.min_prefix_hit is not None:
         rarer = hit < local.min_prefix_hit
-        checks.append(Check("local_prefill.min_prefix_hit", hit, local.min_prefix_hit, rarer))
+        checks.append(
+            ThresholdCheck("local_prefill.min_prefix_hit", hit, local.min_prefix_hit, rarer)
+        )
     at_least("remote_prefill.min_input_tokens", left, remote.min_input_tokens)
     at_least("remote_prefill.min_output_tokens", facts.output_tokens, remote.min_output_tokens)
     at_least(
@@ -233,7 +239,7 @@ def _checks(
     return checks
 
 
-def _takes(rule: Rule, facts: Facts) -> bool:
+def _applies(rule: Rule, facts: Facts) -> bool:
     match = rule.match
     for pattern, value in (
         (match.model, facts.model),
@@ -251,9 +257,9 @@ def _takes(rule: Rule, facts: Facts) -> bool:
 
 
 def draw(rule: str, key: str) -> float:
-    """Where a key stands in [0, 100) for a rule: a fixed number, so that a canary is sticky.
+    """A fixed number in [0, 100) for a rule and a key, so that a canary is sticky.
 
-    Two rules draw independently, and raising a percentage keeps whom it had.
+    The numbers of two rules are independent. Raising a percentage keeps every key that it had.
     """
     return xxhash.xxh3_64_intdigest(f"{rule}\0{key}".encode()) / 2**64 * 100
 
@@ -268,7 +274,7 @@ def _problem(item: Mapping[str, Any]) -> str:
 
 
 def _known_keys(path: tuple[Any, ...]) -> list[str]:
-    """The keys that the part at `path` may have."""
+    """The keys allowed at `path`."""
     parts: dict[str, type[_Part]] = {
         "rules": Rule,
         "match": Match,
@@ -277,4 +283,4 @@ def _known_keys(path: tuple[Any, ...]) -> list[str]:
         "fallback": Fallback,
     }
     names = [part for part in path if isinstance(part, str)]
-    return list((parts[names[-1]] if names else RoutingPolicy).model_fields)
+    return list((parts[names[-1]] if names else RoutingRules).model_fields)

@@ -1,4 +1,4 @@
-"""The routing policy in a running pool: changed, explained and rolled back from the command line."""
+"""The routing rules in a running pool: changed, explained and rolled back from the command line."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ ENGINE = ("worker.engine=fake", "fake_engine.bytes_per_token=64", "worker.block_
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    directory = tmp_path_factory.mktemp("policy")
-    (directory / "policy.yaml").write_text("mode: disaggregated\n")
+    directory = tmp_path_factory.mktemp("rules")
+    (directory / "rules.yaml").write_text("mode: disaggregated\n")
     running = Cluster(directory)
     with running.fleet:
         running.start_conductor(
-            f"conductor.policy_path={directory / 'policy.yaml'}",
+            f"conductor.rules_path={directory / 'rules.yaml'}",
             "conductor.min_remote_prefill_tokens=0",
         )
         running.start_node("n0")
@@ -49,8 +49,8 @@ def complete(cluster: Cluster, start: int, **headers: str) -> httpx.Response:
     return answer
 
 
-def policy(cluster: Cluster, *arguments: str, status: int = 0) -> Any:
-    command = [sys.executable, "-m", "kvpool", "policy", *arguments]
+def rules(cluster: Cluster, *arguments: str, status: int = 0) -> Any:
+    command = [sys.executable, "-m", "kvpool", "rules", *arguments]
     if arguments[0] != "check":
         command += ["--conductor", cluster.conductor["wire"]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -61,12 +61,12 @@ def policy(cluster: Cluster, *arguments: str, status: int = 0) -> Any:
 def test_the_file_decides_and_is_read_again_when_it_changes(cluster: Cluster) -> None:
     answer = complete(cluster, 1000)
     assert answer.headers["x-kvpool-mode"] == "disaggregated"
-    assert answer.headers["x-kvpool-policy"] == ":disaggregated"
-    (cluster.directory / "policy.yaml").write_text(
+    assert answer.headers["x-kvpool-routing"] == ":disaggregated"
+    (cluster.directory / "rules.yaml").write_text(
         "rules: [{name: all, match: {endpoint: /v1/completions}, mode: aggregated}]\n"
     )
     wait_until(
-        lambda: complete(cluster, 2000).headers["x-kvpool-policy"] == "all:aggregated",
+        lambda: complete(cluster, 2000).headers["x-kvpool-routing"] == "all:aggregated",
         "the changed file in force",
     )
     assert complete(cluster, 3000).headers["x-kvpool-mode"] == "local"
@@ -75,29 +75,29 @@ def test_the_file_decides_and_is_read_again_when_it_changes(cluster: Cluster) ->
 def test_rollback_and_resume_are_one_command_each(cluster: Cluster, tmp_path: Path) -> None:
     file = tmp_path / "p.yaml"
     file.write_text("mode: disaggregated\n")
-    assert not policy(cluster, "apply", str(file), "--json")["is_rolled_back"]
+    assert not rules(cluster, "apply", str(file), "--json")["is_rolled_back"]
     assert complete(cluster, 4000).headers["x-kvpool-mode"] == "disaggregated"
-    assert "rolled back" in policy(cluster, "rollback")
+    assert "rolled back" in rules(cluster, "rollback")
     rolled = complete(cluster, 5000)
     assert rolled.headers["x-kvpool-mode"] == "local"
-    assert rolled.headers["x-kvpool-policy"] == ":rolled_back"
-    assert not policy(cluster, "resume", "--json")["is_rolled_back"]
+    assert rolled.headers["x-kvpool-routing"] == ":rolled_back"
+    assert not rules(cluster, "resume", "--json")["is_rolled_back"]
     assert complete(cluster, 6000).headers["x-kvpool-mode"] == "disaggregated"
-    assert policy(cluster, "show", "--json")["text"] == "mode: disaggregated\n"
+    assert rules(cluster, "show", "--json")["text"] == "mode: disaggregated\n"
     counters = cluster.stats()["counters"]
-    assert counters["policy:rollbacks"] == 1
-    assert counters["policy:local:rolled_back"] >= 1
+    assert counters["routing:rollbacks"] == 1
+    assert counters["routing:local:rolled_back"] >= 1
 
 
 def test_check_and_explain_say_what_would_happen(cluster: Cluster, tmp_path: Path) -> None:
     file = tmp_path / "p.yaml"
     file.write_text("remote_prefill: {min_input_tokens: 512}\n")
-    assert "ok, 0 rules" in policy(cluster, "check", str(file))
-    policy(cluster, "apply", str(file))
-    verdict = policy(cluster, "explain", "--prompt-tokens", "100", "--json")
+    assert "ok, 0 rules" in rules(cluster, "check", str(file))
+    rules(cluster, "apply", str(file))
+    verdict = rules(cluster, "explain", "--prompt-tokens", "100", "--json")
     assert (verdict["mode"], verdict["reason"]) == ("local", "remote_prefill.min_input_tokens")
-    assert policy(cluster, "explain", "--prompt-tokens", "600", "--json")["mode"] == ""
-    assert "false" in policy(cluster, "explain", "--prompt-tokens", "100")
+    assert rules(cluster, "explain", "--prompt-tokens", "600", "--json")["mode"] == ""
+    assert "false" in rules(cluster, "explain", "--prompt-tokens", "100")
     file.write_text("remote_prefill: {min_inputs: 512}\n")
-    assert "min_input_tokens" in policy(cluster, "check", str(file), status=2)
-    assert "min_input_tokens" in policy(cluster, "apply", str(file), status=2)
+    assert "min_input_tokens" in rules(cluster, "check", str(file), status=2)
+    assert "min_input_tokens" in rules(cluster, "apply", str(file), status=2)

@@ -1,4 +1,4 @@
-"""`kvpool policy`: check a routing policy, put it in force, roll back to aggregated serving, explain a request."""
+"""`kvpool rules`: check routing rules, put them in force, roll back to aggregated serving, explain a request."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvpool.security.credentials import credentials_of
 from kvpool.wire import messages as m
 from kvpool.wire.json_view import named
 
-app = typer.Typer(help="Check, change or explain the routing policy.", no_args_is_help=True)
+app = typer.Typer(help="Check, change or explain the routing rules.", no_args_is_help=True)
 
-File = Annotated[Path, typer.Argument(help="YAML file with a routing policy.")]
+File = Annotated[Path, typer.Argument(help="YAML file with routing rules.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Conductor = Annotated[
     str | None, typer.Option("--conductor", help="Conductor's wire address; default: configured.")
@@ -27,10 +27,9 @@ Conductor = Annotated[
 @app.command()
 def check(file: File, as_json: AsJson = False) -> None:
     """Check a file without a conductor; exit status 2 if it has an error."""
-    from conductor.routing.policy import parse_policy
+    from conductor.routing.rules import parse_rules
 
-    policy = parse_policy(_text(file), f"file {file}")
-    rules = [rule.name for rule in policy.rules]
+    rules = [rule.name for rule in parse_rules(_text(file), f"file {file}").rules]
     if as_json:
         print_json({"file": file, "ok": True, "rules": rules})
     else:
@@ -39,34 +38,34 @@ def check(file: File, as_json: AsJson = False) -> None:
 
 @app.command()
 def show(ctx: typer.Context, conductor: Conductor = None, as_json: AsJson = False) -> None:
-    """Show the policy in force."""
-    _report(_call(ctx, conductor, m.PolicyChange()), as_json)
+    """Show the rules in force."""
+    _report(_call(ctx, conductor, m.RulesChange()), as_json)
 
 
 @app.command()
 def apply(
     ctx: typer.Context, file: File, conductor: Conductor = None, as_json: AsJson = False
 ) -> None:
-    """Put a file's policy in force; requests in work go on as they are."""
+    """Put a file's rules in force. Running requests go on as they are."""
     text = _text(file)
-    from conductor.routing.policy import parse_policy
+    from conductor.routing.rules import parse_rules
 
-    parse_policy(
+    parse_rules(
         text, f"file {file}"
-    )  # a mistake is told without a conductor, with the file's name
-    _report(_call(ctx, conductor, m.PolicyChange("replace", text)), as_json)
+    )  # reports mistakes with the file's name, and without a conductor
+    _report(_call(ctx, conductor, m.RulesChange("replace", text)), as_json)
 
 
 @app.command()
 def rollback(ctx: typer.Context, conductor: Conductor = None, as_json: AsJson = False) -> None:
     """Serve everything aggregated from now on: each decode worker prefills for itself."""
-    _report(_call(ctx, conductor, m.PolicyChange("rollback")), as_json)
+    _report(_call(ctx, conductor, m.RulesChange("rollback")), as_json)
 
 
 @app.command()
 def resume(ctx: typer.Context, conductor: Conductor = None, as_json: AsJson = False) -> None:
     """End a rollback."""
-    _report(_call(ctx, conductor, m.PolicyChange("resume")), as_json)
+    _report(_call(ctx, conductor, m.RulesChange("resume")), as_json)
 
 
 @app.command()
@@ -80,13 +79,13 @@ def explain(
     endpoint: Annotated[str, typer.Option(help="Route.")] = "/v1/chat/completions",
     key: Annotated[str, typer.Option(help="The request's key, for canaries.")] = "",
     file: Annotated[
-        Path | None, typer.Option(help="A policy file, on an idle pool, instead of a conductor.")
+        Path | None, typer.Option(help="A rules file and an idle pool, instead of a conductor.")
     ] = None,
     conductor: Conductor = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what the policy does with such a request, threshold by threshold."""
-    request = m.PolicyExplain(
+    """Show what the rules choose for such a request, threshold by threshold."""
+    request = m.RulesExplain(
         model, tenant, endpoint, key, prompt_tokens, found_tokens, output_tokens
     )
     verdict = _by_file(file, request) if file else _call(ctx, conductor, request)
@@ -108,12 +107,12 @@ def explain(
     )
 
 
-def _by_file(file: Path, request: m.PolicyExplain) -> m.PolicyVerdict:
-    from conductor.routing.policy_file import PolicyHolder
-    from conductor.routing.service import PolicyService
+def _by_file(file: Path, request: m.RulesExplain) -> m.RulesExplanation:
+    from conductor.routing.rules_file import RulesFile
+    from conductor.routing.service import RulesService
     from conductor.scheduling.inputs import ClusterView
 
-    return PolicyService(PolicyHolder(file)).explain(request, ClusterView({}, {}))
+    return RulesService(RulesFile(file)).explain(request, ClusterView({}, {}))
 
 
 def _text(file: Path) -> str:
@@ -134,13 +133,13 @@ def _call(ctx: typer.Context, conductor: str | None, request: m.Message) -> Any:
         return pool.ask_conductor(request)
 
 
-def _report(reply: m.PolicyReply, as_json: bool) -> None:
+def _report(reply: m.RulesReply, as_json: bool) -> None:
     if as_json:
         print_json(named(reply))
         return
     out = console()
     out.print(reply.text.rstrip() or "(empty: every request by cost)", markup=False)
     if reply.is_rolled_back:
-        out.print("rolled back: everything is served aggregated until `kvpool policy resume`")
+        out.print("rolled back: every request is served aggregated until `kvpool rules resume`")
     if reply.error:
-        out.print(f"the policy file's present content is not in force: {reply.error}", markup=False)
+        out.print(f"the rules file's present content is not in force: {reply.error}", markup=False)
