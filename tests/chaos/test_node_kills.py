@@ -1,4 +1,4 @@
-"""kill -9 of a node while it writes to NVMe, fifty times over the same files, some of them damaged in between.
+"""kill -9 of a node while it writes to NVMe, again and again over the same files, some of them damaged in between.
 
 After each restart every block that is found is read and compared with what its key says (invariant 8); each byte
 that was flipped is found out, its block dropped, counted, logged, and gone from the index (invariant 5).
@@ -7,7 +7,6 @@ that was flipped is found out, its block dropped, counted, logged, and gone from
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import threading
 import time
@@ -21,8 +20,9 @@ from kvpool import Pool
 from kvpool.errors import KvpoolError
 from tests.chaos.keyed import NAMESPACE, SIZE, content, contents, prompt, wrong_blocks
 from tests.support.process_cluster import Cluster, wait_until
+from tests.support.sizes import random_seed, scaled
 
-ROUNDS = int(os.environ.get("KVPOOL_NODE_KILLS", "50"))
+ROUNDS = scaled(12, 50, "KVPOOL_NODE_KILLS")
 PROMPTS = 40
 PROMPT_BLOCKS = 12
 # Ten slots a slab; the prompts are four times what NVMe holds, so that most writes replace what stood there.
@@ -155,8 +155,8 @@ def read_all(phoenix: Phoenix, names: Sequence[bytes]) -> tuple[set[bytes], list
 
 
 @pytest.mark.slow
-def test_fifty_kills_during_nvme_writes_leave_only_whole_blocks(phoenix: Phoenix) -> None:
-    seed = random.randrange(1 << 32)
+def test_kills_during_nvme_writes_leave_only_whole_blocks(phoenix: Phoenix) -> None:
+    seed = random_seed()
     print(f"{ROUNDS} kills, seed {seed}")
     rng = random.Random(seed)
     names = [name for number in range(PROMPTS) for name in prompt(number, PROMPT_BLOCKS)]

@@ -1,11 +1,10 @@
 """Writers and readers at random on a pool far too small, one of them killed every second.
 
-Not one wrong byte, no leak, no call past its deadline. `KVPOOL_STORM_S` sets how long (60 seconds by default).
+Not one wrong byte, no leak, no call past its deadline. It lasts 15 seconds, 60 in full, or KVPOOL_STORM_S.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import subprocess
 import sys
@@ -24,8 +23,9 @@ from kvpool import Pool
 from tests.chaos.keyed import NAMESPACE, SIZE, contents, prompt, wrong_blocks
 from tests.chaos.storm_worker import PROMPT_BLOCKS, PROMPTS, Report
 from tests.support.process_cluster import Cluster, wait_until
+from tests.support.sizes import random_seed, scaled
 
-STORM_S = float(os.environ.get("KVPOOL_STORM_S", "60"))
+STORM_S = scaled(15, 60, "KVPOOL_STORM_S")
 KILL_EVERY_S = 1.0
 OVERRUN_S = 3.0  # what a call may take beyond its time-out: two cores are shared by ten processes
 # The prompts are 15 MiB; 4 of DRAM and 5 of NVMe hold about a third of the blocks each. Ten slots a slab.
@@ -118,7 +118,7 @@ def tier(cluster: Cluster, name: str = "dram") -> dict[str, Any]:
 def test_a_storm_with_kills_reads_no_wrong_byte_leaks_nothing_and_keeps_deadlines(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    seed = random.randrange(1 << 32)
+    seed = random_seed()
     print(f"storm of {STORM_S:g} s, seed {seed}")
     (tmp_path / "reports").mkdir()
     storm = Storm(cluster.nodes["n0"]["wire"], tmp_path / "reports", random.Random(seed))

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 import kvpool.proto
 from kvpool import hash_chain
 from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster
+from tests.support.sizes import examples
 
 TYPED = frozenset(
     (
@@ -147,7 +148,7 @@ def messages(descriptor: Any) -> st.SearchStrategy[dict[str, Any]]:
 
 
 @settings(
-    max_examples=60,
+    max_examples=examples(60),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

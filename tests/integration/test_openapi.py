@@ -18,6 +18,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.support.process_cluster import FREE_PORTS, LAYOUT, NAMESPACE, Cluster
+from tests.support.sizes import examples
 from tests.support.tiny_tokenizer import save_tiny_tokenizer
 
 ENGINE = (
@@ -73,7 +74,7 @@ def test_every_route_answers_as_its_document_says(
         cases = operation.as_strategy(generation_mode=mode)
 
         @settings(
-            max_examples=15,
+            max_examples=examples(15),
             deadline=None,
             database=None,
             suppress_health_check=list(HealthCheck),

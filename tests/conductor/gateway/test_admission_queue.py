@@ -14,6 +14,7 @@ from conductor.gateway.admission_queue import (
     priority_of,
 )
 from kvpool.errors import InvalidArgument
+from tests.support.sizes import examples
 
 
 def ticket(
@@ -133,7 +134,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.integers(0, 6), steps)
 def test_whatever_happens_order_bounds_and_accounting_hold(
     capacity: int, happenings: list[tuple[str, Priority | int, float]]

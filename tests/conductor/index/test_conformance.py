@@ -16,6 +16,7 @@ from conductor.index.memory import MemoryIndex
 from kvpool.errors import InvalidArgument, StaleEpoch
 from kvpool.wire.messages import TIERS, BlockEvent
 from tests.support import valkey
+from tests.support.sizes import examples
 from tests.support.valkey import Driven
 
 NS = b"n" * 16
@@ -399,7 +400,9 @@ steps = st.lists(
 
 @pytest.mark.parametrize("backend", sorted(BACKENDS))
 def test_index_agrees_with_a_naive_model_under_any_order_of_events(backend: str) -> None:
-    check = settings(max_examples=EXAMPLES[backend], deadline=None)(given(script=steps)(_agree))
+    check = settings(max_examples=examples(EXAMPLES[backend]), deadline=None)(
+        given(script=steps)(_agree)
+    )
     check(backend=backend)
 
 

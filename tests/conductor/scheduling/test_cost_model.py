@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from conductor.scheduling.cost_model import CostModel, LinkProfile, OnlineFit, Profile
 from kvpool.errors import InvalidArgument
+from tests.support.sizes import examples
 
 PROBES = [(64, 0), (1024, 0), (4096, 1024), (16_000, 0), (512, 8192)]
 
@@ -146,7 +147,7 @@ def test_a_queue_is_priced_by_the_workers_own_rate_when_it_has_one() -> None:
 finite = st.floats(allow_nan=True, allow_infinity=True)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.tuples(st.integers(-5, 10**7), st.integers(-5, 10**7), finite), max_size=30))
 def test_predictions_are_positive_and_finite_whatever_was_measured(
     measured: list[tuple[int, int, float]],

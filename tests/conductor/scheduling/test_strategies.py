@@ -36,6 +36,7 @@ from tests.support.clusters import (
     worker,
     workers_lists,
 )
+from tests.support.sizes import examples
 
 ALL = ("cache-aware", "dynamo", "kv-centric", "least-loaded", "random", "round-robin", "sglang")
 MIXED = tuple(worker(f"w{i}", "both", f"h{i}") for i in range(4))
@@ -53,7 +54,7 @@ def on(node: str, blocks: int, tier: str = "dram") -> dict[str, list[Segment]]:
 # ------------------------------------------------------------ what all of them owe
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(
     workers_lists,
     nodes_lists,

@@ -14,10 +14,6 @@ from tests.engines.vllm.harness import Engine, write_model
 from tests.support.process_cluster import Cluster
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "model: needs a real model, converted on first use")
-
-
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cluster = Cluster(tmp_path_factory.mktemp("vllm-pool"))

@@ -34,6 +34,7 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
 from vllm.v1.worker.utils import allocate_kv_cache  # noqa: E402
 
 from kvpool.engines.vllm.paged_kv import PagedKV  # noqa: E402
+from tests.support.sizes import examples  # noqa: E402
 
 LAYERS = [f"model.layers.{i}.self_attn.attn" for i in range(3)]
 PAGES = 7
@@ -349,7 +350,7 @@ OPENED = [(caches, PagedKV.read(caches, config)) for caches, config in CASES]
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_any_pages_survive_a_round_trip(data: st.DataObject) -> None:
     caches, paged = data.draw(st.sampled_from(OPENED))
     sources = data.draw(st.lists(st.integers(0, PAGES - 1), max_size=PAGES))

@@ -19,6 +19,7 @@ from planner.replay import EmptyTrace, TraceReport, TraceRequest, compact, load_
 from planner.replay.compact_trace import NEVER
 from planner.replay.generate import KINDS, generate
 from planner.replay.trace_stats import reuse_distances, trace_stats
+from tests.support.sizes import examples
 from tests.support.traces import encode, of_chains, row
 
 
@@ -213,7 +214,7 @@ def test_turns_sessions_and_reuse_of_a_small_trace() -> None:
     assert stats.unbounded_hit_ratio == 8 / 15
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.integers(0, 9), max_size=80))
 def test_reuse_distances_count_different_blocks_in_between(ids: list[int]) -> None:
     following, expected = [], []

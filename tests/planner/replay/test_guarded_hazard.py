@@ -15,6 +15,7 @@ from planner.replay.generate import generate
 from planner.replay.guarded_hazard import GuardedCache
 from planner.replay.replay import replay
 from planner.traces import TraceRequest
+from tests.support.sizes import examples
 from tests.support.traces import CONVERSATION, needs_conversation
 
 CAPACITIES = (1000, 10_000, 50_000)
@@ -26,7 +27,7 @@ chains = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(chains, st.integers(7, 20))
 def test_it_never_holds_more_than_it_may_and_knows_what_it_holds(
     prompts: list[list[int]], capacity: int

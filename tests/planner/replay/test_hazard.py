@@ -13,6 +13,7 @@ from planner.replay import CompactTrace, TraceRequest, belady_hits, compact, loa
 from planner.replay.generate import generate
 from planner.replay.hazard import HazardCache
 from planner.replay.hazard_model import BINS, EDGES_S, HazardModel, age_bins
+from tests.support.sizes import examples
 from tests.support.traces import CONVERSATION, needs_conversation
 
 
@@ -33,7 +34,7 @@ def test_it_sees_only_the_past(kind: str) -> None:
     assert found_by(other, 300)[:320] == whole[:320]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, 5), st.integers(0, 8), st.integers(0, 90), st.integers(0, 3000)),

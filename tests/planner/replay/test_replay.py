@@ -28,6 +28,7 @@ from planner.replay.compact_trace import NEVER, _find_next_uses
 from planner.replay.fast_policies import PLAIN
 from planner.replay.generate import generate
 from planner.replay.policy_cache import BlockCache
+from tests.support.sizes import examples
 from tests.support.traces import CONVERSATION, needs_conversation, of_chains
 from tiers.policies import POLICIES
 
@@ -90,7 +91,7 @@ chains = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.sampled_from(sorted(PLAIN)), chains, st.integers(1, 14))
 def test_each_plain_cache_hits_and_holds_what_the_policy_does(
     policy: str, prompts: list[list[int]], capacity: int
@@ -120,7 +121,7 @@ def _most_hits(prompts: list[list[int]], capacity: int) -> int:
     return max(best.values())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, 2), st.integers(1, 3)).map(
@@ -148,7 +149,7 @@ def test_no_policy_hits_more_than_belady(policy: str, is_as_node: bool, chat: Co
     assert result.hit_blocks == sum(belady_hits(chat, size))  # nothing ever leaves
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.integers(-5, 5), max_size=60), st.integers(1, 20))
 def test_next_uses_are_those_of_a_plain_search(
     tmp_path_factory: Any, ids: list[int], bucket: int

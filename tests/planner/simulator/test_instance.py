@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from conductor.scheduling.cost_model import Profile
 from planner.simulator.instance import Instance, Prompt
 from planner.simulator.virtual_clock import EventLoop
+from tests.support.sizes import examples
 
 COST = Profile(
     prefill_base_s=1e-9,
@@ -127,7 +128,7 @@ requests = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(requests, st.sampled_from([0, 64, 512]), st.sampled_from([3000, 1 << 40]), st.integers(1, 9))
 def test_every_prompt_ends_and_nothing_is_left_behind(
     wanted: list[Any], chunk: int, kv: int, most: int

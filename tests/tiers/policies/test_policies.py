@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvpool.errors import ConfigError, InvalidArgument
 from planner.replay.policy_cache import BlockCache, CachedBlock
 from tests.support.naive_policies import NAIVE, Item
+from tests.support.sizes import examples
 from tiers.policies import POLICIES, create, lazy_heap, policy_class, prefill_cost
 from tiers.policies.gdsf import Gdsf
 
@@ -75,7 +76,7 @@ class Pair:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(trace=steps)
 def test_a_policy_evicts_what_its_naive_version_evicts(name: str, trace: list[Step]) -> None:
     pair = Pair(name)
@@ -115,7 +116,7 @@ CHAINS = [[f"{name}{i}" for i in range(5)] for name in "abcd"] + [["a0", "a1", "
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     requests=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 5)), max_size=40),
     capacity=st.integers(1, 12),

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvpool.blocks.layout import Namespace
 from tests.support.pool_model import CONFIG, LARGE, NAMESPACES, SMALL, ModelledStore, random_walk
+from tests.support.sizes import examples
 from tiers.policies import POLICIES
 
 namespaces = st.sampled_from(NAMESPACES)
@@ -175,7 +176,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 StoreMachine.TestCase.settings = settings(
-    max_examples=120,
+    max_examples=examples(120),
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

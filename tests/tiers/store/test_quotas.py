@@ -12,6 +12,7 @@ from kvpool.blocks.layout import Layout, Namespace
 from kvpool.errors import ConfigError
 from kvpool.wire.messages import BlockStatus
 from tests.support.pool_model import CONFIG, PAGE, SLAB
+from tests.support.sizes import examples
 from tests.tiers.store.test_store import names, put
 from tiers.store.quotas import Accounts, Ledger, Quotas
 from tiers.store.slab_allocator import SlotAllocator
@@ -177,7 +178,7 @@ def _account(namespace: Namespace) -> str:
     return namespace.tenant if namespace.tenant in QUOTAS else ""
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(trace=ops)
 @example(
     trace=[("put", *op) for op in [(0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1), (3, 0, 0)]]
@@ -225,7 +226,7 @@ def test_nobody_above_a_quota_evicts_from_one_below_and_who_is_below_always_gets
         s.check_integrity()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     changes=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.booleans()), max_size=40),
     asking=st.integers(0, 3),

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool.errors import BlockTooLarge, InvalidArgument
+from tests.support.sizes import examples
 from tiers.store.slab_allocator import Place, SlotAllocator, StoreCorrupt
 
 PAGE = 4096
@@ -118,7 +119,7 @@ def test_a_miscount_is_noticed() -> None:
         slots.check_integrity()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("afc"), st.integers(1, 4), st.integers(0, 40))))
 def test_no_sequence_of_calls_overlaps_or_leaks(calls: list[tuple[str, int, int]]) -> None:
     slots = allocator()
