@@ -27,9 +27,9 @@ import uvloop
 from conductor.cluster.cluster import RECLAIM_BLOCKS, Cluster
 from conductor.index.memory import MemoryIndex
 from conductor.members.membership import MembershipConfig
-from conductor.redis.client import RedisLink, RedisTarget
+from conductor.redis.client import RedisClient, RedisTarget
 from conductor.redis.index import RedisIndex
-from conductor.scheduling.scheduler import Policy
+from conductor.scheduling.scheduler import SchedulerConfig
 from kvpool.blocks.hashing import HASH_BYTES
 from kvpool.wire import WireClient, WireServer
 from kvpool.wire import messages as m
@@ -111,7 +111,7 @@ def in_memory(blocks: int) -> dict[str, Any]:
 async def rebuild(blocks: int) -> dict[str, Any]:
     """A conductor that has just started takes a node's full report over the wire, on loopback TCP."""
     index = MemoryIndex(max_blocks=blocks + 1)
-    cluster = Cluster("c", 1, index, MembershipConfig(), Policy())
+    cluster = Cluster("c", 1, index, MembershipConfig(), SchedulerConfig())
     server = WireServer("conductor", "c", 1)
     cluster.expose(server)
     client = WireClient(f"127.0.0.1:{await server.listen('127.0.0.1', 0)}", "n", kind="node")
@@ -141,7 +141,7 @@ async def rebuild(blocks: int) -> dict[str, Any]:
 
 async def in_redis(blocks: int, target: RedisTarget) -> dict[str, Any]:
     """The Redis index, filled by one node."""
-    link = RedisLink(target, timeout_s=10.0)
+    link = RedisClient(target, timeout_s=10.0)
     index = RedisIndex(link, f"bench-{time.time_ns()}", max_blocks=blocks + 1)
     reports = slices(blocks)
     await link.command("CONFIG", "RESETSTAT")

@@ -20,17 +20,17 @@ from conductor.gateway.metrics import ConductorCollector, RequestMetrics
 from conductor.gateway.request_log import RequestLog
 from conductor.gateway.sessions import Sessions
 from conductor.gateway.tokenizer import Tokenizer
-from conductor.index.block_history import LastNews
+from conductor.index.block_history import BlockHistory
 from conductor.index.memory import MemoryIndex
 from conductor.members.membership import MembershipConfig
-from conductor.roles.actuator import RoleChanges
+from conductor.roles.actuator import RoleActuator
 from conductor.roles.controller import RoleController, RoleLimits
 from conductor.routing.rules_file import RulesFile
 from conductor.routing.service import RulesService
 from conductor.scheduling.cost_model import CostModel
 from conductor.scheduling.cost_profile import read_profile
 from conductor.scheduling.inputs import DynamoOptions, SglangOptions
-from conductor.scheduling.scheduler import Policy
+from conductor.scheduling.scheduler import SchedulerConfig
 from kvpool.blocks.hashing import token_bytes
 from kvpool.config.loader import ConductorConfig
 from kvpool.errors import ConfigError
@@ -71,10 +71,10 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
         sweep_s=SWEEP_S,
     )
     index = MemoryIndex(max_blocks=config.max_index_blocks)
-    parts = (conductor_id, epoch, index, membership, scheduling_policy(config))
+    parts = (conductor_id, epoch, index, membership, scheduler_config(config))
     shared = connect(config, *parts) if config.index == "redis" else None
     cluster = shared or Cluster(*parts)
-    cluster.news = LastNews(config.remembered_blocks)
+    cluster.block_history = BlockHistory(config.remembered_blocks)
     if config.profile is not None:
         cluster.cost = CostModel(read_profile(config.profile))
     rules = RulesFile(config.rules_path, cluster.counters)
@@ -109,9 +109,9 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
             cluster.clock(), is_ttft_met=ttft, is_tpot_met=tpot
         ),
     )
-    changes = RoleChanges(
+    changes = RoleActuator(
         cluster,
-        gateway.links,
+        gateway.connections,
         roles,
         is_active=config.move_roles,
         clock=cluster.clock,
@@ -123,7 +123,7 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
     security.gate.find_worker = cluster.tenant_of_worker
     engine_servers = EngineServers(
         cluster,
-        gateway.links,
+        gateway.connections,
         config.engines,
         tokenizer.encode_more if tokenizer else None,
         config.engine_check_s,
@@ -134,16 +134,18 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
     api = HttpApi(config, cluster, gateway, request_log, tokenizer, metrics, changes, security.gate)
     async with contextlib.AsyncExitStack() as stack:
         if shared is not None:
-            stack.push_async_callback(shared.link.close)
+            stack.push_async_callback(shared.redis.close)
         stack.push_async_callback(gateway.close)
-        stack.push_async_callback(cluster.engines.close)
+        stack.push_async_callback(cluster.engine_feeds.close)
         wire = WireServer(
             "conductor", conductor_id, epoch, gate=security.gate, tls=security.context
         )
         cluster.expose(wire)
         rules_service = RulesService(rules)
         wire.handle(m.RulesChange, lambda r, _s: rules_service.change(r))
-        wire.handle(m.RulesExplain, lambda r, _s: rules_service.explain(r, cluster.view()))
+        wire.handle(
+            m.RulesExplain, lambda r, _s: rules_service.explain(r, cluster.scheduling_inputs())
+        )
         wire.handle(m.Tokenize, lambda request, _session: _tokenize(tokenizer, request))
         wire_port = await wire.listen(config.host, config.wire_port)
         stack.push_async_callback(wire.close)
@@ -169,7 +171,7 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
         if config.engines:
             tasks.append(asyncio.create_task(engine_servers.run(), name="engine servers"))
         if shared is not None:
-            shared.board.address = str(facts["wire"])
+            shared.shared_members.address = str(facts["wire"])
             tasks.append(asyncio.create_task(_tend(shared), name="shared state"))
         ready(facts)
         log.info("conductor ready", **facts)
@@ -183,7 +185,7 @@ def connect(
     epoch: int,
     index: MemoryIndex,
     membership: MembershipConfig,
-    policy: Policy,
+    scheduler_config: SchedulerConfig,
 ) -> SharedCluster:
     """A cluster that is shared through Redis, not connected yet.
 
@@ -191,7 +193,7 @@ def connect(
         ConfigError: `conductor.redis_url` cannot be understood, or the Redis client is not installed.
     """
     try:
-        from conductor.redis.client import RedisLink, RedisTarget
+        from conductor.redis.client import RedisClient, RedisTarget
         from conductor.redis.shared_state import SharedCluster
     except ModuleNotFoundError as error:
         raise ConfigError(
@@ -210,8 +212,8 @@ def connect(
         epoch,
         index,
         membership,
-        policy,
-        RedisLink(target, timeout_s=config.redis_timeout_s),
+        scheduler_config,
+        RedisClient(target, timeout_s=config.redis_timeout_s),
         pool=config.pool,
         max_blocks=config.max_index_blocks,
     )
@@ -224,9 +226,9 @@ async def _tokenize(tokenizer: Tokenizer | None, request: m.Tokenize) -> m.Token
     return m.TokenizeReply(bytes(token_bytes(await asyncio.to_thread(encode, request.text))))
 
 
-def scheduling_policy(config: ConductorConfig) -> Policy:
+def scheduler_config(config: ConductorConfig) -> SchedulerConfig:
     """The scheduler's thresholds as configured."""
-    return Policy(
+    return SchedulerConfig(
         strategy=config.strategy,
         admission=config.admission,
         seed=config.strategy_seed,

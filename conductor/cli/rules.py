@@ -110,9 +110,9 @@ def explain(
 def _by_file(file: Path, request: m.RulesExplain) -> m.RulesExplanation:
     from conductor.routing.rules_file import RulesFile
     from conductor.routing.service import RulesService
-    from conductor.scheduling.inputs import ClusterView
+    from conductor.scheduling.inputs import SchedulingInputs
 
-    return RulesService(RulesFile(file)).explain(request, ClusterView({}, {}))
+    return RulesService(RulesFile(file)).explain(request, SchedulingInputs({}, {}))
 
 
 def _text(file: Path) -> str:

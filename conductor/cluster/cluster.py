@@ -13,16 +13,22 @@ from typing import Any
 import msgspec
 import structlog
 
-from conductor.index.block_history import LastNews
+from conductor.index.block_history import BlockHistory
 from conductor.index.contract import Found, Index
-from conductor.kv_events.feeds import Engines
-from conductor.members.membership import Member, Membership, MembershipConfig, State, Verdict
+from conductor.kv_events.feeds import EngineFeeds
+from conductor.members.membership import BatchAction, Member, Membership, MembershipConfig, State
 from conductor.members.namespaces import KnownNamespaces
-from conductor.members.peer_guard import Watches
+from conductor.members.peer_guard import PeerGuard
 from conductor.scheduling import disk_wait
 from conductor.scheduling.cost_model import CostModel
 from conductor.scheduling.in_flight import InFlight
-from conductor.scheduling.scheduler import IDLE, ClusterView, NodeView, Policy, WorkerView
+from conductor.scheduling.scheduler import (
+    IDLE,
+    NodeStatus,
+    SchedulerConfig,
+    SchedulingInputs,
+    WorkerStatus,
+)
 from kvpool.blocks.hash_check import check_proof
 from kvpool.blocks.hashing import HASH_BYTES, unpack_hashes
 from kvpool.blocks.layout import Namespace
@@ -36,7 +42,7 @@ log = structlog.get_logger(__name__)
 
 RECLAIM_BLOCKS = 8_000  # about 0.6 µs a block: 5 ms a slice at most
 FORGET_REQUESTS_AFTER_S = 3600.0
-MAX_STANDING = 8_192  # hashes of one question; 3 µs each
+MAX_COUNTED = 8_192  # hashes of one question; 3 µs each
 MAX_MISSES = 8_192  # of one report
 UNKNOWN_ROOM = 1 << 62  # a node that has not reported yet may have room
 
@@ -55,7 +61,7 @@ class Cluster:
         epoch: int,
         index: Index,
         config: MembershipConfig,
-        policy: Policy,
+        scheduler_config: SchedulerConfig,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -68,10 +74,10 @@ class Cluster:
         self.namespaces = KnownNamespaces()
         self.cost = CostModel()
         self.in_flight = InFlight()
-        self.news = LastNews()  # to give misses a reason
-        self.engines = Engines()  # what stands in their own memory
-        self.watches = Watches()  # over calls to nodes and workers
-        self.policy = policy
+        self.block_history = BlockHistory()  # to give misses a reason
+        self.engine_feeds = EngineFeeds()  # what stands in their own memory
+        self.peer_guard = PeerGuard()  # over calls to nodes and workers
+        self.scheduler_config = scheduler_config
         self.counters: Counter[str] = Counter()
         self.isolated_tenants: frozenset[str] = frozenset()  # their blocks stand in their own nodes
         self.clock = clock
@@ -92,7 +98,7 @@ class Cluster:
             m.RegisterNamespace: lambda r, _s: self.register_namespace(r),
             m.Lookup: lambda r, _s: self.lookup(r),
             m.ReportMiss: lambda r, _s: self.report_miss(r),
-            m.Standing: lambda r, _s: self.standing(r),
+            m.CountCopies: lambda r, _s: self.count_copies(r),
             m.Nodes: lambda _r, s: self.node_list(s.principal),
             m.Namespaces: lambda r, s: self.namespace_page(r, s.principal),
             m.PoolStats: lambda _r, s: self.stats_for(s.principal),
@@ -136,10 +142,10 @@ class Cluster:
         """A numbered batch of events, or a slice of the full report."""
         return self._reply(resync=self._take_events(request).resync)
 
-    def _take_events(self, request: m.NodeEvents) -> Verdict:
+    def _take_events(self, request: m.NodeEvents) -> BatchAction:
         """Do what is to be done about a batch; returns what that was."""
         try:
-            verdict = self.nodes.receive_events(
+            action = self.nodes.receive_events(
                 request.node_id,
                 request.epoch,
                 request.sequence,
@@ -147,18 +153,18 @@ class Cluster:
                 snapshot=request.snapshot,
                 snapshot_end=request.snapshot_end,
             )
-            if verdict.resync:
+            if action.resync:
                 self.counters["event_gaps"] += 1
-            if verdict.begin_snapshot:
+            if action.begin_snapshot:
                 self.index.begin_snapshot(request.node_id, request.epoch)
-            if verdict.apply:
+            if action.apply:
                 self.index.apply(request.node_id, request.epoch, request.events)
-                self.news.heard(request.node_id, request.events)
-            if verdict.end_snapshot:
+                self.block_history.record(request.node_id, request.events)
+            if action.end_snapshot:
                 self.index.end_snapshot(request.node_id)
         except StaleEpoch:
-            return Verdict(resync=True)
-        return verdict
+            return BatchAction(resync=True)
+        return action
 
     def node_heartbeat(self, request: m.NodeHeartbeat) -> m.MemberReply:
         """A sign of life with the node's accounting."""
@@ -289,22 +295,22 @@ class Cluster:
         """
         hashes = unpack_hashes(request.hashes[: MAX_MISSES * HASH_BYTES])
         self.counters["reported_misses"] += len(hashes)
-        self.suspect_blocks(request.node_id, request.namespace_id, hashes)
+        self.record_misses(request.node_id, request.namespace_id, hashes)
         return m.Ok()
 
-    def standing(self, request: m.Standing) -> m.StandingReply:
+    def count_copies(self, request: m.CountCopies) -> m.CopyCounts:
         """On how many live nodes each block stands, draining and excluded ones left out.
 
         Raises:
-            InvalidArgument: more than `MAX_STANDING` hashes.
+            InvalidArgument: more than `MAX_COUNTED` hashes.
         """
         live = {node.member_id for node in self.nodes.choosable()} - set(request.exclude)
         copies = bytearray()
-        for block_hash in unpack_hashes(request.hashes, MAX_STANDING):
+        for block_hash in unpack_hashes(request.hashes, MAX_COUNTED):
             found = self.index.holders(request.namespace_id, [block_hash])
             holders = {holder.node_id for holder in found[0]} & live if found else ()
             copies.append(min(255, len(holders)))
-        return m.StandingReply(bytes(copies))
+        return m.CopyCounts(bytes(copies))
 
     def namespace_page(
         self, request: m.Namespaces, principal: Principal = ANYBODY
@@ -361,7 +367,7 @@ class Cluster:
             ],
             self.index_blocks(),
             {name: float(value) for name, value in self.counters.items()}
-            | self.engines.stats()
+            | self.engine_feeds.stats()
             | counters,
             index,
             notice,
@@ -408,10 +414,10 @@ class Cluster:
 
     # ------------------------------------------------------------ for the scheduler
 
-    def view(self, tenant: str | None = None) -> ClusterView:
+    def scheduling_inputs(self, tenant: str | None = None) -> SchedulingInputs:
         """The cluster as a decision may see it now; with the nodes of one tenant, or of all."""
         workers = {
-            worker.member_id: WorkerView(
+            worker.member_id: WorkerStatus(
                 worker.member_id,
                 worker.descriptor.role,
                 worker.descriptor.host,
@@ -424,7 +430,7 @@ class Cluster:
             for worker in self.workers
         }
         nodes = {
-            node.member_id: NodeView(
+            node.member_id: NodeStatus(
                 node.member_id,
                 node.descriptor.host,
                 _room(node.report),
@@ -439,7 +445,7 @@ class Cluster:
             for node in self.nodes
             if tenant is None or self.is_open_to(node.descriptor, tenant)
         }
-        return ClusterView(workers, nodes, self.cost, self.in_flight, self.policy)
+        return SchedulingInputs(workers, nodes, self.cost, self.in_flight, self.scheduler_config)
 
     def worthwhile_s(
         self,
@@ -449,7 +455,7 @@ class Cluster:
         segments: Sequence[m.Segment],
     ) -> float:
         """How long this worker should wait for a disk; 0: no limit. See `prices`."""
-        if self.policy.always_reuse:
+        if self.scheduler_config.always_reuse:
             return 0.0
         return disk_wait.worthwhile_s(self.cost, self.nodes, worker, namespace, tokens, segments)
 
@@ -470,18 +476,18 @@ class Cluster:
         for member in self.workers.sweep(now).died:
             log.warning("worker is dead", worker=member)
             self._forget_worker(member)
-        self.engines.follow([worker.descriptor for worker in self.workers])
-        self.watches.check()
+        self.engine_feeds.follow([worker.descriptor for worker in self.workers])
+        self.peer_guard.check()
         for request_id in self.in_flight.expire(now - FORGET_REQUESTS_AFTER_S):
             log.warning("request never ended, its load is forgotten", request_id=request_id)
-        self.index.expire_suspicions(now)
+        self.index.expire_misses(now)
         self.index.reclaim(RECLAIM_BLOCKS)
 
-    def suspect_blocks(self, node_id: str, namespace_id: bytes, hashes: Sequence[bytes]) -> None:
+    def record_misses(self, node_id: str, namespace_id: bytes, hashes: Sequence[bytes]) -> None:
         """A planned read from this node failed: do not plan it again for a while."""
         until = self.clock() + self._config.suspect_after_s
         for block_hash in hashes:
-            self.index.suspect(node_id, namespace_id, block_hash, until)
+            self.index.record_miss(node_id, namespace_id, block_hash, until)
 
     def _reply(self, *, resync: bool = False) -> m.MemberReply:
         return m.MemberReply(resync, self._config.heartbeat_s)

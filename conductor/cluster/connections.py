@@ -15,7 +15,7 @@ from kvpool.wire import messages as m
 from kvpool.wire.client import Undo
 
 
-class Link(Protocol):
+class MemberConnection(Protocol):
     """What can be asked of a member, whatever it speaks; see `kvpool.wire.WireClient`."""
 
     async def call(self, request: m.Message, timeout_s: float, undo: Undo | None = None) -> Any: ...
@@ -27,24 +27,24 @@ class Link(Protocol):
     async def close(self) -> None: ...
 
 
-class Links:
+class Connections:
     """One pipelined connection per address; every wait ends when its member is lost."""
 
     def __init__(self, cluster: Cluster, credentials: Credentials = NO_CREDENTIALS) -> None:
         self._cluster = cluster
         self._credentials = credentials
-        self._clients: dict[str, Link] = {}
+        self._clients: dict[str, MemberConnection] = {}
 
     async def close(self) -> None:
         """Close all connections."""
         for client in self._clients.values():
             await client.close()
 
-    def add(self, address: str, link: Link) -> None:
+    def add(self, address: str, connection: MemberConnection) -> None:
         """Reach `address` by this link, which is ours from now on."""
-        self._clients[address] = link
+        self._clients[address] = connection
 
-    def to(self, address: str) -> Link:
+    def to(self, address: str) -> MemberConnection:
         """The connection to `address`, made when there is none yet."""
         client = self._clients.get(address)
         if client is None:
@@ -72,7 +72,7 @@ class Links:
             Unavailable: the node is silent, gone or restarted.
         """
         nodes = self._cluster.nodes
-        async with self._cluster.watches.waiting(
+        async with self._cluster.peer_guard.waiting(
             f"node {node.member_id}", lambda: nodes.why_lost(node.member_id, node.epoch), within_s
         ):
             return await self.to(node.descriptor.address).call(request, within_s, undo)
@@ -82,7 +82,7 @@ class Links:
     ) -> Any:
         """A worker's answer. Raises: as `call_node`."""
         workers = self._cluster.workers
-        async with self._cluster.watches.waiting(
+        async with self._cluster.peer_guard.waiting(
             f"worker {worker.member_id}",
             lambda: workers.why_lost(worker.member_id, worker.epoch),
             within_s,
@@ -126,7 +126,7 @@ class Links:
         items = self.to(worker.descriptor.address).stream(request, deadline - time.monotonic())
         async with contextlib.aclosing(items):
             while True:
-                async with self._cluster.watches.waiting(
+                async with self._cluster.peer_guard.waiting(
                     f"worker {worker.member_id}", why_in_vain, within_s
                 ):
                     item = await anext(items, None)

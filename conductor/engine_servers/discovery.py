@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import structlog
 
 from conductor.cluster.cluster import Cluster
-from conductor.cluster.connections import Links
+from conductor.cluster.connections import Connections
 from conductor.engine_servers.openai_client import Encode, EngineClient
 from kvpool.blocks.layout import Namespace
 from kvpool.config.engine_server import EngineServer
@@ -29,7 +29,7 @@ class EngineServers:
     """Keeps them members of the cluster for as long as they are well.
 
     Args:
-        links: learns how to reach them.
+        connections: learns how to reach them.
         encode: see `EngineClient`.
         every_s: between two looks at each.
     """
@@ -37,7 +37,7 @@ class EngineServers:
     def __init__(
         self,
         cluster: Cluster,
-        links: Links,
+        connections: Connections,
         entries: Sequence[EngineServer],
         encode: Encode | None,
         every_s: float,
@@ -47,7 +47,7 @@ class EngineServers:
         self._trouble: dict[str, str] = {}  # what was last wrong with a server; "": nothing
         self._clients = [EngineClient(entry, encode) for entry in entries]
         for client in self._clients:
-            links.add(client.entry.base_url, client)
+            connections.add(client.entry.base_url, client)
 
     async def run(self) -> None:
         """Look after them until cancelled."""

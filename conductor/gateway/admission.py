@@ -239,9 +239,9 @@ class Entrance:
     def _refusal(
         self, job: Job, reason: str, retry_after_s: float, last: Decision | None
     ) -> Refused:
-        policy = self._cluster.policy
+        config = self._cluster.scheduler_config
         retry_after_s = max(
-            policy.retry_after_s, min(retry_after_s, self._limits.max_retry_after_s)
+            config.retry_after_s, min(retry_after_s, self._limits.max_retry_after_s)
         )
         if last is not None:
             retry_after_s = max(retry_after_s, last.retry_after_s)
@@ -256,7 +256,7 @@ class Entrance:
                 retry_after_s,
                 len(job.prompt),
                 job.sampling.max_tokens,
-                strategy=last.strategy if last else policy.strategy,
+                strategy=last.strategy if last else config.strategy,
             )
         )
 

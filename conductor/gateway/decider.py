@@ -12,7 +12,7 @@ from conductor.routing.rules import Facts
 from conductor.routing.rules_file import RulesFile
 from conductor.routing.service import pool_facts
 from conductor.scheduling.decision import Decision
-from conductor.scheduling.scheduler import ClusterView, ScheduleRequest, schedule
+from conductor.scheduling.scheduler import ScheduleRequest, SchedulingInputs, schedule
 from kvpool.blocks.hashing import hash_chain
 
 MODES = {"auto": "", "remote": "disaggregated", "local": "local"}
@@ -46,11 +46,11 @@ class Decider:
         namespace_id = job.namespace.namespace_id
         found = await self._cluster.find(namespace_id, job.hashes) if job.pool == "on" else None
         # Nothing is awaited from here on: the decision is about the cluster as it is now.
-        view = self._cluster.view(job.namespace.tenant)
-        hosts = {worker.host for worker in view.workers.values()}
+        inputs = self._cluster.scheduling_inputs(job.namespace.tenant)
+        hosts = {worker.host for worker in inputs.workers.values()}
         segments = {host: found.segments(host) for host in hosts} if found else {}
         job.found_blocks = max((sum(s.count for s in run) for run in segments.values()), default=0)
-        wanted = mode or self._routed(job, view)
+        wanted = mode or self._routed(job, inputs)
         request = ScheduleRequest(
             job.request_id,
             namespace_id,
@@ -59,7 +59,7 @@ class Decider:
             layout.block_bytes,
             layout.layers,
             segments,
-            engine_blocks=self._cluster.engines.leading(namespace_id, job.hashes),
+            engine_blocks=self._cluster.engine_feeds.leading(namespace_id, job.hashes),
             output_tokens=job.sampling.max_tokens,
             ttft_s=self._ttft_s,
             tpot_s=self._tpot_s,
@@ -67,9 +67,9 @@ class Decider:
             pin_decode=job.pin_decode,
             excluded=excluded,
         )
-        return schedule(request, view, self._cluster.clock())
+        return schedule(request, inputs, self._cluster.clock())
 
-    def _routed(self, job: Job, view: ClusterView) -> str:
+    def _routed(self, job: Job, inputs: SchedulingInputs) -> str:
         """The mode that the request asks for, or the routing rules say; "" leaves it to the scheduler."""
         if job.pool != "on":
             return "local"
@@ -82,7 +82,7 @@ class Decider:
             found_tokens=job.found_blocks * job.namespace.layout.block_tokens,
             output_tokens=job.sampling.max_tokens,
         )
-        verdict = self._rules.choose(pool_facts(view, facts))
+        verdict = self._rules.choose(pool_facts(inputs, facts))
         job.transfer_timeout_s = verdict.transfer_timeout_s
         job.routing = f"{verdict.rule}:{verdict.reason}"
         asked = MODES[job.prefill]

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
 from conductor.cluster.cluster import Cluster
-from conductor.cluster.connections import Links
+from conductor.cluster.connections import Connections
 from conductor.gateway.miss_reasons import READ
 from conductor.gateway.request import Job, Result
 from conductor.gateway.request_recorder import Recorder
@@ -28,10 +28,14 @@ class Decoding:
     """
 
     def __init__(
-        self, cluster: Cluster, links: Links, recorder: Recorder, first_token_timeout_s: float
+        self,
+        cluster: Cluster,
+        connections: Connections,
+        recorder: Recorder,
+        first_token_timeout_s: float,
     ) -> None:
         self._cluster = cluster
-        self._links = links
+        self._connections = connections
         self._recorder = recorder
         self._first_token_timeout_s = first_token_timeout_s
 
@@ -85,12 +89,12 @@ class Decoding:
             max_wait_s=self._cluster.worthwhile_s(worker, job.namespace, len(tokens), segments),
         )
         first_within_s = self._first_token_timeout_s
-        if not is_last and self._links.has_other(worker):
+        if not is_last and self._connections.has_other(worker):
             first_within_s = min(first_within_s, left_s / 2)  # the rest is for the other
         reply: m.GenerateReply | None = None
         is_complete = False
         try:
-            stream = self._links.stream(worker, message, job.deadline, first_within_s)
+            stream = self._connections.stream(worker, message, job.deadline, first_within_s)
             async with contextlib.aclosing(stream) as items:
                 async for item in items:
                     if isinstance(item, m.GenerateChunk):
@@ -121,7 +125,7 @@ class Decoding:
             for segment in segments:
                 if segment.start + segment.count > read:
                     first = max(segment.start, read)
-                    self._cluster.suspect_blocks(
+                    self._cluster.record_misses(
                         segment.node_id, job.namespace.namespace_id, job.hashes[first : first + 1]
                     )
                     break

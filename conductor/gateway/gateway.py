@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator
 import structlog
 
 from conductor.cluster.cluster import Cluster
-from conductor.cluster.connections import Links
+from conductor.cluster.connections import Connections
 from conductor.gateway.admission import Entrance, Limits, Refused
 from conductor.gateway.decider import Decider
 from conductor.gateway.decode import Decoding, learn
@@ -89,11 +89,11 @@ class Gateway:
         self._judge = Judge(default_ttft_s, default_tpot_s, on_outcome)
         self._decider = Decider(cluster, self.rules, default_ttft_s, default_tpot_s)
         self._place_wait_s = limits.max_wait_s
-        self.links = Links(cluster, credentials)
-        self._decoding = Decoding(cluster, self.links, self._recorder, first_token_timeout_s)
-        self._remote_prefill = RemotePrefill(cluster, self.links, prefill_timeout_s)
-        self._replicator = Replicator(cluster, self.links, replications_at_once)
-        self.prefetcher = Prefetcher(cluster, self.links, is_active=prefetches)
+        self.connections = Connections(cluster, credentials)
+        self._decoding = Decoding(cluster, self.connections, self._recorder, first_token_timeout_s)
+        self._remote_prefill = RemotePrefill(cluster, self.connections, prefill_timeout_s)
+        self._replicator = Replicator(cluster, self.connections, replications_at_once)
+        self.prefetcher = Prefetcher(cluster, self.connections, is_active=prefetches)
         self.sessions = sessions or Sessions()
         self.entrance = Entrance(
             cluster, limits, self._decider.decide, self.prefetcher.while_waiting
@@ -109,7 +109,7 @@ class Gateway:
         await self.entrance.close()
         await self.prefetcher.close()
         await self._replicator.close()
-        await self.links.close()
+        await self.connections.close()
 
     async def admit(self, job: Job, result: Result) -> Decision:
         """Decide where the job runs, before anything is sent to the caller; it may wait for that.

@@ -10,9 +10,9 @@ import asyncio
 import structlog
 
 from conductor.cluster.cluster import Cluster
-from conductor.cluster.connections import Links
+from conductor.cluster.connections import Connections
 from conductor.gateway.request import Job
-from conductor.scheduling.decision import Decision, Replication
+from conductor.scheduling.decision import Decision, PrefixReplication
 from conductor.scheduling.hot_blocks import HotBlocks
 from kvpool.blocks.hash_check import proof_of
 from kvpool.blocks.hashing import pack_hashes
@@ -32,9 +32,9 @@ class Replicator:
         at_once: copies under way; more are declined, for the next request will ask again. 0: none.
     """
 
-    def __init__(self, cluster: Cluster, links: Links, at_once: int) -> None:
+    def __init__(self, cluster: Cluster, connections: Connections, at_once: int) -> None:
         self._cluster = cluster
-        self._links = links
+        self._connections = connections
         self._at_once = at_once
         self._hot = HotBlocks()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -51,7 +51,7 @@ class Replicator:
                 self._cluster.counters["replications:declined"] += 1
                 continue
             self._hot.asked(copy.target, run[start : start + count], now)
-            hot = Replication(copy.source, copy.target, copy.start + start, count)
+            hot = PrefixReplication(copy.source, copy.target, copy.start + start, count)
             task = asyncio.create_task(self._copy(job, hot), name="replication")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -62,7 +62,7 @@ class Replicator:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _copy(self, job: Job, copy: Replication) -> None:
+    async def _copy(self, job: Job, copy: PrefixReplication) -> None:
         counters = self._cluster.counters
         source = self._cluster.nodes.get(copy.source)
         target = self._cluster.nodes.get(copy.target)
@@ -78,10 +78,10 @@ class Replicator:
         )
         counters["replications:asked"] += 1
         try:
-            await self._links.call_node(
+            await self._connections.call_node(
                 target, m.RegisterNamespace(job.namespace, proof_of(job.namespace)), ANSWER_MARGIN_S
             )
-            reply: m.ReplicateReply = await self._links.call_node(
+            reply: m.ReplicateReply = await self._connections.call_node(
                 target, request, COPY_TIMEOUT_S + ANSWER_MARGIN_S
             )
         except KvpoolError as error:

@@ -31,7 +31,7 @@ from conductor.gateway.request_log import RequestLog
 from conductor.gateway.response import Answer, EventResponse, unless_left
 from conductor.gateway.tokenizer import Tokenizer
 from conductor.members.membership import State
-from conductor.roles.actuator import RoleChanges
+from conductor.roles.actuator import RoleActuator
 from kvpool.blocks.hashing import hash_chain
 from kvpool.config.loader import ConductorConfig
 from kvpool.errors import InvalidArgument, KvpoolError, NotFound, Unavailable, brief
@@ -68,7 +68,7 @@ class HttpApi:
         request_log: RequestLog,
         tokenizer: Tokenizer | None,
         metrics: RequestMetrics,
-        roles: RoleChanges,
+        roles: RoleActuator,
         gate: Gate | None = None,
     ) -> None:
         self._gate = gate

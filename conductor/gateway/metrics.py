@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from conductor.cluster.cluster import Cluster
 from conductor.gateway.gateway import Gateway
 from conductor.gateway.request import Result
-from conductor.roles.actuator import RoleChanges
+from conductor.roles.actuator import RoleActuator
 from kvpool.serving.metrics import LATENCY_BUCKETS
 
 
@@ -75,7 +75,7 @@ class RequestMetrics:
 class ConductorCollector(Collector):
     """Members, index and counters, read at scrape time."""
 
-    def __init__(self, cluster: Cluster, gateway: Gateway, roles: RoleChanges) -> None:
+    def __init__(self, cluster: Cluster, gateway: Gateway, roles: RoleActuator) -> None:
         self._cluster = cluster
         self._gateway = gateway
         self._roles = roles

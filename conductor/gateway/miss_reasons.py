@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from conductor.index.block_history import News
+from conductor.index.block_history import LastEvent
 from kvpool.blocks.layout import Namespace
 
 _OF_READ = {
@@ -54,7 +54,7 @@ class Miss:
 def unknown(
     hashes: Sequence[bytes],
     found: int,
-    news: Callable[[bytes], News | None],
+    news: Callable[[bytes], LastEvent | None],
     is_readable: Callable[[str], bool],
 ) -> list[Miss]:
     """Reasons for the blocks behind the leading run of `found`, by what was last heard of each.

@@ -17,7 +17,7 @@ import msgspec
 import structlog
 
 from conductor.cluster.cluster import Cluster
-from conductor.cluster.connections import Links
+from conductor.cluster.connections import Connections
 from conductor.engine_servers.discovery import is_engine_server
 from conductor.gateway.request import Job
 from conductor.index.segments import cut
@@ -67,9 +67,11 @@ class Prefetcher:
         is_active: False: every move is declined as "off".
     """
 
-    def __init__(self, cluster: Cluster, links: Links, *, is_active: bool = True) -> None:
+    def __init__(
+        self, cluster: Cluster, connections: Connections, *, is_active: bool = True
+    ) -> None:
         self._cluster = cluster
-        self._links = links
+        self._connections = connections
         self._is_active = is_active
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -146,9 +148,9 @@ class Prefetcher:
         self, namespace: Namespace, hashes: Sequence[bytes], segments_at: Any
     ) -> tuple[Member[m.WorkerDescriptor, m.WorkerLoad] | None, int]:
         """The worker that would read such a prompt, were it in memory, and how many blocks of it."""
-        view = self._cluster.view()
+        inputs = self._cluster.scheduling_inputs()
         layout = namespace.layout
-        hosts = {worker.host for worker in view.workers.values()}
+        hosts = {worker.host for worker in inputs.workers.values()}
         segments = {
             host: [m.Segment(s.node_id, s.start, s.count, "dram") for s in segments_at(host)]
             for host in hosts
@@ -161,9 +163,9 @@ class Prefetcher:
             layout.block_bytes,
             layout.layers,
             segments,
-            engine_blocks=self._cluster.engines.leading(namespace.namespace_id, hashes),
+            engine_blocks=self._cluster.engine_feeds.leading(namespace.namespace_id, hashes),
         )
-        decision = schedule(request, view, self._cluster.clock())
+        decision = schedule(request, inputs, self._cluster.clock())
         reader, blocks = decision.prefills_on, decision.reuse_blocks
         if decision.is_refused and decision.candidates:  # for now: it is meant for later
             best = decision.candidates[0]
@@ -207,7 +209,9 @@ class Prefetcher:
             return
         request = m.Prefetch(namespace.namespace_id, pack_hashes(run))
         try:
-            reply: m.PrefetchReply = await self._links.call_node(node, request, CALL_TIMEOUT_S)
+            reply: m.PrefetchReply = await self._connections.call_node(
+                node, request, CALL_TIMEOUT_S
+            )
         except KvpoolError as error:
             hinted.reasons[error.code] += len(run)
             return
@@ -235,8 +239,8 @@ class Prefetcher:
         )
         counters = self._cluster.counters
         try:
-            await self._links.call_node(near, m.RegisterNamespace(namespace), CALL_TIMEOUT_S)
-            reply: m.ReplicateReply = await self._links.call_node(
+            await self._connections.call_node(near, m.RegisterNamespace(namespace), CALL_TIMEOUT_S)
+            reply: m.ReplicateReply = await self._connections.call_node(
                 near, request, COPY_TIMEOUT_S + CALL_TIMEOUT_S
             )
         except KvpoolError as error:

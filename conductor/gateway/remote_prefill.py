@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from conductor.cluster.cluster import Cluster
-from conductor.cluster.connections import Links
+from conductor.cluster.connections import Connections
 from conductor.engine_servers.discovery import is_engine_server
 from conductor.gateway.request import Job, Result
 from conductor.index.segments import cut, extend
@@ -43,9 +43,9 @@ class RemotePrefill:
         timeout_s: longest wait for a prefill. Half of the request's time is kept for the fallback anyway.
     """
 
-    def __init__(self, cluster: Cluster, links: Links, timeout_s: float) -> None:
+    def __init__(self, cluster: Cluster, connections: Connections, timeout_s: float) -> None:
         self._cluster = cluster
-        self._links = links
+        self._connections = connections
         self._timeout_s = timeout_s
 
     async def run(
@@ -94,13 +94,15 @@ class RemotePrefill:
         )
         started = time.monotonic()
         try:
-            reply: m.PrefillReply = await self._links.call_worker(prefiller, message, within_s)
+            reply: m.PrefillReply = await self._connections.call_worker(
+                prefiller, message, within_s
+            )
         except (KvpoolError, asyncio.CancelledError):
             if grant is not None:
                 # The worker may be writing still: the slots go through quarantine.
                 abort = m.Abort(grant.reservation.reservation_id, False)
                 with contextlib.suppress(KvpoolError):
-                    await self._links.to(target.descriptor.address).send(abort)
+                    await self._connections.to(target.descriptor.address).send(abort)
             raise
         result.take_prefill(reply)
         result.phases["remote_prefill_time"] = time.monotonic() - started
@@ -127,7 +129,7 @@ class RemotePrefill:
             None,
             within_s,
         )
-        reply: m.PrefillReply = await self._links.call_worker(prefiller, message, within_s)
+        reply: m.PrefillReply = await self._connections.call_worker(prefiller, message, within_s)
         result.take_prefill(reply)
         result.phases["remote_prefill_time"] = time.monotonic() - started
         until = time.monotonic() + STORED_WITHIN_S
@@ -164,12 +166,14 @@ class RemotePrefill:
         await self._call(
             node, m.RegisterNamespace(job.namespace, proof_of(job.namespace)), timeout_s
         )
-        reply: m.ReserveReply = await self._links.call_node(node, request, timeout_s, undo_reserve)
+        reply: m.ReserveReply = await self._connections.call_node(
+            node, request, timeout_s, undo_reserve
+        )
         statuses = reply.statuses
         if m.BlockStatus.NO_ROOM in statuses:
             if reply.reservation_id:
                 abort = m.Abort(reply.reservation_id, True)
-                await self._links.to(node.descriptor.address).send(abort)
+                await self._connections.to(node.descriptor.address).send(abort)
             raise Unavailable(f"node {node.member_id} has no room for {len(wanted)} blocks")
         granted = [have + i for i, s in enumerate(statuses) if s == m.BlockStatus.GRANTED]
         existing = [have + i for i, s in enumerate(statuses) if s == m.BlockStatus.EXISTS]
@@ -178,4 +182,4 @@ class RemotePrefill:
         return m.Grant(node.descriptor, reply, np.array(granted, dtype="<u4").tobytes()), existing
 
     async def _call(self, node: Node, request: m.Message, timeout_s: float) -> Any:
-        return await self._links.call_node(node, request, timeout_s)
+        return await self._connections.call_node(node, request, timeout_s)

@@ -112,7 +112,10 @@ class Recorder:
         cluster = self._cluster
         readable = {node.member_id for node in cluster.nodes.readable()}
         found = miss_reasons.unknown(
-            job.hashes, job.found_blocks, cluster.news.of, lambda node: node in readable
+            job.hashes,
+            job.found_blocks,
+            cluster.block_history.last_event,
+            lambda node: node in readable,
         )
         if job.found_blocks or not found or found[0].reason != "never_stored":
             return found

@@ -20,14 +20,14 @@ _SHIFT = np.uint64(_NODE_BITS + _KIND_BITS)  # the rest, 48 bits, tells blocks o
 _KINDS: dict[str, int] = {"stored": 1, "removed": 2}
 
 
-class News(NamedTuple):
+class LastEvent(NamedTuple):
     """The last event of a block that was heard, and the node that spoke ("" when that is not known any more)."""
 
     kind: Literal["stored", "removed"]
     node_id: str
 
 
-class LastNews:
+class BlockHistory:
     """See the module's docstring.
 
     Args:
@@ -47,7 +47,7 @@ class LastNews:
         self._names: list[str] = []
         self._next = 0
 
-    def heard(self, node_id: str, events: Sequence[BlockEvent]) -> None:
+    def record(self, node_id: str, events: Sequence[BlockEvent]) -> None:
         """A node's events, in order. About 10 ns a block."""
         number = self._number_of(node_id)
         for event in events:
@@ -59,7 +59,7 @@ class LastNews:
             marks = (halves[:, 1] >> _SHIFT) << _SHIFT
             self._table[(halves[:, 0] & self._mask).astype(np.int64)] = marks | code
 
-    def of(self, block_hash: bytes) -> News | None:
+    def last_event(self, block_hash: bytes) -> LastEvent | None:
         """None: never heard of, or so long ago that others took its place."""
         first = int.from_bytes(block_hash[:8], "little")
         mark = int.from_bytes(block_hash[8:16], "little") >> int(_SHIFT)
@@ -68,7 +68,7 @@ class LastNews:
             return None
         number = entry >> _KIND_BITS & (1 << _NODE_BITS) - 1
         name = self._names[number] if number < len(self._names) else ""
-        return News("stored" if entry & 3 == _KINDS["stored"] else "removed", name)
+        return LastEvent("stored" if entry & 3 == _KINDS["stored"] else "removed", name)
 
     def _number_of(self, node_id: str) -> int:
         number = self._numbers.get(node_id)

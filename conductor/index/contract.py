@@ -115,13 +115,15 @@ class Index(Protocol):
     def forget_block(self, namespace_id: bytes, block_hash: bytes) -> None:
         """Drop a block on every node (it was found corrupt)."""
 
-    def suspect(self, node_id: str, namespace_id: bytes, block_hash: bytes, until: float) -> None:
+    def record_miss(
+        self, node_id: str, namespace_id: bytes, block_hash: bytes, until: float
+    ) -> None:
         """Do not answer this copy before `until` (monotonic seconds): a pin of it has just failed.
 
         A new "stored" event for the copy ends the suspicion earlier.
         """
 
-    def expire_suspicions(self, now: float) -> int:
+    def expire_misses(self, now: float) -> int:
         """End the suspicions whose time has passed; returns how many."""
 
     def blocks(self) -> int:
@@ -159,11 +161,11 @@ class SharedIndex(Protocol):
 
     async def forget_block(self, namespace_id: bytes, block_hash: bytes) -> None: ...
 
-    def suspect(
+    def record_miss(
         self, node_id: str, namespace_id: bytes, block_hash: bytes, until: float
     ) -> None: ...
 
-    def expire_suspicions(self, now: float) -> int: ...
+    def expire_misses(self, now: float) -> int: ...
 
     def blocks(self) -> int: ...
 

@@ -22,8 +22,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import repeat
 
 from conductor.index.contract import TIER_RANK, Holder, Holders, checked_hashes, cover_runs, runs_of
-from conductor.index.negative_cache import Copies, Suspicions
-from conductor.index.packed_hashes import HashBag
+from conductor.index.negative_cache import Copies, NegativeCache
+from conductor.index.packed_hashes import PackedHashes
 from kvpool.errors import InvalidArgument, StaleEpoch
 from kvpool.wire.messages import BlockEvent, Segment
 
@@ -42,7 +42,7 @@ class _Holding:
         self.node_id = node_id
         self.tier = tier
         self.mask = mask
-        self.hashes = HashBag()
+        self.hashes = PackedHashes()
 
 
 class _Space:
@@ -76,15 +76,15 @@ class MemoryIndex:
     Args:
         max_blocks: entries kept at most. Beyond it new blocks are not recorded, which makes them misses;
             `dropped` counts them. ~115 B an entry with one holder: see benchmarks/index.py.
-        max_suspicions: failed pins remembered at most; beyond it the ones that end first are dropped.
+        max_misses: failed pins remembered at most; beyond it the ones that end first are dropped.
 
     Raises:
         InvalidArgument: a limit is not positive.
     """
 
-    def __init__(self, max_blocks: int = 16_000_000, max_suspicions: int = 65_536) -> None:
-        if max_blocks < 1 or max_suspicions < 1:
-            raise InvalidArgument("max_blocks and max_suspicions must be positive")
+    def __init__(self, max_blocks: int = 16_000_000, max_misses: int = 65_536) -> None:
+        if max_blocks < 1 or max_misses < 1:
+            raise InvalidArgument("max_blocks and max_misses must be positive")
         self.max_blocks = max_blocks
         self.dropped = 0
         self._count = 0
@@ -94,7 +94,7 @@ class MemoryIndex:
         self._retired: deque[_Holding] = deque()
         self._untidy: dict[_Holding, None] = {}  # whose bags have something to free
         self._masks: dict[int, int] = {}
-        self._suspicions = Suspicions(max_suspicions)
+        self._misses = NegativeCache(max_misses)
 
     # ------------------------------------------------------------ what nodes say
 
@@ -162,17 +162,19 @@ class MemoryIndex:
             holding.hashes.remove(block_hash)
             self._clear_bit(space.blocks, block_hash, holding.mask)
             self._drop_if_empty(holding)
-        self._suspicions.clear(namespace_id, block_hash)
+        self._misses.clear(namespace_id, block_hash)
 
     # ------------------------------------------------------------ suspicion
 
-    def suspect(self, node_id: str, namespace_id: bytes, block_hash: bytes, until: float) -> None:
+    def record_miss(
+        self, node_id: str, namespace_id: bytes, block_hash: bytes, until: float
+    ) -> None:
         space = self._spaces.get(namespace_id)
         if space is not None and block_hash in space.blocks:
-            self._suspicions.add(node_id, namespace_id, block_hash, until)
+            self._misses.add(node_id, namespace_id, block_hash, until)
 
-    def expire_suspicions(self, now: float) -> int:
-        return self._suspicions.expire(now)
+    def expire_misses(self, now: float) -> int:
+        return self._misses.expire(now)
 
     # ------------------------------------------------------------ answers
 
@@ -257,11 +259,11 @@ class MemoryIndex:
             holding = self._new_holding(event.namespace_id, node_id, event.tier)
             table[event.namespace_id, event.tier] = holding
         space = self._spaces[event.namespace_id]
-        suspects = self._suspicions.of(event.namespace_id)
+        suspects = self._misses.of(event.namespace_id)
         blocks, mask = space.blocks, holding.mask
         for block_hash in hashes:
             if suspects and block_hash in suspects:
-                self._suspicions.clear(event.namespace_id, block_hash, node_id)
+                self._misses.clear(event.namespace_id, block_hash, node_id)
             held = blocks.get(block_hash)
             if held is None:
                 if self._count >= self.max_blocks:
@@ -349,7 +351,7 @@ class MemoryIndex:
     def _leading_masks(
         self, namespace_id: bytes, space: _Space, hashes: Sequence[bytes]
     ) -> list[int]:
-        live, suspects = space.live, self._suspicions.of(namespace_id)
+        live, suspects = space.live, self._misses.of(namespace_id)
         masks: list[int] = []
         # In pieces, so that a long chain which is not here costs little; each piece in a few passes of C.
         for start, end in _pieces(len(hashes)):

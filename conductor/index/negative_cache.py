@@ -7,7 +7,7 @@ import heapq
 Copies = dict[str, float]  # node id -> when the suspicion ends, in monotonic seconds
 
 
-class Suspicions:
+class NegativeCache:
     """Suspected copies by namespace and block.
 
     Args:

@@ -15,7 +15,7 @@ MIN_NOTES = 1024
 Chunk = list[bytes] | tuple[bytes, ...]
 
 
-class HashBag:
+class PackedHashes:
     """A bag of hashes, each at most once as long as the caller keeps to the rules of `add` and `remove`."""
 
     __slots__ = ("_chunks", "_count", "_gone", "_leaving", "_next", "_untidy")

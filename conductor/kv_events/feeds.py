@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import structlog
 
 from conductor.kv_events.engine_blocks import EngineBlocks
-from conductor.kv_events.subscriber import KvFeed
+from conductor.kv_events.subscriber import KvEventSubscriber
 from kvpool.wire import messages as m
 
 log = structlog.get_logger(__name__)
@@ -17,7 +17,7 @@ log = structlog.get_logger(__name__)
 MAX_PAGES = 1_000_000  # of one engine; about 0.4 GB
 
 
-class Engines:
+class EngineFeeds:
     """Feeds of the workers that are members, by worker id and epoch.
 
     Args:
@@ -27,7 +27,9 @@ class Engines:
     def __init__(self, max_pages: int = MAX_PAGES) -> None:
         self.counters: Counter[str] = Counter()
         self._max_pages = max_pages
-        self._feeds: dict[str, tuple[m.WorkerDescriptor, KvFeed, asyncio.Task[None]]] = {}
+        self._feeds: dict[
+            str, tuple[m.WorkerDescriptor, KvEventSubscriber, asyncio.Task[None]]
+        ] = {}
 
     def follow(self, workers: Sequence[m.WorkerDescriptor]) -> None:
         """Have a feed for each of these workers that publishes, and for no other. Needs a running loop."""
@@ -39,7 +41,9 @@ class Engines:
         for worker_id, worker in wanted.items():
             if worker_id not in self._feeds:
                 blocks = EngineBlocks(worker.namespace, self._max_pages)
-                feed = KvFeed(worker_id, worker.kv_events, worker.kv_replay, blocks, self.counters)
+                feed = KvEventSubscriber(
+                    worker_id, worker.kv_events, worker.kv_replay, blocks, self.counters
+                )
                 task = asyncio.create_task(feed.run(), name=f"kv-events {worker_id}")
                 task.add_done_callback(_say_why)
                 self._feeds[worker_id] = (worker, feed, task)

@@ -26,7 +26,7 @@ HIGH_WATER = 10_000  # messages waiting here; more are dropped by ZMQ and found 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 
 
-class KvFeed:
+class KvEventSubscriber:
     """Follows one engine.
 
     Args:

@@ -102,7 +102,7 @@ class Joined:
 
 
 @dataclass(slots=True, frozen=True)
-class Verdict:
+class BatchAction:
     """What to do with a batch of events: in this order."""
 
     resync: bool = False  # tell the node to join again; nothing else is to be done
@@ -185,7 +185,7 @@ class Membership(Generic[D, R]):
         *,
         snapshot: bool = False,
         snapshot_end: bool = False,
-    ) -> Verdict:
+    ) -> BatchAction:
         """Judge the number of an event batch: apply it, ignore it (seen before), or resync (a gap).
 
         The first batch after a join sets the count. After a gap nothing is applied until the node joins
@@ -196,18 +196,18 @@ class Membership(Generic[D, R]):
         """
         member = self._heard(node_id, epoch, now)
         if member is None:
-            return Verdict(resync=True)
+            return BatchAction(resync=True)
         if member.sequence is not None and sequence <= member.sequence:
-            return Verdict()
+            return BatchAction()
         if member.sequence is not None and sequence != member.sequence + 1:
-            return Verdict(resync=True)
+            return BatchAction(resync=True)
         member.sequence = sequence
         if member.behind_since is not None and sequence >= member.behind_sequence:
             member.behind_since = None
         begins = snapshot and not member.is_in_snapshot
         ends = snapshot_end and (member.is_in_snapshot or begins)
         member.is_in_snapshot = (member.is_in_snapshot or begins) and not ends
-        return Verdict(begin_snapshot=begins, apply=True, end_snapshot=ends)
+        return BatchAction(begin_snapshot=begins, apply=True, end_snapshot=ends)
 
     def leave(self, member_id: str, epoch: int) -> bool:
         """A member says goodbye. False when it was not known.

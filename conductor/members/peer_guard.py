@@ -21,7 +21,7 @@ class _Wait:
     reason: str = ""
 
 
-class Watches:
+class PeerGuard:
     """All waits of this process; `check` ends those that became vain."""
 
     def __init__(self) -> None:

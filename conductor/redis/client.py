@@ -42,7 +42,7 @@ class RedisTarget:
     password: str | None = None
 
 
-class RedisLink:
+class RedisClient:
     """Runs scripts and commands, each within `timeout_s`.
 
     Args:

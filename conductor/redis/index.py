@@ -1,7 +1,7 @@
 """The block index in Redis or Valkey: the contract of `conductor.index`, shared by any number of conductors.
 
 What is stored how, and what each step does, stands in `conductor.redis.scripts`. A lookup is one script,
-one round trip. Suspicions are this conductor's own and stay here: they last seconds.
+one round trip. NegativeCache are this conductor's own and stay here: they last seconds.
 
 A node speaks to one conductor at a time. Each joining opens a session, and Redis refuses what belongs to an
 earlier one, so that a conductor which stood still cannot undo what another was told meanwhile.
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from conductor.index.contract import TIER_RANK, Holder, Holders, checked_hashes, cover_run
-from conductor.index.negative_cache import Suspicions
+from conductor.index.negative_cache import NegativeCache
 from conductor.redis import scripts as lua
-from conductor.redis.client import RedisLink
+from conductor.redis.client import RedisClient
 from kvpool.blocks.hashing import HASH_BYTES, pack_hashes
 from kvpool.errors import StaleEpoch
 from kvpool.wire.messages import TIERS, BlockEvent, Segment
@@ -45,24 +45,24 @@ class RedisIndex:
         max_blocks: entries kept at most in a namespace; beyond it new blocks are not recorded, which
             makes them misses; `dropped` counts them.
         ttl_s: how long keys outlive the last touch.
-        max_suspicions: failed pins remembered at most.
+        max_misses: failed pins remembered at most.
     """
 
     def __init__(
         self,
-        link: RedisLink,
+        redis: RedisClient,
         pool: str,
         *,
         max_blocks: int = 16_000_000,
         ttl_s: int = TTL_S,
-        max_suspicions: int = 65_536,
+        max_misses: int = 65_536,
     ) -> None:
         self.max_blocks = max_blocks
         self.dropped = 0
-        self._link = link
+        self._redis = redis
         self._pool = pool.encode()
         self._ttl_s = ttl_s
-        self._suspicions = Suspicions(max_suspicions)
+        self._misses = NegativeCache(max_misses)
         self._sessions: dict[str, _Session] = {}
         self._counts: dict[bytes, int] = {}
         self._retired: set[bytes] = set()  # namespaces with something left to reclaim
@@ -81,7 +81,7 @@ class RedisIndex:
             await self._enter(node_id, session, namespace_id)
             for batch in _slices(ours):
                 await self._apply(node_id, session, namespace_id, batch)
-            self._end_suspicions(node_id, namespace_id, ours)
+            self._end_misses(node_id, namespace_id, ours)
 
     async def begin_snapshot(self, node_id: str, epoch: int) -> None:
         await self._open(node_id, epoch, is_new=True, is_reporting=True)
@@ -100,7 +100,7 @@ class RedisIndex:
                 raise self._superseded(node_id, session)
             if not kept:
                 session.spaces.discard(namespace_id)
-                await self._link.command("SREM", self._spaces_key(node_id), namespace_id)
+                await self._redis.command("SREM", self._spaces_key(node_id), namespace_id)
         self._retired.update(spaces)
         return True
 
@@ -112,12 +112,12 @@ class RedisIndex:
         if session_number is None:
             session_number = known.number if known is not None else 0
         fence, spaces_key = self._member_keys(node_id)
-        current = await self._link.command("HGET", fence, "session")
+        current = await self._redis.command("HGET", fence, "session")
         if current is not None and int(current) > session_number > 0:
             return await self.reclaim(max_blocks)
-        spaces = sorted(await self._link.command("SMEMBERS", spaces_key))
+        spaces = sorted(await self._redis.command("SMEMBERS", spaces_key))
         await self._everywhere(lua.RETIRE, spaces, (node_id, int(current or 0)))
-        await self._link.command("DEL", spaces_key)
+        await self._redis.command("DEL", spaces_key)
         self._retired.update(spaces)
         return await self.reclaim(max_blocks)
 
@@ -148,7 +148,7 @@ class RedisIndex:
     async def forget_block(self, namespace_id: bytes, block_hash: bytes) -> None:
         entries = await self._in_space(lua.FORGET, namespace_id, block_hash)
         self._counted(namespace_id, entries)
-        self._suspicions.clear(namespace_id, block_hash)
+        self._misses.clear(namespace_id, block_hash)
 
     def session_number(self, node_id: str) -> int:
         """Of the node's joining here; 0 when it has not joined here."""
@@ -161,11 +161,13 @@ class RedisIndex:
 
     # ------------------------------------------------------------ suspicion
 
-    def suspect(self, node_id: str, namespace_id: bytes, block_hash: bytes, until: float) -> None:
-        self._suspicions.add(node_id, namespace_id, block_hash, until)
+    def record_miss(
+        self, node_id: str, namespace_id: bytes, block_hash: bytes, until: float
+    ) -> None:
+        self._misses.add(node_id, namespace_id, block_hash, until)
 
-    def expire_suspicions(self, now: float) -> int:
-        return self._suspicions.expire(now)
+    def expire_misses(self, now: float) -> int:
+        return self._misses.expire(now)
 
     # ------------------------------------------------------------ answers
 
@@ -174,7 +176,7 @@ class RedisIndex:
 
     async def holders(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[Holders]:
         found = await self._look(namespace_id, hashes, everywhere=False)
-        suspects = self._suspicions.of(namespace_id)
+        suspects = self._misses.of(namespace_id)
         if suspects:
             for at, block_hash in enumerate(hashes[: len(found)]):
                 doubted = suspects.get(block_hash)
@@ -184,7 +186,7 @@ class RedisIndex:
                         return found[:at]
         return found
 
-    async def standing(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[Holders]:
+    async def resident_holders(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[Holders]:
         """Who holds each block, also beyond gaps (an empty tuple)."""
         return await self._look(namespace_id, hashes, everywhere=True)
 
@@ -210,7 +212,7 @@ class RedisIndex:
             return []
         keys = self._space_keys(namespace_id)[:2]
         args = (pack_hashes(hashes), int(everywhere))
-        runs, holdings, entries = await self._link.run(lua.LOOKUP, keys, args)
+        runs, holdings, entries = await self._redis.run(lua.LOOKUP, keys, args)
         self._counted(namespace_id, entries)
         live = {holdings[i]: holdings[i + 1] for i in range(0, len(holdings), 2)}
         found: list[Holders] = []
@@ -243,7 +245,7 @@ class RedisIndex:
         self, node_id: str, epoch: int, *, is_new: bool, is_reporting: bool
     ) -> _Session:
         keys = self._member_keys(node_id)
-        number, fence, spaces = await self._link.run(
+        number, fence, spaces = await self._redis.run(
             lua.JOIN, keys, (epoch, int(is_new), self._ttl_s)
         )
         if not number:
@@ -263,7 +265,7 @@ class RedisIndex:
             return
         keys = self._member_keys(node_id)
         args = (session.epoch, session.number, self._ttl_s, namespace_id)
-        if not await self._link.run(lua.ENTER, keys, args):
+        if not await self._redis.run(lua.ENTER, keys, args):
             raise self._superseded(node_id, session)
         session.spaces.add(namespace_id)
 
@@ -290,14 +292,12 @@ class RedisIndex:
             f"node {node_id} has joined again since", hint="it reports to another conductor"
         )
 
-    def _end_suspicions(
-        self, node_id: str, namespace_id: bytes, events: Sequence[BlockEvent]
-    ) -> None:
-        suspects = self._suspicions.of(namespace_id)
+    def _end_misses(self, node_id: str, namespace_id: bytes, events: Sequence[BlockEvent]) -> None:
+        suspects = self._misses.of(namespace_id)
         if suspects:
             named = {h for e in events if e.kind == "stored" for h in checked_hashes(e)}
             for block_hash in named & suspects.keys():
-                self._suspicions.clear(namespace_id, block_hash, node_id)
+                self._misses.clear(namespace_id, block_hash, node_id)
 
     def _counted(self, namespace_id: bytes, entries: int) -> None:
         if entries:
@@ -306,7 +306,7 @@ class RedisIndex:
             self._counts.pop(namespace_id, None)
 
     async def _in_space(self, script: lua.Script, namespace_id: bytes, *args: Any) -> Any:
-        return await self._link.run(script, self._space_keys(namespace_id), args)
+        return await self._redis.run(script, self._space_keys(namespace_id), args)
 
     async def _everywhere(
         self, script: lua.Script, spaces: Sequence[bytes], args: Sequence[Any]

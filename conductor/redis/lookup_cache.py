@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from conductor.index.contract import Holders
 
 
-class HotAnswers:
+class LookupCache:
     """The holders of the blocks that were looked up last.
 
     Args:

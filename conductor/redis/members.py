@@ -19,7 +19,7 @@ import msgspec
 from conductor.members.membership import Member, Membership
 from conductor.members.namespaces import MAX_NAMESPACES
 from conductor.redis import scripts as lua
-from conductor.redis.client import RedisLink
+from conductor.redis.client import RedisClient
 from conductor.redis.index import TTL_S
 from kvpool.blocks.layout import Layout, Namespace
 from kvpool.errors import LayoutMismatch, StaleEpoch
@@ -50,7 +50,7 @@ class ConductorRecord(msgspec.Struct, array_like=True, frozen=True):
 
 
 @dataclass(slots=True)
-class Exchanged:
+class ExchangeResult:
     """What an exchange brought, beside what it changed in the memberships."""
 
     lost: list[tuple[Kind, str]] = field(
@@ -105,7 +105,9 @@ class _Group(Generic[D, R]):
         """Redis may not have what it was told."""
         self._told.clear()
 
-    def hear(self, flat: Sequence[bytes], conductor_id: str, now: float, out: Exchanged) -> None:
+    def hear(
+        self, flat: Sequence[bytes], conductor_id: str, now: float, out: ExchangeResult
+    ) -> None:
         """Take in all records of this kind."""
         present = set()
         for i in range(0, len(flat), 2):
@@ -167,7 +169,7 @@ class _Group(Generic[D, R]):
         return _encode(record)
 
 
-class Board:
+class SharedMembers:
     """The shared knowledge of one pool, as one conductor reads and writes it.
 
     Args:
@@ -178,7 +180,7 @@ class Board:
 
     def __init__(
         self,
-        link: RedisLink,
+        redis: RedisClient,
         pool: str,
         conductor_id: str,
         address: str,
@@ -190,7 +192,7 @@ class Board:
         self.conductors: list[
             str
         ] = []  # addresses of those that took part lately, this one included
-        self._link = link
+        self._redis = redis
         self._tag = b"kvpool:{%b}:" % pool.encode()
         self._conductor_id = conductor_id
         self.address = address
@@ -204,7 +206,7 @@ class Board:
         self._exchanges = 0
         self._beats: dict[bytes, tuple[int, float]] = {}
 
-    async def exchange(self, now: float, conductor_silent_s: float) -> Exchanged:
+    async def exchange(self, now: float, conductor_silent_s: float) -> ExchangeResult:
         """Tell and hear, in one round trip.
 
         Args:
@@ -213,7 +215,7 @@ class Board:
         Raises:
             Unavailable: Redis did not answer; what was to be told is told the next time.
         """
-        out = Exchanged()
+        out = ExchangeResult()
         self._exchanges += 1
         me = _encode(ConductorRecord(self._exchanges, self.address))
         args: list[Any] = [self._ttl_s, uuid.uuid4().hex, self._last_namespace]
@@ -221,7 +223,7 @@ class Board:
         for group in self._groups:
             args += group.news(self._conductor_id)
         try:
-            answer = await self._link.run(lua.SYNC, self._keys(), args)
+            answer = await self._redis.run(lua.SYNC, self._keys(), args)
         except BaseException:
             self.tell_all_again()
             raise
@@ -263,7 +265,7 @@ class Board:
             Unavailable: Redis did not answer.
         """
         keys = [self._fence(kind, member_id), b"%bnothing" % self._tag]
-        session, known, _ = await self._link.run(lua.JOIN, keys, (epoch, 1, self._ttl_s))
+        session, known, _ = await self._redis.run(lua.JOIN, keys, (epoch, 1, self._ttl_s))
         if not session:
             raise StaleEpoch(f"{kind} {member_id} is at epoch {int(known)}, message is of {epoch}")
         return int(session)
@@ -272,11 +274,11 @@ class Board:
         """Remove a member, unless it has joined again since. Raises: `Unavailable`."""
         members = self._keys()[0 if kind == "node" else 1]
         keys = [members, self._fence(kind, member_id)]
-        return bool(await self._link.run(lua.LEAVE, keys, (member_id, session)))
+        return bool(await self._redis.run(lua.LEAVE, keys, (member_id, session)))
 
     async def drain(self, node_id: str, epoch: int) -> None:
         """Have the conductor that the node reports to learn that it drains. Raises: `Unavailable`."""
-        await self._link.run(lua.DRAIN, [self._fence("node", node_id)], (epoch,))
+        await self._redis.run(lua.DRAIN, [self._fence("node", node_id)], (epoch,))
 
     async def register(self, namespace: Namespace) -> None:
         """Make a namespace known to all conductors, or keep it known.
@@ -294,7 +296,7 @@ class Board:
         keys += [tag + b"namespaces", tag + b"namespace-number"]
         layout = _encode(namespace.layout)
         args = (hexed, _encode(namespace), layout, self._ttl_s, MAX_NAMESPACES)
-        known = await self._link.run(lua.REGISTER, keys, args)
+        known = await self._redis.run(lua.REGISTER, keys, args)
         if known != layout:
             other = _layout.decode(known)
             raise LayoutMismatch(
@@ -305,7 +307,7 @@ class Board:
 
     async def namespace(self, namespace_id: bytes) -> Namespace | None:
         """A namespace that another conductor was told of. Raises: `Unavailable`."""
-        value = await self._link.command(
+        value = await self._redis.command(
             "GET", b"%bns:%b" % (self._tag, namespace_id.hex().encode())
         )
         return _namespace.decode(value) if value is not None else None
@@ -326,7 +328,7 @@ class Board:
                 silent.append(flat[i])
         self.conductors = sorted(addresses)
         if silent:
-            await self._link.command("HDEL", self._keys()[6], *silent)
+            await self._redis.command("HDEL", self._keys()[6], *silent)
             for conductor in silent:
                 del self._beats[conductor]
 

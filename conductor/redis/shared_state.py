@@ -17,14 +17,14 @@ from typing import Any
 
 import structlog
 
-from conductor.cluster.cluster import MAX_STANDING, Cluster
+from conductor.cluster.cluster import MAX_COUNTED, Cluster
 from conductor.index.contract import TIER_RANK, Found, Holders, Index, cover_run
 from conductor.members.membership import MembershipConfig
-from conductor.redis.client import RedisLink
+from conductor.redis.client import RedisClient
 from conductor.redis.index import TTL_S, RedisIndex
-from conductor.redis.lookup_cache import HotAnswers
-from conductor.redis.members import Board, Exchanged, Kind
-from conductor.scheduling.scheduler import Policy
+from conductor.redis.lookup_cache import LookupCache
+from conductor.redis.members import ExchangeResult, Kind, SharedMembers
+from conductor.scheduling.scheduler import SchedulerConfig
 from kvpool.blocks.hash_check import check_proof
 from kvpool.blocks.hashing import unpack_hashes
 from kvpool.blocks.layout import Namespace
@@ -55,8 +55,8 @@ class SharedCluster(Cluster):
         epoch: int,
         index: Index,
         config: MembershipConfig,
-        policy: Policy,
-        link: RedisLink,
+        scheduler_config: SchedulerConfig,
+        redis: RedisClient,
         *,
         pool: str,
         address: str = "",
@@ -64,11 +64,13 @@ class SharedCluster(Cluster):
         ttl_s: int = TTL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(conductor_id, epoch, index, config, policy, clock=clock)
-        self.link = link
-        self.shared = RedisIndex(link, pool, max_blocks=max_blocks, ttl_s=ttl_s)
-        self.board = Board(link, pool, conductor_id, address, self.nodes, self.workers, ttl_s=ttl_s)
-        self._hot = HotAnswers()
+        super().__init__(conductor_id, epoch, index, config, scheduler_config, clock=clock)
+        self.redis = redis
+        self.shared_index = RedisIndex(redis, pool, max_blocks=max_blocks, ttl_s=ttl_s)
+        self.shared_members = SharedMembers(
+            redis, pool, conductor_id, address, self.nodes, self.workers, ttl_s=ttl_s
+        )
+        self._lookup_cache = LookupCache()
         self._unshared: dict[tuple[Kind, str], None] = {}  # Redis missed something of theirs
         self._leaving: dict[tuple[Kind, str], int] = {}  # to be removed there, with their sessions
         self._unregistered: dict[bytes, Namespace] = {}  # namespaces that Redis was not told of
@@ -87,32 +89,32 @@ class SharedCluster(Cluster):
             m.WorkerJoin: lambda r, _s: self.join_worker(r),
             m.RegisterNamespace: lambda r, _s: self.answer_registration(r),
             m.Lookup: lambda r, _s: self.answer_lookup(r),
-            m.Standing: lambda r, _s: self.answer_standing(r),
+            m.CountCopies: lambda r, _s: self.answer_copy_counts(r),
         }
         for message, handler in handlers.items():
             server.handle(message, handler)
 
     def notice(self) -> str:
         """What an operator should know: "" when all is well."""
-        if self.link.down_since is None:
+        if self.redis.down_since is None:
             return ""
-        away_s = time.monotonic() - self.link.down_since
-        return f"Redis is down since {away_s:.0f} s, going on from what is held here: {self.link.why_down}"
+        away_s = time.monotonic() - self.redis.down_since
+        return f"Redis is down since {away_s:.0f} s, going on from what is held here: {self.redis.why_down}"
 
     def index_blocks(self) -> int:
-        return self.shared.blocks() if self.link.is_up else self.index.blocks()
+        return self.shared_index.blocks() if self.redis.is_up else self.index.blocks()
 
     def stats(self) -> m.PoolStatsReply:
         counters = {
-            "redis_up": float(self.link.is_up),
-            "redis_failures": float(self.link.failures),
+            "redis_up": float(self.redis.is_up),
+            "redis_failures": float(self.redis.failures),
             "redis_unshared_members": float(len(self._unshared)),
         }
         return self._stats(
             counters,
             index="redis",
             notice=self.notice(),
-            conductors=self.board.conductors,
+            conductors=self.shared_members.conductors,
         )
 
     # ------------------------------------------------------------ nodes
@@ -138,18 +140,18 @@ class SharedCluster(Cluster):
 
     async def take_events(self, request: m.NodeEvents) -> m.MemberReply:
         """As `node_events`, known to all conductors afterwards."""
-        verdict = self._take_events(request)
+        action = self._take_events(request)
         node_id, epoch = request.node_id, request.epoch
-        if verdict.resync or ("node", node_id) in self._unshared:
-            return self._reply(resync=verdict.resync)
+        if action.resync or ("node", node_id) in self._unshared:
+            return self._reply(resync=action.resync)
         try:
             with self._sharing("node", node_id):
-                if verdict.begin_snapshot:
+                if action.begin_snapshot:
                     await self._begin(node_id, epoch)
-                if verdict.apply and request.events:
-                    await self.shared.apply(node_id, epoch, request.events)
-                if verdict.end_snapshot:
-                    await self.shared.end_snapshot(node_id)
+                if action.apply and request.events:
+                    await self.shared_index.apply(node_id, epoch, request.events)
+                if action.end_snapshot:
+                    await self.shared_index.end_snapshot(node_id)
         except StaleEpoch:
             return self._reply(resync=True)
         return self._reply()
@@ -166,7 +168,7 @@ class SharedCluster(Cluster):
         """As `node_draining`, also of a node that reports to another conductor."""
         self.node_draining(request)
         try:
-            await self.board.drain(request.node_id, request.epoch)
+            await self.shared_members.drain(request.node_id, request.epoch)
         except Unavailable as error:
             log.warning("other conductors do not know that the node drains", error=str(error))
         return m.Ok()
@@ -185,7 +187,7 @@ class SharedCluster(Cluster):
         self._leaving.pop(key, None)
         try:
             with self._sharing(*key):
-                session = await self.board.join("worker", worker.worker_id, worker.epoch)
+                session = await self.shared_members.join("worker", worker.worker_id, worker.epoch)
                 member = self.workers.get(worker.worker_id)
                 if member is not None and member.epoch == worker.epoch:
                     member.session, member.via = session, ""
@@ -226,31 +228,31 @@ class SharedCluster(Cluster):
         holders = await self._holders(namespace_id, hashes)
         return Found(holders, self._readable_hosts())
 
-    async def answer_standing(self, request: m.Standing) -> m.StandingReply:
-        """As `standing`; while Redis is away, of what is known here."""
-        hashes = unpack_hashes(request.hashes, MAX_STANDING)
+    async def answer_copy_counts(self, request: m.CountCopies) -> m.CopyCounts:
+        """As `count_copies`; while Redis is away, of what is known here."""
+        hashes = unpack_hashes(request.hashes, MAX_COUNTED)
         try:
-            found = await self.shared.standing(request.namespace_id, hashes)
+            found = await self.shared_index.resident_holders(request.namespace_id, hashes)
         except Unavailable:
-            return self.standing(request)
+            return self.count_copies(request)
         live = {node.member_id for node in self.nodes.choosable()} - set(request.exclude)
         counts = (len({copy.node_id for copy in copies} & live) for copies in found)
-        return m.StandingReply(bytes(min(255, count) for count in counts))
+        return m.CopyCounts(bytes(min(255, count) for count in counts))
 
-    def suspect_blocks(self, node_id: str, namespace_id: bytes, hashes: Sequence[bytes]) -> None:
-        super().suspect_blocks(node_id, namespace_id, hashes)
+    def record_misses(self, node_id: str, namespace_id: bytes, hashes: Sequence[bytes]) -> None:
+        super().record_misses(node_id, namespace_id, hashes)
         until = self.clock() + self._config.suspect_after_s
         for block_hash in hashes:
-            self.shared.suspect(node_id, namespace_id, block_hash, until)
-            self._hot.drop(namespace_id, block_hash)
+            self.shared_index.record_miss(node_id, namespace_id, block_hash, until)
+            self._lookup_cache.drop(namespace_id, block_hash)
 
     async def _holders(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[Holders]:
         try:
-            found = await self.shared.holders(namespace_id, hashes)
+            found = await self.shared_index.holders(namespace_id, hashes)
         except Unavailable:
             self.counters["lookups_without_redis"] += 1
             return self._held_here(namespace_id, hashes)
-        self._hot.note(namespace_id, hashes, found)
+        self._lookup_cache.note(namespace_id, hashes, found)
         return found
 
     def _held_here(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[Holders]:
@@ -258,7 +260,7 @@ class SharedCluster(Cluster):
         found: list[Holders] = []
         for block_hash in hashes:
             own = self.index.holders(namespace_id, [block_hash])
-            copies = {*self._hot.get(namespace_id, block_hash), *(own[0] if own else ())}
+            copies = {*self._lookup_cache.get(namespace_id, block_hash), *(own[0] if own else ())}
             if not copies:
                 break
             ordered = sorted(copies, key=lambda copy: (TIER_RANK[copy.tier], copy.node_id))
@@ -268,29 +270,29 @@ class SharedCluster(Cluster):
     # ------------------------------------------------------------ keeping in step
 
     def sweep(self) -> None:
-        if not self.link.is_up:
+        if not self.redis.is_up:
             now = self.clock()
             self.nodes.keep_mirrored(now)
             self.workers.keep_mirrored(now)
         self._note_sessions()
         super().sweep()
-        self.shared.expire_suspicions(self.clock())
+        self.shared_index.expire_misses(self.clock())
 
     async def tend(self) -> None:
         """Exchange members with the other conductors, remove the dead, tidy a little. Never raises."""
         try:
-            if await self.link.probe():
-                self.board.tell_all_again()
+            if await self.redis.probe():
+                self.shared_members.tell_all_again()
                 self._identified_at = float("-inf")
-            if not self.link.is_up:
+            if not self.redis.is_up:
                 return
             await self._identify()
-            self._take(await self.board.exchange(self.clock(), self._config.dead_after_s))
+            self._take(await self.shared_members.exchange(self.clock(), self._config.dead_after_s))
             await self._remove_those_that_left()
             for namespace in list(self._unregistered.values()):
                 await self._share_namespace(namespace)
             for _ in range(RECLAIM_A_TICK // 2_000):
-                if await self.shared.reclaim(2_000):
+                if await self.shared_index.reclaim(2_000):
                     break
             await self._touch()
         except Unavailable:
@@ -298,14 +300,14 @@ class SharedCluster(Cluster):
         except KvpoolError:
             log.exception("tending the shared state failed")
 
-    def _take(self, news: Exchanged) -> None:
+    def _take(self, news: ExchangeResult) -> None:
         for namespace in news.namespaces:
             self._add(namespace)
         for kind, member_id in news.moved:
             log.info("member reports to another conductor now", kind=kind, member=member_id)
             self._unshared.pop((kind, member_id), None)
             if kind == "node":
-                self.shared.forget_session(member_id)
+                self.shared_index.forget_session(member_id)
                 super()._forget_node(member_id)
         for kind, member_id in news.gone:
             log.info("member is gone, says another conductor", kind=kind, member=member_id)
@@ -321,7 +323,7 @@ class SharedCluster(Cluster):
         now = self.clock()
         if now - self._identified_at < IDENTIFY_S:
             return
-        identity = await self.link.identity()
+        identity = await self.redis.identity()
         self._identified_at = now
         if self._identity not in ("", identity):
             self._report_again("Redis was restarted or failed over: all nodes report again")
@@ -335,9 +337,9 @@ class SharedCluster(Cluster):
     async def _remove_those_that_left(self) -> None:
         for (kind, member_id), session in list(self._leaving.items()):
             if session:  # else Redis never heard of this joining
-                await self.board.leave(kind, member_id, session)
+                await self.shared_members.leave(kind, member_id, session)
                 if kind == "node":
-                    await self.shared.remove_node(member_id, 0, session)
+                    await self.shared_index.remove_node(member_id, 0, session)
             if self._leaving.get((kind, member_id)) == session:
                 del self._leaving[kind, member_id]
 
@@ -347,17 +349,17 @@ class SharedCluster(Cluster):
             self._touched_at = now
             self._to_touch = list(self.namespaces)
         for namespace_id in self._to_touch[:TOUCH_A_TICK]:
-            if await self.shared.touch(namespace_id) and namespace_id in self.namespaces:
-                await self.board.register(self.namespaces[namespace_id])
+            if await self.shared_index.touch(namespace_id) and namespace_id in self.namespaces:
+                await self.shared_members.register(self.namespaces[namespace_id])
         del self._to_touch[:TOUCH_A_TICK]
 
     # ------------------------------------------------------------ inside
 
     async def _begin(self, node_id: str, epoch: int) -> None:
-        await self.shared.begin_snapshot(node_id, epoch)
+        await self.shared_index.begin_snapshot(node_id, epoch)
         member = self.nodes.get(node_id)
         if member is not None and member.epoch == epoch:
-            member.session, member.via = self.shared.session_number(node_id), ""
+            member.session, member.via = self.shared_index.session_number(node_id), ""
 
     @contextlib.contextmanager
     def _sharing(self, kind: Kind, member_id: str) -> Iterator[None]:
@@ -381,7 +383,7 @@ class SharedCluster(Cluster):
         if namespace_id in self.namespaces and namespace_id not in self._unregistered:
             return
         try:
-            await self.board.register(namespace)
+            await self.shared_members.register(namespace)
             self._unregistered.pop(namespace_id, None)
         except LayoutMismatch as error:
             self._unregistered.pop(namespace_id, None)
@@ -393,7 +395,7 @@ class SharedCluster(Cluster):
 
     async def _learn_namespace(self, namespace_id: bytes) -> None:
         with contextlib.suppress(Unavailable):
-            namespace = await self.board.namespace(namespace_id)
+            namespace = await self.shared_members.namespace(namespace_id)
             if namespace is not None:
                 self._add(namespace)
 
@@ -405,7 +407,7 @@ class SharedCluster(Cluster):
 
     def _must_share(self, kind: Kind, member_id: str) -> bool:
         """Whether the member has to join again so that Redis learns all of it."""
-        return self.link.is_up and (kind, member_id) in self._unshared
+        return self.redis.is_up and (kind, member_id) in self._unshared
 
     def _note_sessions(self) -> None:
         """Remember the sessions of all members: once one is gone, its session says what may be removed."""

@@ -10,9 +10,9 @@ from typing import Any
 import structlog
 
 from conductor.cluster.cluster import Cluster
-from conductor.cluster.connections import Links
+from conductor.cluster.connections import Connections
 from conductor.members.membership import State
-from conductor.roles.controller import Instance, RoleController, Verdict
+from conductor.roles.controller import Instance, RoleController, RoleDecision
 from kvpool.errors import KvpoolError
 from kvpool.wire import messages as m
 
@@ -22,7 +22,7 @@ STEP_S = 1.0
 CALL_TIMEOUT_S = 2.0
 
 
-class RoleChanges:
+class RoleActuator:
     """Steps the controller and tells workers their new roles.
 
     Args:
@@ -33,16 +33,16 @@ class RoleChanges:
     def __init__(
         self,
         cluster: Cluster,
-        links: Links,
+        connections: Connections,
         controller: RoleController,
         *,
         is_active: bool,
         clock: Callable[[], float],
         before_step: Callable[[], None] = lambda: None,
     ) -> None:
-        self.verdict = Verdict(None, (), 0.0, 0.0, 0)
+        self.decision = RoleDecision(None, (), 0.0, 0.0, 0)
         self._cluster = cluster
-        self._links = links
+        self._connections = connections
         self._controller = controller
         self._is_active = is_active
         self._clock = clock
@@ -58,15 +58,15 @@ class RoleChanges:
     async def step(self) -> None:
         """One look at the pool; at most one worker changes its role."""
         self._before_step()
-        self.verdict = self._controller.step(self._instances(), self._clock())
-        move = self.verdict.move
+        self.decision = self._controller.step(self._instances(), self._clock())
+        move = self.decision.move
         if move is None:
             return
         worker = self._cluster.workers.get(move.worker_id)
         if worker is None:
             return
         try:
-            await self._links.call_worker(worker, m.SetRole(move.role), CALL_TIMEOUT_S)
+            await self._connections.call_worker(worker, m.SetRole(move.role), CALL_TIMEOUT_S)
         except KvpoolError as error:
             self._cluster.counters["roles:failed"] += 1
             log.warning("a role did not change", worker=move.worker_id, error=str(error))
@@ -82,15 +82,15 @@ class RoleChanges:
             role: sum(i.role == role for i in instances) for role in ("prefill", "decode", "both")
         }
         desired = dict(counts)
-        for advice in self.verdict.advice:
+        for advice in self.decision.advice:
             desired[advice.role] = max(0, desired[advice.role] + advice.change)
         return {
             "instances": counts,
             "desired": desired,
-            "advice": [asdict(advice) for advice in self.verdict.advice],
-            "ttft_violations": self.verdict.ttft_violations,
-            "tpot_violations": self.verdict.tpot_violations,
-            "requests": self.verdict.requests,
+            "advice": [asdict(advice) for advice in self.decision.advice],
+            "ttft_violations": self.decision.ttft_violations,
+            "tpot_violations": self.decision.tpot_violations,
+            "requests": self.decision.requests,
             "moves": self._history,
         }
 

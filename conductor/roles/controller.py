@@ -90,7 +90,7 @@ class RoleMove:
 
 
 @dataclass(slots=True, frozen=True)
-class Verdict:
+class RoleDecision:
     """What to do now, and what an operator or autoscaler should do. Shares are of the window."""
 
     move: RoleMove | None
@@ -122,7 +122,7 @@ class RoleController:
         """
         self._outcomes.append((now, is_ttft_met, is_tpot_met))
 
-    def step(self, instances: Sequence[Instance], now: float) -> Verdict:
+    def step(self, instances: Sequence[Instance], now: float) -> RoleDecision:
         """What to do now. A move that comes back is taken for done."""
         limits = self.limits
         while self._outcomes and self._outcomes[0][0] < now - limits.window_s:
@@ -143,7 +143,7 @@ class RoleController:
             # What was measured until now was of the old split.
             self._outcomes.clear()
         advice = _advice(late, slow, instances, limits) if is_known else ()
-        return Verdict(move, advice, late, slow, count)
+        return RoleDecision(move, advice, late, slow, count)
 
     def _move(self, lacking: Role, instances: Sequence[Instance], now: float) -> RoleMove | None:
         limits, breach = self.limits, self._breach

@@ -7,7 +7,7 @@ from dataclasses import replace
 from conductor.members.membership import State
 from conductor.routing.rules import Facts
 from conductor.routing.rules_file import RulesFile
-from conductor.scheduling.inputs import ClusterView, WorkerView
+from conductor.scheduling.inputs import SchedulingInputs, WorkerStatus
 from kvpool.errors import InvalidArgument
 from kvpool.wire import messages as m
 
@@ -37,10 +37,10 @@ class RulesService:
             )
         return m.RulesReply(self.rules.text, self.rules.is_rolled_back, self.rules.error)
 
-    def explain(self, request: m.RulesExplain, view: ClusterView) -> m.RulesExplanation:
+    def explain(self, request: m.RulesExplain, inputs: SchedulingInputs) -> m.RulesExplanation:
         """What the rules choose for such a request now. Counts nothing."""
         facts = pool_facts(
-            view,
+            inputs,
             Facts(
                 model=request.model,
                 tenant=request.tenant,
@@ -60,12 +60,12 @@ class RulesService:
         )
 
 
-def pool_facts(view: ClusterView, facts: Facts) -> Facts:
+def pool_facts(inputs: SchedulingInputs, facts: Facts) -> Facts:
     """`facts` with the load that the workers last reported."""
-    live = [worker for worker in view.workers.values() if worker.state is State.LIVE]
+    live = [worker for worker in inputs.workers.values() if worker.state is State.LIVE]
     prefillers = [worker for worker in live if worker.role in ("prefill", "both")]
     decoders = [worker for worker in live if worker.role in ("decode", "both")]
-    waits = [_queue_wait_s(view, worker) for worker in prefillers]
+    waits = [_queue_wait_s(inputs, worker) for worker in prefillers]
     queues = [worker.load.queued_prefill_tokens for worker in prefillers]
     places = sum(max(worker.load.places, worker.load.running, 1) for worker in decoders)
     taken = sum(worker.load.running for worker in decoders)
@@ -77,8 +77,8 @@ def pool_facts(view: ClusterView, facts: Facts) -> Facts:
     )
 
 
-def _queue_wait_s(view: ClusterView, worker: WorkerView) -> float:
+def _queue_wait_s(inputs: SchedulingInputs, worker: WorkerStatus) -> float:
     load = worker.load
-    return view.cost.queue_s(
+    return inputs.cost.queue_s(
         worker.worker_id, load.queued_prefill_tokens, load.prefill_tokens_per_s
     )

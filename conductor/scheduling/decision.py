@@ -40,7 +40,7 @@ class Candidate:
 
 
 @dataclass(slots=True, frozen=True)
-class Replication:
+class PrefixReplication:
     """Blocks [start, start + count) of the request's chain, to be copied between two nodes."""
 
     source: str
@@ -73,7 +73,7 @@ class Decision:
     output_tokens: int = 0
     work_s: float = 0.0
     strategy: str = ""
-    replicate: tuple[Replication, ...] = ()
+    replicate: tuple[PrefixReplication, ...] = ()
 
     @property
     def is_refused(self) -> bool:

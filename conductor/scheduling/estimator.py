@@ -13,19 +13,19 @@ from dataclasses import replace
 from conductor.members.membership import State
 from conductor.scheduling.cost_model import MEASURED, exposed_s
 from conductor.scheduling.decision import Candidate
-from conductor.scheduling.inputs import ClusterView, NodeView, ScheduleRequest, WorkerView
+from conductor.scheduling.inputs import NodeStatus, ScheduleRequest, SchedulingInputs, WorkerStatus
 
 
-class Estimate:
+class Estimator:
     """Predictions for one request at one moment."""
 
-    def __init__(self, request: ScheduleRequest, state: ClusterView, now: float) -> None:
+    def __init__(self, request: ScheduleRequest, inputs: SchedulingInputs, now: float) -> None:
         self.request = request
-        self.state = state
+        self.inputs = inputs
         self.now = now
         self._queues: dict[str, float] = {}
         self._prefills: dict[tuple[str, int], tuple[int, float, float]] = {}
-        self._targets: dict[tuple[str, int], NodeView | None] = {}
+        self._targets: dict[tuple[str, int], NodeStatus | None] = {}
         # Parts that many candidates share: each is predicted once.
         self._transfers: dict[tuple[float, bool], float] = {}
         self._tails: dict[str, float] = {}
@@ -34,7 +34,7 @@ class Estimate:
 
     # ------------------------------------------------------------ candidates
 
-    def local(self, worker: WorkerView) -> Candidate:
+    def local(self, worker: WorkerStatus) -> Candidate:
         """Read what pays, compute the rest, decode: all on one worker."""
         request = self.request
         queue_s = self.queue_s(worker)
@@ -57,7 +57,7 @@ class Estimate:
         )
         return self._judged(candidate, worker, True, prefill_s if others else 0.0)
 
-    def remote(self, prefiller: WorkerView, decoder: WorkerView) -> Candidate | None:
+    def remote(self, prefiller: WorkerStatus, decoder: WorkerStatus) -> Candidate | None:
         """Compute full blocks at `prefiller`, the tail at `decoder`; None when that is no choice."""
         request = self.request
         full_tokens = request.full_blocks * request.block_tokens
@@ -102,11 +102,11 @@ class Estimate:
             tail_s=tail_s,
             stalls_s=others * tail_s + at_prefiller * prefill_s,
         )
-        is_roomy = target is not None and target.room_bytes >= new_bytes
+        is_roomy = target is not None and target.available_bytes >= new_bytes
         return self._judged(candidate, decoder, is_roomy, tail_s if others else 0.0)
 
     def _judged(
-        self, candidate: Candidate, decoder: WorkerView, is_roomy: bool, stall_s: float
+        self, candidate: Candidate, decoder: WorkerStatus, is_roomy: bool, stall_s: float
     ) -> Candidate:
         """The candidate with the reason, if any, why it may not be chosen.
 
@@ -116,8 +116,8 @@ class Estimate:
         Objectives are not held against an idle worker that was hardly measured: the profile it is judged
         by may be far off, and only work can correct it.
         """
-        request, cost = self.request, self.state.cost
-        admission = self.state.policy.admission
+        request, cost = self.request, self.inputs.cost
+        admission = self.inputs.config.admission
         prefills_on = candidate.prefill or candidate.decode
         waits = candidate.queue_s > 0 or self.queue_s(decoder) > 0
         knows_prefill = waits or cost.prefill_samples(prefills_on) >= MEASURED
@@ -148,8 +148,8 @@ class Estimate:
         Times within a tenth of a millisecond are equal: predictions are not better than that.
         """
         total_s = candidate.ttft_s + self.request.output_tokens * candidate.tpot_s
-        total_s += self.state.policy.stall_weight * candidate.stalls_s
-        last = self.state.in_flight.last_assigned
+        total_s += self.inputs.config.stall_weight * candidate.stalls_s
+        last = self.inputs.in_flight.last_assigned
         prefill = candidate.prefill or candidate.decode
         return (
             round(total_s, 4),
@@ -159,30 +159,35 @@ class Estimate:
             prefill,
         )
 
-    def decode_rank(self, worker: WorkerView) -> tuple[float, int, str]:
+    def decode_rank(self, worker: WorkerStatus) -> tuple[float, int, str]:
         tpot_s = self.tpot_s(worker, 0.0)[1]
-        rested = self.state.in_flight.last_assigned(worker.worker_id)
+        rested = self.inputs.in_flight.last_assigned(worker.worker_id)
         return (round(tpot_s, 6), rested, worker.worker_id)
 
     # ------------------------------------------------------------ parts
 
-    def target_node(self, host: str, blocks: int) -> NodeView | None:
+    def target_node(self, host: str, blocks: int) -> NodeStatus | None:
         """Where to reserve `blocks`: the roomiest live node on `host`; else, or if it lacks room, of all.
 
         The node given may lack room, when all do.
         """
         key = (host, blocks)
         if key not in self._targets:
-            live = [node for node in self.state.nodes.values() if node.state is State.LIVE]
+            live = [node for node in self.inputs.nodes.values() if node.state is State.LIVE]
             needed = blocks * self.request.block_bytes
             self._targets[key] = min(
                 live,
-                key=lambda n: (n.room_bytes < needed, n.host != host, -n.room_bytes, n.node_id),
+                key=lambda n: (
+                    n.available_bytes < needed,
+                    n.host != host,
+                    -n.available_bytes,
+                    n.node_id,
+                ),
                 default=None,
             )
         return self._targets[key]
 
-    def queue_s(self, worker: WorkerView) -> float:
+    def queue_s(self, worker: WorkerStatus) -> float:
         """Prefill work ahead of this request: the worker's report, worked off since, and what we sent.
 
         Of what we sent before its report, part may still be on the way there: hence the maximum.
@@ -190,8 +195,8 @@ class Estimate:
         known = self._queues.get(worker.worker_id)
         if known is not None:
             return known
-        load, in_flight = worker.load, self.state.in_flight
-        reported_s = self.state.cost.queue_s(
+        load, in_flight = worker.load, self.inputs.in_flight
+        reported_s = self.inputs.cost.queue_s(
             worker.worker_id, load.queued_prefill_tokens, load.prefill_tokens_per_s
         )
         reported_s = max(0.0, reported_s - max(0.0, self.now - worker.reported_at))
@@ -201,17 +206,17 @@ class Estimate:
         self._queues[worker.worker_id] = queue_s
         return queue_s
 
-    def fetch_s(self, worker: WorkerView, start: int, end: int) -> float:
+    def fetch_s(self, worker: WorkerStatus, start: int, end: int) -> float:
         """Reading blocks [start, end) of the chain from the pool to `worker`."""
         total_s = 0.0
         waited_for: set[str] = set()  # nodes whose disk has a queue before it: it counts once
         for segment in self.request.segments_at(worker.host):
             count = min(end, segment.start + segment.count) - max(start, segment.start)
-            node = self.state.nodes.get(segment.node_id)
+            node = self.inputs.nodes.get(segment.node_id)
             if count <= 0 or node is None:
                 continue
             size = self.request.block_bytes
-            cost = self.state.cost
+            cost = self.inputs.cost
             total_s += cost.transfer_s(count * size, same_host=node.host == worker.host)
             slow = min(end, segment.start + segment.count) - max(
                 start, segment.start + segment.ready
@@ -223,7 +228,7 @@ class Estimate:
                 total_s += cost.tier_s(slow * size + queued, segment.tier, rate)
         return total_s
 
-    def _load_fetch_s(self, decoder: WorkerView, reuse: int) -> float:
+    def _load_fetch_s(self, decoder: WorkerStatus, reuse: int) -> float:
         own = self.request.engine_blocks.get(decoder.worker_id, 0)
         key = (decoder.worker_id, own, reuse)
         known = self._fetches.get(key)
@@ -235,53 +240,53 @@ class Estimate:
         key = (size_bytes, same_host)
         known = self._transfers.get(key)
         if known is None:
-            known = self.state.cost.transfer_s(size_bytes, same_host=same_host)
+            known = self.inputs.cost.transfer_s(size_bytes, same_host=same_host)
             self._transfers[key] = known
         return known
 
-    def _tail_s(self, decoder: WorkerView, full_tokens: int) -> float:
+    def _tail_s(self, decoder: WorkerStatus, full_tokens: int) -> float:
         """The last token's logits are needed even when the prompt ends with a block."""
         known = self._tails.get(decoder.worker_id)
         if known is None:
             tokens = self.request.prompt_tokens
             tail = max(1, tokens - full_tokens)
-            known = self.state.cost.prefill_s(decoder.worker_id, tail, tokens - tail)
+            known = self.inputs.cost.prefill_s(decoder.worker_id, tail, tokens - tail)
             self._tails[decoder.worker_id] = known
         return known
 
-    def tpot_s(self, worker: WorkerView, after_s: float) -> tuple[int, float]:
+    def tpot_s(self, worker: WorkerStatus, after_s: float) -> tuple[int, float]:
         """Sequences and TPOT at `worker` once this request decodes there too, `after_s` from now."""
         sequences, context = self.decode_load(worker, after_s)
         context += self.request.prompt_tokens + self.request.output_tokens / 2
-        tpot_s = self.state.cost.tpot_s(worker.worker_id, context, sequences + 1)
+        tpot_s = self.inputs.cost.tpot_s(worker.worker_id, context, sequences + 1)
         return sequences + 1, tpot_s
 
-    def decode_load(self, worker: WorkerView, after_s: float) -> tuple[int, float]:
+    def decode_load(self, worker: WorkerStatus, after_s: float) -> tuple[int, float]:
         """Sequences and tokens of KV: others' that the worker reported, and ours as predicted for then."""
         others, others_context = self._of_others(worker)
-        in_flight = self.state.in_flight
+        in_flight = self.inputs.in_flight
         then, context = in_flight.decoding(worker.worker_id, self.now + after_s, self.now)
         return others + then, others_context + context
 
-    def _of_others(self, worker: WorkerView) -> tuple[int, float]:
+    def _of_others(self, worker: WorkerStatus) -> tuple[int, float]:
         """Sequences and tokens of KV that the worker reported and that are not ours."""
         known = self._loads.get(worker.worker_id)
         if known is None:
             load = worker.load
-            ours, context = self.state.in_flight.decoding(worker.worker_id, self.now, self.now)
+            ours, context = self.inputs.in_flight.decoding(worker.worker_id, self.now, self.now)
             others = max(0, load.decode_sequences - ours)
             known = (others, max(0.0, load.decode_context_tokens - context) if others else 0.0)
             self._loads[worker.worker_id] = known
         return known
 
-    def _has_kv_room(self, worker: WorkerView, after_s: float) -> bool:
+    def _has_kv_room(self, worker: WorkerStatus, after_s: float) -> bool:
         if worker.kv_capacity_tokens == 0:
             return True
         context = self.decode_load(worker, after_s)[1]
         needed = self.request.prompt_tokens + self.request.output_tokens
         return context + needed <= worker.kv_capacity_tokens
 
-    def _best_reuse(self, worker: WorkerView, tokens: int) -> tuple[int, float, float]:
+    def _best_reuse(self, worker: WorkerStatus, tokens: int) -> tuple[int, float, float]:
         """How many leading blocks to reuse for the first `tokens`; with seconds of fetch and prefill.
 
         Prefill's saving grows with each further block and the cost of a segment's part in one tier is
@@ -291,20 +296,20 @@ class Estimate:
         known = self._prefills.get(key)
         if known is not None:
             return known
-        request, cost = self.request, self.state.cost
+        request, cost = self.request, self.inputs.cost
         most = tokens // request.block_tokens
         if tokens == request.prompt_tokens:
             most = (tokens - 1) // request.block_tokens  # one token at least must be computed
         own = min(most, request.engine_blocks.get(worker.worker_id, 0))
         cuts = {own}
         for segment in request.segments_at(worker.host):
-            node = self.state.nodes.get(segment.node_id)
+            node = self.inputs.nodes.get(segment.node_id)
             if node is None or node.state is State.SUSPECT:
                 break  # fell silent or left since the lookup: what follows has no prefix
             cuts.add(min(most, max(own, segment.start + segment.ready)))
             cuts.add(min(most, max(own, segment.start + segment.count)))
         best: tuple[int, float, float] | None = None
-        for cut in [max(cuts)] if self.state.policy.always_reuse else sorted(cuts):
+        for cut in [max(cuts)] if self.inputs.config.always_reuse else sorted(cuts):
             reused = cut * request.block_tokens
             fetch_s = self.fetch_s(worker, own, cut)
             prefill_s = cost.prefill_s(worker.worker_id, tokens - reused, reused)

@@ -71,7 +71,7 @@ class ScheduleRequest:
 
 
 @dataclass(slots=True, frozen=True)
-class WorkerView:
+class WorkerStatus:
     """One worker as it is known now. `reported_at`: when `load` came (monotonic seconds)."""
 
     worker_id: str
@@ -86,15 +86,15 @@ class WorkerView:
 
 
 @dataclass(slots=True, frozen=True)
-class NodeView:
-    """One pool node. `room_bytes`: what a reservation could get, by eviction too (not pinned or held).
+class NodeStatus:
+    """One pool node. `available_bytes`: what a reservation could get, by eviction too (not pinned or held).
 
     `read_bytes_per_s`: by tier, as the node measured it; `queued_read_bytes`: what its disk reads first.
     """
 
     node_id: str
     host: str
-    room_bytes: int
+    available_bytes: int
     state: State = State.LIVE
     read_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     queued_read_bytes: int = 0
@@ -136,7 +136,7 @@ class SglangOptions:
 
 
 @dataclass(slots=True, frozen=True)
-class Policy:
+class SchedulerConfig:
     """Thresholds of the scheduler.
 
     Args:
@@ -172,11 +172,11 @@ class Policy:
 
 
 @dataclass(slots=True, frozen=True)
-class ClusterView:
+class SchedulingInputs:
     """All that a decision may depend on beside the request and the time."""
 
-    workers: Mapping[str, WorkerView]
-    nodes: Mapping[str, NodeView]
+    workers: Mapping[str, WorkerStatus]
+    nodes: Mapping[str, NodeStatus]
     cost: CostModel = field(default_factory=CostModel)
     in_flight: InFlight = field(default_factory=InFlight)
-    policy: Policy = field(default_factory=Policy)
+    config: SchedulerConfig = field(default_factory=SchedulerConfig)

@@ -15,11 +15,11 @@ from conductor.scheduling.decision import Candidate, Decision
 from conductor.scheduling.in_flight import InFlight
 from conductor.scheduling.inputs import (
     IDLE,
-    ClusterView,
-    NodeView,
-    Policy,
+    NodeStatus,
+    SchedulerConfig,
     ScheduleRequest,
-    WorkerView,
+    SchedulingInputs,
+    WorkerStatus,
 )
 from conductor.scheduling.strategies import (
     Strategy,
@@ -32,14 +32,14 @@ from conductor.scheduling.strategies import (
 __all__ = [
     "IDLE",
     "Candidate",
-    "ClusterView",
     "Decision",
     "InFlight",
-    "NodeView",
-    "Policy",
+    "NodeStatus",
     "ScheduleRequest",
+    "SchedulerConfig",
+    "SchedulingInputs",
     "Strategy",
-    "WorkerView",
+    "WorkerStatus",
     "refuse",
     "register_strategy",
     "schedule",
@@ -47,11 +47,11 @@ __all__ = [
 ]
 
 
-def schedule(request: ScheduleRequest, state: ClusterView, now: float) -> Decision:
+def schedule(request: ScheduleRequest, inputs: SchedulingInputs, now: float) -> Decision:
     """Decide with the strategy that the policy names. Changes nothing; see `InFlight.assigned`.
 
     Raises:
         ConfigError: no such strategy.
     """
-    name = state.policy.strategy
-    return replace(strategy_named(name).decide(request, state, now), strategy=name)
+    name = inputs.config.strategy
+    return replace(strategy_named(name).decide(request, inputs, now), strategy=name)

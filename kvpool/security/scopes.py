@@ -36,7 +36,7 @@ MESSAGES: dict[type[m.Message], Scope] = {
     # Conductors.
     m.Lookup: READ,
     m.ReportMiss: READ,
-    m.Standing: READ,
+    m.CountCopies: READ,
     m.Nodes: READ,
     m.Namespaces: READ,
     m.Tokenize: READ,

@@ -1,6 +1,6 @@
 """What the scheduler is shown of the simulated cluster: workers as they last reported, nodes, the cost model.
 
-It plays the part of `conductor.cluster.cluster.Cluster.view` over simulated members. It decides nothing.
+It plays the part of `conductor.cluster.cluster.Cluster.scheduling_inputs` over simulated members. It decides nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from conductor.scheduling.cost_model import MEASURED, CostModel
 from conductor.scheduling.in_flight import InFlight
-from conductor.scheduling.scheduler import IDLE, ClusterView, NodeView, WorkerView
+from conductor.scheduling.scheduler import IDLE, NodeStatus, SchedulingInputs, WorkerStatus
 from kvpool.wire.messages import WorkerLoad
 from planner.simulator.instance import Instance
 from planner.simulator.network import Network
@@ -29,33 +29,35 @@ class State:
         self.setup = setup
         self.cost = CostModel(setup.instances[0].cost)
         self.in_flight = InFlight()
-        self.workers: dict[str, WorkerView] = {}
-        self.nodes: dict[str, NodeView] = {}
+        self.workers: dict[str, WorkerStatus] = {}
+        self.nodes: dict[str, NodeStatus] = {}
         self.promised: dict[str, int] = {node.node_id: 0 for node in setup.nodes}
         self._namespace_id = namespace_id
-        self._view: ClusterView | None = None
+        self._inputs: SchedulingInputs | None = None
         for spec in setup.instances:
             self.set_role(spec, spec.role)
             self._profile(spec)
         for node in setup.nodes:
             room = node.dram_blocks * setup.block_bytes
-            self.nodes[node.node_id] = NodeView(
+            self.nodes[node.node_id] = NodeStatus(
                 node.node_id, node.host, room, read_bytes_per_s={"nvme": node.nvme_bytes_per_s}
             )
         if setup.serving == "disaggregated":
             # Nothing is kept: what is on its way from prefill to decode always finds room.
-            self.nodes = {n: replace(v, room_bytes=1 << 62) for n, v in self.nodes.items()}
+            self.nodes = {n: replace(v, available_bytes=1 << 62) for n, v in self.nodes.items()}
 
-    def view(self) -> ClusterView:
+    def scheduling_inputs(self) -> SchedulingInputs:
         """The cluster as a decision may see it now."""
-        if self._view is None:
-            policy = self.setup.scheduling
-            self._view = ClusterView(self.workers, self.nodes, self.cost, self.in_flight, policy)
-        return self._view
+        if self._inputs is None:
+            config = self.setup.scheduling
+            self._inputs = SchedulingInputs(
+                self.workers, self.nodes, self.cost, self.in_flight, config
+            )
+        return self._inputs
 
     def set_role(self, spec: InstanceSpec, role: str) -> None:
         known = self.workers.get(spec.worker_id)
-        self.workers[spec.worker_id] = WorkerView(
+        self.workers[spec.worker_id] = WorkerStatus(
             spec.worker_id,
             role,
             spec.host,
@@ -92,7 +94,7 @@ class State:
             return
         self.promised[node_id] += size_bytes
         node = self.nodes[node_id]
-        self.nodes[node_id] = replace(node, room_bytes=node.room_bytes - size_bytes)
+        self.nodes[node_id] = replace(node, available_bytes=node.available_bytes - size_bytes)
 
     def disks(self, network: Network, now: float) -> None:
         """Nodes report what their disks have to read."""

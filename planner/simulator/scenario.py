@@ -10,7 +10,7 @@ from typing import Literal
 from conductor.roles.controller import RoleLimits
 from conductor.routing.rules import RoutingRules
 from conductor.scheduling.cost_model import LinkProfile, Profile
-from conductor.scheduling.inputs import Policy
+from conductor.scheduling.inputs import SchedulerConfig
 from kvpool.errors import ConfigError
 from planner.simulator.setup import InstanceSpec, NodeSpec, Serving, Setup, TpotCheck
 from planner.sizing.hardware import SAME_HOST, fitting, gpu_named
@@ -161,7 +161,7 @@ def setup_of(scenario: Scenario) -> Setup:
         layers=scenario.model.layers,
         same_host=scenario.same_host,
         other_host=other_host,
-        scheduling=Policy(
+        scheduling=SchedulerConfig(
             strategy=scenario.strategy, admission=admission, seed=scenario.seed, max_candidates=1
         ),
         routing=scenario.routing,

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from conductor.roles.controller import RoleLimits
 from conductor.routing.rules import RoutingRules
 from conductor.scheduling.cost_model import LinkProfile, Profile
-from conductor.scheduling.inputs import Policy
+from conductor.scheduling.inputs import SchedulerConfig
 from kvpool.errors import ConfigError
 
 Serving = Literal["coupled", "disaggregated", "pooled"]
@@ -86,7 +86,7 @@ class Setup:
     layers: int
     same_host: LinkProfile
     other_host: LinkProfile
-    scheduling: Policy = field(default_factory=Policy)
+    scheduling: SchedulerConfig = field(default_factory=SchedulerConfig)
     routing: RoutingRules | None = None
     slo_ttft_s: float = 0.0
     slo_tpot_s: float = 0.0

@@ -164,7 +164,7 @@ class Simulation:
             tpot_s=0.0 if setup.tpot_check == "decode" else setup.slo_tpot_s,
             mode=self._mode(arrival, segments),
         )
-        decision = schedule(request, self.state.view(), self.loop.now)
+        decision = schedule(request, self.state.scheduling_inputs(), self.loop.now)
         outcome.decision = decision
         return decision
 
@@ -180,7 +180,7 @@ class Simulation:
             found_tokens=found * self.setup.block_tokens,
             output_tokens=arrival.output_tokens,
         )
-        return choose(self.setup.routing, pool_facts(self.state.view(), facts)).mode
+        return choose(self.setup.routing, pool_facts(self.state.scheduling_inputs(), facts)).mode
 
     def _engine_blocks(self, hashes: Sequence[bytes]) -> dict[str, int]:
         found = {}

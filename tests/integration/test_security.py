@@ -184,7 +184,7 @@ async def test_a_tenant_sees_nothing_of_another_over_the_wire(cluster: Cluster) 
         ]
         on_conductor: list[m.Message] = [
             m.Lookup(namespace_id, packed),
-            m.Standing(namespace_id, packed),
+            m.CountCopies(namespace_id, packed),
             m.ReportMiss("any", namespace_id, packed),
         ]
         return [("a", r) for r in on_node] + [("conductor", r) for r in on_conductor]

@@ -14,11 +14,11 @@ from conductor.scheduling.decision import Candidate, Decision
 from conductor.scheduling.in_flight import InFlight
 from conductor.scheduling.scheduler import (
     IDLE,
-    ClusterView,
-    NodeView,
-    Policy,
+    NodeStatus,
+    SchedulerConfig,
     ScheduleRequest,
-    WorkerView,
+    SchedulingInputs,
+    WorkerStatus,
 )
 from kvpool.wire.messages import Segment, WorkerLoad
 
@@ -45,8 +45,8 @@ def request(blocks: int = 16, tail: int = 10, **changes: Any) -> ScheduleRequest
     return replace(base, **changes)
 
 
-def worker(worker_id: str, role: str = "both", host: str = "h1", **changes: Any) -> WorkerView:
-    return replace(WorkerView(worker_id, role, host, NS), **changes)
+def worker(worker_id: str, role: str = "both", host: str = "h1", **changes: Any) -> WorkerStatus:
+    return replace(WorkerStatus(worker_id, role, host, NS), **changes)
 
 
 def busy(**figures: float) -> WorkerLoad:
@@ -54,30 +54,30 @@ def busy(**figures: float) -> WorkerLoad:
     return WorkerLoad(**{**fields, **figures})
 
 
-def view(
-    workers: Sequence[WorkerView],
-    nodes: Sequence[NodeView] = (NodeView("n1", "h1", GIB), NodeView("n2", "h2", GIB)),
+def inputs_of(
+    workers: Sequence[WorkerStatus],
+    nodes: Sequence[NodeStatus] = (NodeStatus("n1", "h1", GIB), NodeStatus("n2", "h2", GIB)),
     in_flight: InFlight | None = None,
-    **policy: Any,
-) -> ClusterView:
-    return ClusterView(
+    **config: Any,
+) -> SchedulingInputs:
+    return SchedulingInputs(
         {w.worker_id: w for w in workers},
         {n.node_id: n for n in nodes},
         CostModel(PROFILE),
         InFlight() if in_flight is None else in_flight,
-        replace(Policy(), **policy),
+        replace(SchedulerConfig(), **config),
     )
 
 
-def measured(state: ClusterView) -> ClusterView:
+def measured(inputs: SchedulingInputs) -> SchedulingInputs:
     """The same view, in which every worker was measured to be just as the profile says."""
-    for worker_id in state.workers:
+    for worker_id in inputs.workers:
         for _ in range(3):
             new = 1000
-            state.cost.observe_prefill(worker_id, new, 0, state.cost.prefill_s(worker_id, new))
-            tpot_s = state.cost.tpot_s(worker_id, 1000, 1)
-            state.cost.observe_tpot(worker_id, 1000, 1, tpot_s)
-    return state
+            inputs.cost.observe_prefill(worker_id, new, 0, inputs.cost.prefill_s(worker_id, new))
+            tpot_s = inputs.cost.tpot_s(worker_id, 1000, 1)
+            inputs.cost.observe_tpot(worker_id, 1000, 1, tpot_s)
+    return inputs
 
 
 def pool_has(blocks: int, node: str = "n1", tier: str = "dram") -> Mapping[str, Sequence[Segment]]:
@@ -93,7 +93,7 @@ loads = st.builds(
 )
 workers_lists = st.lists(
     st.builds(
-        WorkerView,
+        WorkerStatus,
         st.sampled_from([f"w{i}" for i in range(6)]),
         st.sampled_from(["prefill", "decode", "both"]),
         st.sampled_from(["h1", "h2"]),
@@ -109,7 +109,7 @@ workers_lists = st.lists(
 )
 nodes_lists = st.lists(
     st.builds(
-        NodeView,
+        NodeStatus,
         st.sampled_from(["n1", "n2", "n3"]),
         st.sampled_from(["h1", "h2", "h3"]),
         st.sampled_from([0, 10 * BLOCK_BYTES, GIB]),
@@ -137,7 +137,7 @@ requests = st.builds(
 )
 
 
-def check_valid(one: ScheduleRequest, state: ClusterView, decision: Decision) -> None:
+def check_valid(one: ScheduleRequest, inputs: SchedulingInputs, decision: Decision) -> None:
     """The decision is one that a request may be given in this state."""
     assert decision.reason
     if decision.is_refused:
@@ -151,7 +151,7 @@ def check_valid(one: ScheduleRequest, state: ClusterView, decision: Decision) ->
     assert (decision.prefill is None) == (decision.mode == "local")
     for worker_id, roles in ((decision.decode, "decode both"), (decision.prefill, "prefill both")):
         if worker_id is not None:
-            chosen = state.workers[worker_id]
+            chosen = inputs.workers[worker_id]
             assert chosen.state is State.LIVE
             assert chosen.role in roles
             assert worker_id not in one.excluded
@@ -161,7 +161,7 @@ def check_valid(one: ScheduleRequest, state: ClusterView, decision: Decision) ->
     if decision.mode == "disaggregated":
         assert decision.prefill != decision.decode
         assert decision.target_node is not None
-        target = state.nodes[decision.target_node]
+        target = inputs.nodes[decision.target_node]
         assert target.state is State.LIVE
         new_blocks = one.full_blocks - decision.reuse_blocks
-        assert target.room_bytes >= new_blocks * BLOCK_BYTES > 0
+        assert target.available_bytes >= new_blocks * BLOCK_BYTES > 0

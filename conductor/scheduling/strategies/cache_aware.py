@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from conductor.scheduling.inputs import WorkerView
+from conductor.scheduling.inputs import WorkerStatus
 from conductor.scheduling.strategies.baselines import load
 from conductor.scheduling.strategies.candidates import Choices
 from conductor.scheduling.strategies.ranked import Ranked, Stage
@@ -17,8 +17,8 @@ class CacheAware(Ranked):
     """
 
     def order(
-        self, choices: Choices, workers: Sequence[WorkerView], stage: Stage
-    ) -> list[WorkerView]:
+        self, choices: Choices, workers: Sequence[WorkerStatus], stage: Stage
+    ) -> list[WorkerStatus]:
         if stage == "decode":
             return sorted(workers, key=lambda worker: load(choices, worker, stage))
         own = choices.request.engine_blocks

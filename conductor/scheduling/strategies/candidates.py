@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from conductor.members.membership import State
-from conductor.scheduling.decision import Candidate, Decision, Replication
-from conductor.scheduling.estimator import Estimate
-from conductor.scheduling.inputs import ClusterView, ScheduleRequest, WorkerView
+from conductor.scheduling.decision import Candidate, Decision, PrefixReplication
+from conductor.scheduling.estimator import Estimator
+from conductor.scheduling.inputs import ScheduleRequest, SchedulingInputs, WorkerStatus
 
 PREFILLS = ("prefill", "both")
 DECODES = ("decode", "both")
@@ -24,16 +24,16 @@ class Choices:
     Both lists are in order of worker ids.
     """
 
-    def __init__(self, request: ScheduleRequest, state: ClusterView, now: float) -> None:
+    def __init__(self, request: ScheduleRequest, inputs: SchedulingInputs, now: float) -> None:
         self.request = request
-        self.state = state
-        self.estimate = Estimate(request, state, now)
-        able = _eligible(request, state, DECODES, request.pin_decode)
+        self.inputs = inputs
+        self.estimate = Estimator(request, inputs, now)
+        able = _eligible(request, inputs, DECODES, request.pin_decode)
         fit = [w for w in able if _fits(w, request.prompt_tokens + 1)]
         self.decoders = [w for w in fit if self._has_place(w)]
         self.prefillers = [
             worker
-            for worker in _eligible(request, state, PREFILLS, request.pin_prefill)
+            for worker in _eligible(request, inputs, PREFILLS, request.pin_prefill)
             if _fits(worker, request.prompt_tokens)
         ]
         self._none = ""
@@ -47,7 +47,7 @@ class Choices:
             return None
         is_for_good = self._none == "prompt_too_long"
         return refuse(
-            self.request, self._none, 0.0 if is_for_good else self.state.policy.retry_after_s
+            self.request, self._none, 0.0 if is_for_good else self.inputs.config.retry_after_s
         )
 
     @property
@@ -64,7 +64,7 @@ class Choices:
         """So little is left to compute that it is not worth sending elsewhere."""
         reused = candidate.reuse_blocks * self.request.block_tokens
         rest = self.request.prompt_tokens - reused
-        return not candidate.rejected and rest < self.state.policy.min_remote_prefill_tokens
+        return not candidate.rejected and rest < self.inputs.config.min_remote_prefill_tokens
 
     def when_nothing_is_remote(self) -> list[Candidate]:
         """Local candidates for a forced remote prefill that has nothing to compute or nobody to do it."""
@@ -74,15 +74,15 @@ class Choices:
 
     # ------------------------------------------------------------ load and locality
 
-    def outstanding(self, worker: WorkerView) -> int:
+    def outstanding(self, worker: WorkerStatus) -> int:
         """Requests that the worker has in work or waiting: by its report, or ours if that is behind."""
-        return max(worker.load.running, self.state.in_flight.outstanding(worker.worker_id))
+        return max(worker.load.running, self.inputs.in_flight.outstanding(worker.worker_id))
 
-    def rested(self, worker: WorkerView) -> tuple[int, str]:
+    def rested(self, worker: WorkerStatus) -> tuple[int, str]:
         """Breaks ties: who was given something longest ago, then the smaller id."""
-        return self.state.in_flight.last_assigned(worker.worker_id), worker.worker_id
+        return self.inputs.in_flight.last_assigned(worker.worker_id), worker.worker_id
 
-    def matched_blocks(self, worker: WorkerView) -> int:
+    def matched_blocks(self, worker: WorkerStatus) -> int:
         """Leading blocks of the prompt that the worker has or could read from anywhere."""
         own = self.request.engine_blocks.get(worker.worker_id, 0)
         segments = self.request.segments_at(worker.host)
@@ -91,24 +91,24 @@ class Choices:
         )
         return min(max(own, stored), self.request.full_blocks)
 
-    def near_blocks(self, worker: WorkerView) -> int:
+    def near_blocks(self, worker: WorkerStatus) -> int:
         """Of those, the ones that stand in its engine or on a node of its host."""
         own = min(self.request.engine_blocks.get(worker.worker_id, 0), self.request.full_blocks)
         near = own
         for segment in self.request.segments_at(worker.host):
-            node = self.state.nodes.get(segment.node_id)
+            node = self.inputs.nodes.get(segment.node_id)
             if node is not None and node.host == worker.host and self._is_readable(node.node_id):
                 end = min(segment.start + segment.count, self.request.full_blocks)
                 near += max(0, end - max(own, segment.start))
         return near
 
-    def _has_place(self, worker: WorkerView) -> bool:
+    def _has_place(self, worker: WorkerStatus) -> bool:
         """It would not refuse one more, as far as we know: what others sent it, its report has too late."""
         places = worker.load.places
-        return not places or self.state.in_flight.outstanding(worker.worker_id) < places
+        return not places or self.inputs.in_flight.outstanding(worker.worker_id) < places
 
     def _is_readable(self, node_id: str) -> bool:
-        node = self.state.nodes.get(node_id)
+        node = self.inputs.nodes.get(node_id)
         return node is not None and node.state is not State.SUSPECT
 
     # ------------------------------------------------------------ the decision
@@ -117,7 +117,7 @@ class Choices:
         self,
         found: Sequence[Candidate],
         reason: str,
-        replicate: tuple[Replication, ...] = (),
+        replicate: tuple[PrefixReplication, ...] = (),
     ) -> Decision:
         """Serve as the first of `found` says, or refuse for the reason for which it was rejected.
 
@@ -125,20 +125,20 @@ class Choices:
             found: best first; none: there is no way at all to prefill.
             reason: why this one, unless the request left no choice.
         """
-        request, policy = self.request, self.state.policy
+        request, config = self.request, self.inputs.config
         if not found:
-            return refuse(request, "no_prefill_choice", policy.retry_after_s)
-        best, shown = found[0], tuple(found[: policy.max_candidates])
+            return refuse(request, "no_prefill_choice", config.retry_after_s)
+        best, shown = found[0], tuple(found[: config.max_candidates])
         if best.rejected:
             excess_s = best.ttft_s - request.ttft_s if best.rejected == "ttft_slo" else 0.0
-            retry_s = min(policy.max_retry_after_s, max(policy.retry_after_s, excess_s))
+            retry_s = min(config.max_retry_after_s, max(config.retry_after_s, excess_s))
             return refuse(request, best.rejected, retry_s, shown)
         if request.mode:
             reason = "forced" if request.mode == best.mode else "nothing_remote"
         target = None
         if best.mode == "disaggregated":
             new_blocks = request.full_blocks - best.reuse_blocks
-            host = self.state.workers[best.decode].host
+            host = self.inputs.workers[best.decode].host
             target = self.estimate.target_node(host, new_blocks)
         return Decision(
             request_id=request.request_id,
@@ -184,12 +184,12 @@ def refuse(
 
 
 def _eligible(
-    request: ScheduleRequest, state: ClusterView, roles: tuple[str, ...], pinned: str | None
-) -> list[WorkerView]:
+    request: ScheduleRequest, inputs: SchedulingInputs, roles: tuple[str, ...], pinned: str | None
+) -> list[WorkerStatus]:
     """Workers that may be given this request, in order of their ids."""
     return [
         worker
-        for _, worker in sorted(state.workers.items())
+        for _, worker in sorted(inputs.workers.items())
         if worker.state is State.LIVE
         and worker.role in roles
         and worker.namespace_id == request.namespace_id
@@ -198,5 +198,5 @@ def _eligible(
     ]
 
 
-def _fits(worker: WorkerView, tokens: int) -> bool:
+def _fits(worker: WorkerStatus, tokens: int) -> bool:
     return worker.max_model_tokens == 0 or worker.max_model_tokens >= tokens

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 
 from conductor.members.membership import State
-from conductor.scheduling.inputs import WorkerView
+from conductor.scheduling.inputs import WorkerStatus
 from conductor.scheduling.strategies.baselines import draw
 from conductor.scheduling.strategies.candidates import Choices
 from conductor.scheduling.strategies.ranked import Ranked, Stage
@@ -24,28 +24,28 @@ class Dynamo(Ranked):
     """See the module's docstring."""
 
     def order(
-        self, choices: Choices, workers: Sequence[WorkerView], stage: Stage
-    ) -> list[WorkerView]:
+        self, choices: Choices, workers: Sequence[WorkerStatus], stage: Stage
+    ) -> list[WorkerStatus]:
         costs = {w.worker_id: round(_cost(choices, w, stage), 6) for w in workers}
         least, most = min(costs.values(), default=0.0), max(costs.values(), default=0.0)
-        policy, request_id = choices.state.policy, choices.request.request_id
-        temperature = policy.dynamo.temperature
+        config, request_id = choices.inputs.config, choices.request.request_id
+        temperature = config.dynamo.temperature
         if temperature <= 0 or most <= least:
             return sorted(workers, key=lambda w: (costs[w.worker_id], *choices.rested(w)))
 
-        def drawn(worker: WorkerView) -> tuple[float, str]:
+        def drawn(worker: WorkerStatus) -> tuple[float, str]:
             # Gumbel's trick: sorting by cost / temperature + noise is drawing by softmax, one by one.
             normal = (costs[worker.worker_id] - least) / (most - least)
-            noise = math.log(-math.log(draw(policy.seed, request_id, stage, worker.worker_id)))
+            noise = math.log(-math.log(draw(config.seed, request_id, stage, worker.worker_id)))
             return normal / temperature + noise, worker.worker_id
 
         return sorted(workers, key=drawn)
 
 
-def _cost(choices: Choices, worker: WorkerView, stage: Stage) -> float:
+def _cost(choices: Choices, worker: WorkerStatus, stage: Stage) -> float:
     cost = 0.0
     if stage != "decode":
-        scale = choices.state.policy.dynamo.prefill_scale
+        scale = choices.inputs.config.dynamo.prefill_scale
         cost += scale * (_prefill_blocks(choices, worker) - _credit(choices, worker))
     if stage != "prefill":
         context = choices.estimate.decode_load(worker, 0.0)[1] + choices.request.prompt_tokens
@@ -53,21 +53,21 @@ def _cost(choices: Choices, worker: WorkerView, stage: Stage) -> float:
     return cost
 
 
-def _prefill_blocks(choices: Choices, worker: WorkerView) -> float:
+def _prefill_blocks(choices: Choices, worker: WorkerStatus) -> float:
     """All that it has to prefill with this request, reused or not, in blocks."""
     queued = max(
         worker.load.queued_prefill_tokens,
-        choices.state.in_flight.prefill_tokens(worker.worker_id),
+        choices.inputs.in_flight.prefill_tokens(worker.worker_id),
     )
     return (queued + choices.request.prompt_tokens) / choices.request.block_tokens
 
 
-def _credit(choices: Choices, worker: WorkerView) -> float:
-    request, options = choices.request, choices.state.policy.dynamo
+def _credit(choices: Choices, worker: WorkerStatus) -> float:
+    request, options = choices.request, choices.inputs.config.dynamo
     own = min(request.engine_blocks.get(worker.worker_id, 0), request.full_blocks)
     credit = options.engine_credit * own
     for segment in request.segments_at(worker.host):
-        node = choices.state.nodes.get(segment.node_id)
+        node = choices.inputs.nodes.get(segment.node_id)
         if node is None or node.state is State.SUSPECT:
             break  # what follows has no prefix
         end = min(segment.start + segment.count, request.full_blocks)

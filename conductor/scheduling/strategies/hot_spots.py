@@ -8,22 +8,22 @@ stand; the copy is for those that follow. Pure: it proposes, the gateway decides
 from __future__ import annotations
 
 from conductor.members.membership import State
-from conductor.scheduling.decision import Candidate, Replication
-from conductor.scheduling.inputs import NodeView
+from conductor.scheduling.decision import Candidate, PrefixReplication
+from conductor.scheduling.inputs import NodeStatus
 from conductor.scheduling.strategies.candidates import Choices
 
 MAX_RUNS = 4  # of one chain, each with a source of its own
 
 
-def replications(choices: Choices, best: Candidate) -> tuple[Replication, ...]:
+def prefix_replications(choices: Choices, best: Candidate) -> tuple[PrefixReplication, ...]:
     """Copies toward the host of the worker that `best` prefills on; none when they would not pay.
 
     They pay when the pool has more than `balancing_threshold` times what stands near that worker, reuse
     was chosen in spite of the distance, and fetching is predicted to take less than the queue that is
     avoided at the workers near the prefix.
     """
-    threshold = choices.state.policy.balancing_threshold
-    worker = choices.state.workers[best.prefill or best.decode]
+    threshold = choices.inputs.config.balancing_threshold
+    worker = choices.inputs.workers[best.prefill or best.decode]
     near = choices.near_blocks(worker)
     if threshold <= 0 or best.rejected or best.reuse_blocks <= max(near, 1) * threshold:
         return ()
@@ -39,15 +39,17 @@ def replications(choices: Choices, best: Candidate) -> tuple[Replication, ...]:
     return _runs(choices, worker.host, best.reuse_blocks)
 
 
-def _runs(choices: Choices, host: str, end: int) -> tuple[Replication, ...]:
+def _runs(choices: Choices, host: str, end: int) -> tuple[PrefixReplication, ...]:
     """The blocks before `end` that stand on other hosts, as far as a node on `host` has room for them."""
-    request, nodes = choices.request, choices.state.nodes
+    request, nodes = choices.request, choices.inputs.nodes
     here = [n for n in nodes.values() if n.host == host and n.state is State.LIVE]
-    target: NodeView | None = min(here, key=lambda n: (-n.room_bytes, n.node_id), default=None)
+    target: NodeStatus | None = min(
+        here, key=lambda n: (-n.available_bytes, n.node_id), default=None
+    )
     if target is None:
         return ()
-    room = target.room_bytes // request.block_bytes
-    runs: list[Replication] = []
+    room = target.available_bytes // request.block_bytes
+    runs: list[PrefixReplication] = []
     for segment in request.segments_at(host):
         count = min(segment.count, end - segment.start)
         source = nodes.get(segment.node_id)
@@ -58,5 +60,5 @@ def _runs(choices: Choices, host: str, end: int) -> tuple[Replication, ...]:
         if count > room or len(runs) == MAX_RUNS:
             break
         room -= count
-        runs.append(Replication(segment.node_id, target.node_id, segment.start, count))
+        runs.append(PrefixReplication(segment.node_id, target.node_id, segment.start, count))
     return tuple(runs)

@@ -8,16 +8,16 @@ decode worker. Decode workers are judged by the TPOT predicted for when the pref
 from __future__ import annotations
 
 from conductor.scheduling.decision import Candidate, Decision
-from conductor.scheduling.inputs import ClusterView, ScheduleRequest
+from conductor.scheduling.inputs import ScheduleRequest, SchedulingInputs
 from conductor.scheduling.strategies.candidates import Choices
-from conductor.scheduling.strategies.hot_spots import replications
+from conductor.scheduling.strategies.hot_spots import prefix_replications
 
 
 class KvCentric:
     """See the module's docstring."""
 
-    def decide(self, request: ScheduleRequest, state: ClusterView, now: float) -> Decision:
-        choices = Choices(request, state, now)
+    def decide(self, request: ScheduleRequest, inputs: SchedulingInputs, now: float) -> Decision:
+        choices = Choices(request, inputs, now)
         if choices.refusal is not None:
             return choices.refusal
         found: list[Candidate] = []
@@ -30,14 +30,14 @@ class KvCentric:
             found = choices.when_nothing_is_remote()
         rank = choices.estimate.rank
         found.sort(key=lambda c: (bool(c.rejected), c.decode not in short, *rank(c)))
-        copies = replications(choices, found[0]) if found else ()
+        copies = prefix_replications(choices, found[0]) if found else ()
         return choices.settle(found, "short" if short else "cost", copies)
 
 
 def _remote(choices: Choices) -> list[Candidate]:
     """Prefill elsewhere: every prefill worker with the best decode workers, or with all if need be."""
     ranked = sorted(choices.decoders, key=choices.estimate.decode_rank)
-    cut = choices.state.policy.decode_shortlist
+    cut = choices.inputs.config.decode_shortlist
     found: list[Candidate] = []
     for group in (ranked[:cut], ranked[cut:]):
         for decoder in group:

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Literal
 
 from conductor.scheduling.decision import Candidate, Decision
-from conductor.scheduling.inputs import ClusterView, ScheduleRequest, WorkerView
+from conductor.scheduling.inputs import ScheduleRequest, SchedulingInputs, WorkerStatus
 from conductor.scheduling.strategies.candidates import Choices
 
 Stage = Literal["prefill", "decode", "whole"]  # whole: prefill and decode on one worker
@@ -31,12 +31,12 @@ class Ranked(ABC):
 
     @abstractmethod
     def order(
-        self, choices: Choices, workers: Sequence[WorkerView], stage: Stage
-    ) -> list[WorkerView]:
+        self, choices: Choices, workers: Sequence[WorkerStatus], stage: Stage
+    ) -> list[WorkerStatus]:
         """The workers, best first. Equal states must give equal orders."""
 
-    def decide(self, request: ScheduleRequest, state: ClusterView, now: float) -> Decision:
-        choices = Choices(request, state, now)
+    def decide(self, request: ScheduleRequest, inputs: SchedulingInputs, now: float) -> Decision:
+        choices = Choices(request, inputs, now)
         if choices.refusal is not None:
             return choices.refusal
         rejected: list[Candidate] = []
@@ -54,7 +54,7 @@ class Ranked(ABC):
 
     def _in_order(self, choices: Choices) -> Iterator[Candidate]:
         """Every candidate that may be taken, in the order of preference; predicted when it is asked for."""
-        whole: list[WorkerView] = []
+        whole: list[WorkerStatus] = []
         if choices.may_be_local:
             whole = self.order(choices, choices.decoders, "whole")
         prefers_remote = any(worker.role == "prefill" for worker in choices.prefillers) and not (

@@ -23,7 +23,7 @@ _STRATEGIES: dict[str, Strategy] = {
 
 
 def register_strategy(name: str, strategy: Strategy) -> None:
-    """Make a strategy choosable by `Policy.strategy`.
+    """Make a strategy choosable by `SchedulerConfig.strategy`.
 
     Raises:
         ConfigError: the name is taken.
@@ -34,7 +34,7 @@ def register_strategy(name: str, strategy: Strategy) -> None:
 
 
 def strategies() -> list[str]:
-    """Names that `Policy.strategy` may have."""
+    """Names that `SchedulerConfig.strategy` may have."""
     return sorted(_STRATEGIES)
 
 

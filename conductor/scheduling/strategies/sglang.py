@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from conductor.scheduling.inputs import WorkerView
+from conductor.scheduling.inputs import WorkerStatus
 from conductor.scheduling.strategies.candidates import Choices
 from conductor.scheduling.strategies.ranked import Ranked, Stage
 
@@ -18,8 +18,8 @@ class Sglang(Ranked):
     """See the module's docstring. Decode workers that do not prefill are taken by their queues."""
 
     def order(
-        self, choices: Choices, workers: Sequence[WorkerView], stage: Stage
-    ) -> list[WorkerView]:
+        self, choices: Choices, workers: Sequence[WorkerStatus], stage: Stage
+    ) -> list[WorkerStatus]:
         queues = {worker.worker_id: choices.outstanding(worker) for worker in workers}
         if stage == "decode" or _is_imbalanced(choices, list(queues.values())):
             return sorted(workers, key=lambda w: (queues[w.worker_id], *choices.rested(w)))
@@ -34,7 +34,7 @@ class Sglang(Ranked):
 
 
 def _is_imbalanced(choices: Choices, queues: Sequence[int]) -> bool:
-    options = choices.state.policy.sglang
+    options = choices.inputs.config.sglang
     longest, shortest = max(queues, default=0), min(queues, default=0)
     return (
         longest - shortest > options.imbalance_requests

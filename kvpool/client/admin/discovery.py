@@ -44,9 +44,9 @@ async def standing(
         return []
     if not pool.has_conductor:
         return await _standing_at_one(pool, namespace, hashes, deadline)
-    request = m.Standing(namespace.namespace_id, pack_hashes(hashes))
+    request = m.CountCopies(namespace.namespace_id, pack_hashes(hashes))
     try:
-        reply: m.StandingReply = await pool.ask_conductor(request, timeout_s=time_left(deadline))
+        reply: m.CopyCounts = await pool.ask_conductor(request, timeout_s=time_left(deadline))
     except UnknownNamespace:
         await pool.register(namespace, timeout_s=time_left(deadline))
         reply = await pool.ask_conductor(request, timeout_s=time_left(deadline))

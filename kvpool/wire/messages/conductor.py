@@ -145,7 +145,7 @@ class ReportMiss(Message, frozen=True):
     hashes: bytes
 
 
-class Standing(Message, frozen=True):
+class CountCopies(Message, frozen=True):
     """On how many live nodes each block stands; unlike `Lookup` it does not end at the first gap.
 
     Nodes that drain do not count, for what stands there is about to go.
@@ -156,7 +156,7 @@ class Standing(Message, frozen=True):
     exclude: list[str] = []
 
 
-class StandingReply(Reply, frozen=True):
+class CopyCounts(Reply, frozen=True):
     """`copies` has one byte a block: how many nodes, 255 at most."""
 
     copies: bytes

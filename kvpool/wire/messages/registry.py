@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from kvpool.wire.messages.conductor import (
+    CopyCounts,
+    CountCopies,
     Lookup,
     LookupReply,
     MemberReply,
@@ -22,8 +24,6 @@ from kvpool.wire.messages.conductor import (
     RulesExplain,
     RulesExplanation,
     RulesReply,
-    Standing,
-    StandingReply,
     Tokenize,
     TokenizeReply,
     WorkerHeartbeat,
@@ -117,7 +117,7 @@ REPLIES: dict[type[Message], type[Reply]] = {
     WorkerLeave: Ok,
     Lookup: LookupReply,
     ReportMiss: Ok,
-    Standing: StandingReply,
+    CountCopies: CopyCounts,
     Nodes: NodesReply,
     Namespaces: NamespacesReply,
     Tokenize: TokenizeReply,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from conductor.cluster.cluster import MAX_MISSES, MAX_STANDING, Cluster
+from conductor.cluster.cluster import MAX_COUNTED, MAX_MISSES, Cluster
 from conductor.index.memory import MemoryIndex
 from conductor.members.membership import MembershipConfig
-from conductor.scheduling.scheduler import Policy
+from conductor.scheduling.scheduler import SchedulerConfig
 from kvpool.blocks.hashing import MAX_HASHES, pack_hashes
 from kvpool.errors import InvalidArgument
 from kvpool.wire import messages as m
@@ -21,7 +21,7 @@ def hashes(count: int) -> list[bytes]:
 
 
 def cluster_with(held: list[bytes]) -> Cluster:
-    cluster = Cluster("c", 1, MemoryIndex(), MembershipConfig(), Policy())
+    cluster = Cluster("c", 1, MemoryIndex(), MembershipConfig(), SchedulerConfig())
     cluster.node_join(m.NodeJoin(m.NodeDescriptor("n", 1, "h", "h:1"), [NAMESPACE]))
     stored = m.BlockEvent("stored", SPACE, pack_hashes(held), "dram")
     cluster.node_events(m.NodeEvents("n", 1, 1, [stored], snapshot=True, snapshot_end=True))
@@ -33,9 +33,9 @@ def test_a_question_about_more_blocks_than_a_message_may_name_is_refused() -> No
     with pytest.raises(InvalidArgument, match="at most"):
         cluster.lookup(m.Lookup(SPACE, bytes(16 * (MAX_HASHES + 1))))
     with pytest.raises(InvalidArgument, match="at most"):
-        cluster.standing(m.Standing(SPACE, bytes(16 * (MAX_STANDING + 1))))
-    assert cluster.standing(m.Standing(SPACE, bytes(16 * MAX_STANDING))).copies == bytes(
-        MAX_STANDING
+        cluster.count_copies(m.CountCopies(SPACE, bytes(16 * (MAX_COUNTED + 1))))
+    assert cluster.count_copies(m.CountCopies(SPACE, bytes(16 * MAX_COUNTED))).copies == bytes(
+        MAX_COUNTED
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 from conductor.cluster.cluster import Cluster
 from conductor.index.memory import MemoryIndex
 from conductor.members.membership import MembershipConfig
-from conductor.scheduling.scheduler import Policy
+from conductor.scheduling.scheduler import SchedulerConfig
 from kvpool.blocks.hashing import pack_hashes
 from kvpool.errors import UnknownNamespace
 from kvpool.wire import messages as m
@@ -20,7 +20,7 @@ OTHER_LAYOUT = msgspec.structs.replace(LAYOUT, layers=LAYOUT.layers + 1)
 
 def test_a_namespace_of_another_layout_keeps_no_node_out() -> None:
     """Anybody who may read can register one at a node, under the name of its own tenant."""
-    cluster = Cluster("c", 1, MemoryIndex(), MembershipConfig(), Policy())
+    cluster = Cluster("c", 1, MemoryIndex(), MembershipConfig(), SchedulerConfig())
     cluster.register_namespace(m.RegisterNamespace(NAMESPACE))
     contradicts = msgspec.structs.replace(NAMESPACE, layout=OTHER_LAYOUT)
     innocent = msgspec.structs.replace(NAMESPACE, model="tests/other")

@@ -12,7 +12,7 @@ import pytest
 from conductor.cluster.cluster import Cluster
 from conductor.index.memory import MemoryIndex
 from conductor.scheduling.decision import Decision
-from conductor.scheduling.scheduler import Policy
+from conductor.scheduling.scheduler import SchedulerConfig
 from kvpool.blocks.hashing import hash_chain, pack_hashes
 from kvpool.blocks.layout import Namespace
 from kvpool.errors import InvalidArgument
@@ -185,7 +185,7 @@ async def test_a_client_that_leaves_frees_the_worker_within_a_second(stream: boo
         await until(lambda: only.running == 0, "the worker is free", timeout_s=1.0)
         await until(lambda: running.gateway.active == 0, "the request is over", timeout_s=1.0)
         assert running.counters["requests:cancelled"] == 1
-        assert len(running.cluster.watches) == 0
+        assert len(running.cluster.peer_guard) == 0
         del reader
 
 
@@ -315,7 +315,7 @@ async def test_namespaces_come_in_pages_over_the_wire() -> None:
 
 async def test_a_request_that_never_ended_is_forgotten_by_the_sweep() -> None:
     now = 0.0
-    cluster = Cluster("c", 1, MemoryIndex(), MEMBERSHIP, Policy(), clock=lambda: now)
+    cluster = Cluster("c", 1, MemoryIndex(), MEMBERSHIP, SchedulerConfig(), clock=lambda: now)
     decision = Decision("r", "local", None, "w1", 0, None, 1.0, 0.1, "cost")
     cluster.in_flight.assigned(decision, now)
     now = 3599.0

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conductor.gateway.miss_reasons import Miss, differing, elsewhere, not_reused, unknown
-from conductor.index.block_history import LastNews, News
+from conductor.index.block_history import BlockHistory, LastEvent
 from kvpool.blocks.hashing import hash_chain, pack_hashes
 from kvpool.blocks.layout import Layout, Namespace
 from kvpool.errors import InvalidArgument
@@ -27,46 +27,46 @@ def event(kind: str, hashes: list[bytes]) -> m.BlockEvent:
 
 
 def test_the_last_news_of_a_block_is_remembered_with_who_said_it() -> None:
-    news = LastNews(1024)
-    news.heard("n1", [event("stored", CHAIN[:4])])
-    news.heard("n2", [event("stored", CHAIN[2:4]), event("removed", CHAIN[3:4])])
-    assert [news.of(h) for h in CHAIN[:5]] == [
-        News("stored", "n1"),
-        News("stored", "n1"),
-        News("stored", "n2"),
-        News("removed", "n2"),
+    history = BlockHistory(1024)
+    history.record("n1", [event("stored", CHAIN[:4])])
+    history.record("n2", [event("stored", CHAIN[2:4]), event("removed", CHAIN[3:4])])
+    assert [history.last_event(h) for h in CHAIN[:5]] == [
+        LastEvent("stored", "n1"),
+        LastEvent("stored", "n1"),
+        LastEvent("stored", "n2"),
+        LastEvent("removed", "n2"),
         None,
     ]
 
 
 def test_a_newer_block_takes_the_slot_of_an_older_one() -> None:
-    news = LastNews(1)
-    news.heard("n", [event("stored", [CHAIN[0]])])
-    news.heard("n", [event("stored", [CHAIN[1]])])
-    assert news.of(CHAIN[0]) is None
-    assert news.of(CHAIN[1]) == News("stored", "n")
+    history = BlockHistory(1)
+    history.record("n", [event("stored", [CHAIN[0]])])
+    history.record("n", [event("stored", [CHAIN[1]])])
+    assert history.last_event(CHAIN[0]) is None
+    assert history.last_event(CHAIN[1]) == LastEvent("stored", "n")
     with pytest.raises(InvalidArgument):
-        LastNews(0)
+        BlockHistory(0)
 
 
 def test_more_nodes_than_numbers_reuse_the_first_and_never_break() -> None:
-    news = LastNews(16)
+    history = BlockHistory(16)
     for number in range(1 << 14):
-        news.heard(f"n{number}", [])
-    news.heard("late", [event("stored", [CHAIN[0]])])
-    assert news.of(CHAIN[0]) == News("stored", "late")
+        history.record(f"n{number}", [])
+    history.record("late", [event("stored", [CHAIN[0]])])
+    assert history.last_event(CHAIN[0]) == LastEvent("stored", "late")
 
 
 @given(st.lists(st.tuples(st.sampled_from(["stored", "removed"]), st.integers(0, 7)), max_size=30))
 def test_what_is_remembered_is_never_older_than_the_last_event(
     happened: list[tuple[str, int]],
 ) -> None:
-    news, last = LastNews(4), {}
+    history, last = BlockHistory(4), {}
     for kind, number in happened:
-        news.heard("n", [event(kind, [CHAIN[number]])])
+        history.record("n", [event(kind, [CHAIN[number]])])
         last[number] = kind
     for number in range(8):
-        found = news.of(CHAIN[number])
+        found = history.last_event(CHAIN[number])
         assert found is None or found.kind == last[number]
 
 
@@ -75,10 +75,10 @@ def test_what_is_remembered_is_never_older_than_the_last_event(
 
 def test_blocks_that_the_index_lacks_are_told_apart_by_the_last_news() -> None:
     heard = {
-        CHAIN[1]: News("stored", "live"),
-        CHAIN[2]: News("removed", "live"),
-        CHAIN[3]: News("stored", "dead"),
-        CHAIN[4]: News("stored", "live"),
+        CHAIN[1]: LastEvent("stored", "live"),
+        CHAIN[2]: LastEvent("removed", "live"),
+        CHAIN[3]: LastEvent("stored", "dead"),
+        CHAIN[4]: LastEvent("stored", "live"),
     }
     found = unknown(CHAIN[:6], 1, heard.get, lambda node: node == "live")
     assert found == [

@@ -292,36 +292,36 @@ def test_a_forgotten_block_is_gone_from_every_node(index: Index) -> None:
 
 def test_a_suspect_copy_is_not_answered_until_its_time_has_passed(index: Index) -> None:
     index.apply("node-a", 1, stored(CHAIN))
-    index.suspect("node-a", NS, CHAIN[2], until=10.0)
+    index.record_miss("node-a", NS, CHAIN[2], until=10.0)
     assert index.leading_run(NS, CHAIN) == 2
-    assert index.expire_suspicions(9.9) == 0
+    assert index.expire_misses(9.9) == 0
     assert index.leading_run(NS, CHAIN) == 2
-    assert index.expire_suspicions(10.0) == 1
+    assert index.expire_misses(10.0) == 1
     assert index.leading_run(NS, CHAIN) == len(CHAIN)
 
 
 def test_suspicion_falls_on_one_node_and_on_all_its_tiers(index: Index) -> None:
     index.apply("node-a", 1, stored(CHAIN, "dram") + stored(CHAIN, "nvme"))
     index.apply("node-b", 1, stored(CHAIN, "nvme"))
-    index.suspect("node-a", NS, CHAIN[0], until=10.0)
+    index.record_miss("node-a", NS, CHAIN[0], until=10.0)
     assert index.holders(NS, CHAIN[:1]) == [(Holder("node-b", "nvme"),)]
 
 
 def test_a_new_stored_event_ends_suspicion(index: Index) -> None:
     index.apply("node-a", 1, stored(CHAIN))
-    index.suspect("node-a", NS, CHAIN[0], until=10.0)
+    index.record_miss("node-a", NS, CHAIN[0], until=10.0)
     index.apply("node-a", 1, stored(CHAIN[:1]))
     assert index.leading_run(NS, CHAIN) == len(CHAIN)
-    assert index.expire_suspicions(11.0) == 0
+    assert index.expire_misses(11.0) == 0
 
 
 def test_suspicion_can_be_prolonged(index: Index) -> None:
     index.apply("node-a", 1, stored(CHAIN))
-    index.suspect("node-a", NS, CHAIN[0], until=10.0)
-    index.suspect("node-a", NS, CHAIN[0], until=20.0)
-    assert index.expire_suspicions(15.0) == 0
+    index.record_miss("node-a", NS, CHAIN[0], until=10.0)
+    index.record_miss("node-a", NS, CHAIN[0], until=20.0)
+    assert index.expire_misses(15.0) == 0
     assert index.leading_run(NS, CHAIN) == 0
-    assert index.expire_suspicions(20.0) == 1
+    assert index.expire_misses(20.0) == 1
 
 
 # ------------------------------------------------------------ against a naive model
@@ -472,9 +472,9 @@ def test_entries_are_bounded_and_what_is_over_is_counted(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", sorted(BACKENDS))
 def test_suspicions_are_bounded(backend: str) -> None:
-    index = BACKENDS[backend](max_suspicions=2)
+    index = BACKENDS[backend](max_misses=2)
     index.apply("node-a", 1, stored(CHAIN))
     for i in range(3):
-        index.suspect("node-a", NS, CHAIN[i], until=10.0 + i)
+        index.record_miss("node-a", NS, CHAIN[i], until=10.0 + i)
     assert index.leading_run(NS, CHAIN) == 1
-    assert index.expire_suspicions(100.0) == 2
+    assert index.expire_misses(100.0) == 2

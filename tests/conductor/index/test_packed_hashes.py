@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conductor.index import packed_hashes
-from conductor.index.packed_hashes import CHUNK, HashBag
+from conductor.index.packed_hashes import CHUNK, PackedHashes
 
 
 def h(number: int) -> bytes:
@@ -34,7 +34,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @given(steps)
 def test_a_bag_holds_what_a_set_would(script: list[tuple[str, int]]) -> None:
-    bag, model = HashBag(), set[bytes]()
+    bag, model = PackedHashes(), set[bytes]()
     for step, number in script:
         if step == "tidy":
             bag.tidy()
@@ -54,7 +54,7 @@ def test_a_bag_holds_what_a_set_would(script: list[tuple[str, int]]) -> None:
 
 
 def test_what_is_added_and_removed_for_ever_takes_no_more_room() -> None:
-    bag = HashBag()
+    bag = PackedHashes()
     for number in range(20):
         bag.add(h(number))
     for life in range(2_000):
@@ -71,7 +71,7 @@ def test_what_is_added_and_removed_for_ever_takes_no_more_room() -> None:
 
 def test_the_cyclic_collector_has_nothing_to_look_at_in_what_is_full() -> None:
     """Else each full collection would look at every hash of the index."""
-    bag = HashBag()
+    bag = PackedHashes()
     hashes = [number.to_bytes(16, "big") for number in range(3 * CHUNK + 10)]
     for one in hashes:
         bag.add(one)

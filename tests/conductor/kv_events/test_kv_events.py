@@ -1,4 +1,4 @@
-"""Engines' KV events: every form in which they come, what follows from them, and how gaps are healed."""
+"""EngineFeeds' KV events: every form in which they come, what follows from them, and how gaps are healed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from conductor.kv_events.engine_blocks import EngineBlocks
 from conductor.kv_events.events import Cleared, Removed, Stored, parse_batch
-from conductor.kv_events.feeds import Engines
-from conductor.kv_events.subscriber import KvFeed
+from conductor.kv_events.feeds import EngineFeeds
+from conductor.kv_events.subscriber import KvEventSubscriber
 from kvpool.blocks.hashing import hash_chain
 from kvpool.blocks.layout import Layout, Namespace
 from kvpool.errors import ProtocolError
@@ -261,9 +261,11 @@ async def until(claim: Callable[[], bool], act: Callable[[], Any] | None = None)
 
 
 @pytest.fixture
-async def feed(publisher: Publisher) -> AsyncIterator[KvFeed]:
+async def feed(publisher: Publisher) -> AsyncIterator[KvEventSubscriber]:
     counters: Counter[str] = Counter()
-    feed = KvFeed("e", publisher.endpoint, publisher.replays, EngineBlocks(SPACE), counters)
+    feed = KvEventSubscriber(
+        "e", publisher.endpoint, publisher.replays, EngineBlocks(SPACE), counters
+    )
     assert not counters
     task = asyncio.create_task(feed.run())
     yield feed
@@ -276,7 +278,7 @@ def nothing(publisher: Publisher) -> Callable[[], Any]:
 
 
 async def test_what_was_published_before_is_replayed_and_later_events_follow(
-    publisher: Publisher, feed: KvFeed
+    publisher: Publisher, feed: KvEventSubscriber
 ) -> None:
     await publisher.page(0)  # nobody listens yet
     await until(lambda: feed.blocks.leading(CHAIN) == 1, nothing(publisher))
@@ -287,7 +289,7 @@ async def test_what_was_published_before_is_replayed_and_later_events_follow(
     assert feed.is_synchronised
 
 
-async def test_a_gap_is_healed_by_replay(publisher: Publisher, feed: KvFeed) -> None:
+async def test_a_gap_is_healed_by_replay(publisher: Publisher, feed: KvEventSubscriber) -> None:
     await until(lambda: feed.is_synchronised, nothing(publisher))
     await publisher.page(0, is_lost=True)
     await publisher.page(1)
@@ -297,7 +299,7 @@ async def test_a_gap_is_healed_by_replay(publisher: Publisher, feed: KvFeed) -> 
 
 async def test_a_gap_that_cannot_be_healed_clears_the_engine(publisher: Publisher) -> None:
     counters: Counter[str] = Counter()
-    feed = KvFeed("e", publisher.endpoint, "", EngineBlocks(SPACE), counters)
+    feed = KvEventSubscriber("e", publisher.endpoint, "", EngineBlocks(SPACE), counters)
     task = asyncio.create_task(feed.run())
     try:
         await until(lambda: feed.is_synchronised, nothing(publisher))
@@ -313,7 +315,7 @@ async def test_a_gap_that_cannot_be_healed_clears_the_engine(publisher: Publishe
 
 
 async def test_unreadable_events_void_what_is_known_and_are_healed(
-    publisher: Publisher, feed: KvFeed
+    publisher: Publisher, feed: KvEventSubscriber
 ) -> None:
     await publisher.page(0)
     await until(lambda: feed.blocks.leading(CHAIN) == 1, nothing(publisher))
@@ -323,7 +325,9 @@ async def test_unreadable_events_void_what_is_known_and_are_healed(
     await until(lambda: feed.blocks.leading(CHAIN) == 1, nothing(publisher))
 
 
-async def test_a_restarted_publisher_is_noticed(publisher: Publisher, feed: KvFeed) -> None:
+async def test_a_restarted_publisher_is_noticed(
+    publisher: Publisher, feed: KvEventSubscriber
+) -> None:
     await publisher.page(0)
     await publisher.page(1)
     await until(lambda: feed.blocks.leading(CHAIN) == 2, nothing(publisher))
@@ -333,7 +337,7 @@ async def test_a_restarted_publisher_is_noticed(publisher: Publisher, feed: KvFe
 
 
 async def test_engines_are_followed_while_they_are_members(publisher: Publisher) -> None:
-    engines = Engines()
+    engines = EngineFeeds()
     worker = m.WorkerDescriptor(
         *("w", 1, "both", "h", "a", SPACE, "model", 100),
         kv_events=publisher.endpoint,

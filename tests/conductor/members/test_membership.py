@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.members.membership import Membership, MembershipConfig, State, Verdict
+from conductor.members.membership import BatchAction, Membership, MembershipConfig, State
 from kvpool.errors import InvalidArgument, NotFound, StaleEpoch
 
 CONFIG = MembershipConfig(
@@ -64,7 +64,7 @@ def test_a_dead_member_is_asked_to_join_again() -> None:
     members = pool("a", "b")
     run(members, 1, 12, ("a",))
     assert members.heartbeat("b", 1, 12.0) is True
-    assert members.receive_events("b", 1, 9, 12.0) == Verdict(resync=True)
+    assert members.receive_events("b", 1, 9, 12.0) == BatchAction(resync=True)
     members.join("b", 1, "b", 12.0)
     assert state_of(members, "b") is State.LIVE
 
@@ -173,33 +173,33 @@ def test_the_epoch_of_one_that_left_stays_known() -> None:
 def test_batches_in_order_are_applied_and_repetitions_ignored() -> None:
     members = pool("a")
     first = members.receive_events("a", 1, 1, 0.0, snapshot=True)
-    assert first == Verdict(apply=True)
+    assert first == BatchAction(apply=True)
     last = members.receive_events("a", 1, 2, 0.0, snapshot=True, snapshot_end=True)
-    assert last == Verdict(apply=True, end_snapshot=True)
-    assert members.receive_events("a", 1, 3, 0.0) == Verdict(apply=True)
-    assert members.receive_events("a", 1, 3, 0.0) == Verdict()
-    assert members.receive_events("a", 1, 2, 0.0) == Verdict()
+    assert last == BatchAction(apply=True, end_snapshot=True)
+    assert members.receive_events("a", 1, 3, 0.0) == BatchAction(apply=True)
+    assert members.receive_events("a", 1, 3, 0.0) == BatchAction()
+    assert members.receive_events("a", 1, 2, 0.0) == BatchAction()
 
 
 def test_a_gap_asks_for_resync_until_the_node_joins_again() -> None:
     members = pool("a")
     members.receive_events("a", 1, 1, 0.0)
-    assert members.receive_events("a", 1, 3, 0.0) == Verdict(resync=True)
-    assert members.receive_events("a", 1, 4, 0.0) == Verdict(resync=True)
+    assert members.receive_events("a", 1, 3, 0.0) == BatchAction(resync=True)
+    assert members.receive_events("a", 1, 4, 0.0) == BatchAction(resync=True)
     members.join("a", 1, "a", 1.0)
-    verdict = members.receive_events("a", 1, 5, 1.0, snapshot=True, snapshot_end=True)
-    assert verdict == Verdict(apply=True, end_snapshot=True)
+    action = members.receive_events("a", 1, 5, 1.0, snapshot=True, snapshot_end=True)
+    assert action == BatchAction(apply=True, end_snapshot=True)
 
 
 def test_a_report_that_nobody_asked_for_begins_a_snapshot() -> None:
     members = pool("a")
     members.receive_events("a", 1, 1, 0.0, snapshot=True, snapshot_end=True)
     begun = members.receive_events("a", 1, 2, 0.0, snapshot=True)
-    assert begun == Verdict(begin_snapshot=True, apply=True)
+    assert begun == BatchAction(begin_snapshot=True, apply=True)
     between = members.receive_events("a", 1, 3, 0.0)
-    assert between == Verdict(apply=True)
+    assert between == BatchAction(apply=True)
     ended = members.receive_events("a", 1, 4, 0.0, snapshot=True, snapshot_end=True)
-    assert ended == Verdict(apply=True, end_snapshot=True)
+    assert ended == BatchAction(apply=True, end_snapshot=True)
 
 
 def test_a_heartbeat_that_overtakes_its_batch_is_no_gap_but_a_lost_batch_is() -> None:

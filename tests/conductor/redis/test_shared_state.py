@@ -8,9 +8,9 @@ import pytest
 
 from conductor.index.memory import MemoryIndex
 from conductor.members.membership import MembershipConfig, State
-from conductor.redis.client import RedisLink
+from conductor.redis.client import RedisClient
 from conductor.redis.shared_state import SharedCluster
-from conductor.scheduling.scheduler import Policy
+from conductor.scheduling.scheduler import SchedulerConfig
 from kvpool.blocks.hashing import pack_hashes
 from kvpool.blocks.layout import Layout, Namespace
 from kvpool.errors import LayoutMismatch, UnknownNamespace
@@ -32,13 +32,20 @@ class Clock:
 class Two:
     """Conductors `a` and `b`, and a clock that stands until `tick`."""
 
-    def __init__(self, links: tuple[RedisLink, RedisLink], pool: str) -> None:
+    def __init__(self, clients: tuple[RedisClient, RedisClient], pool: str) -> None:
         self.clock = Clock()
         self.a, self.b = (
             SharedCluster(
-                name, 1, MemoryIndex(), LIMITS, Policy(), link, pool=pool, clock=self.clock
+                name,
+                1,
+                MemoryIndex(),
+                LIMITS,
+                SchedulerConfig(),
+                client,
+                pool=pool,
+                clock=self.clock,
             )
-            for name, link in zip("ab", links, strict=True)
+            for name, client in zip("ab", clients, strict=True)
         )
 
     async def tick(self, seconds: float = 0.0) -> None:
@@ -50,13 +57,13 @@ class Two:
 
 @pytest.fixture
 async def two() -> AsyncIterator[Two]:
-    links = (
-        RedisLink(valkey.standalone(), timeout_s=5),
-        RedisLink(valkey.standalone(), timeout_s=5),
+    clients = (
+        RedisClient(valkey.standalone(), timeout_s=5),
+        RedisClient(valkey.standalone(), timeout_s=5),
     )
-    yield Two(links, valkey.new_pool())
-    for link in links:
-        await link.close()
+    yield Two(clients, valkey.new_pool())
+    for client in clients:
+        await client.close()
 
 
 def node(epoch: int = 1) -> m.NodeJoin:
@@ -95,7 +102,7 @@ async def test_a_member_of_one_conductor_is_a_member_of_the_other(two: Two) -> N
     await two.tick()
     assert (await two.b.answer_lookup(look())).found == len(CHAIN)
     assert two.b.index_blocks() == two.b.stats().index_blocks == len(CHAIN)
-    assert two.b.view().workers["w"].load == load
+    assert two.b.scheduling_inputs().workers["w"].load == load
     assert two.b.node_list().nodes[0].descriptor == node().descriptor
 
 
@@ -148,7 +155,7 @@ async def test_silence_is_seen_by_all_and_death_is_agreed_on(two: Two) -> None:
     await two.tick(25)
     await two.tick()
     assert len(two.a.nodes) == len(two.b.nodes) == 0
-    assert two.a.shared.blocks() == 0
+    assert two.a.shared_index.blocks() == 0
 
 
 async def test_a_conductor_that_is_gone_takes_no_member_with_it(two: Two) -> None:
@@ -165,7 +172,7 @@ async def test_a_conductor_that_is_gone_takes_no_member_with_it(two: Two) -> Non
         await two.b.tend()
     assert [n.state for n in two.b.nodes] == [State.LIVE]
     assert (await two.b.answer_lookup(look())).found == len(CHAIN)
-    assert two.b.board.conductors == [""]  # `a` is no longer listed
+    assert two.b.shared_members.conductors == [""]  # `a` is no longer listed
 
 
 async def test_goodbye_to_one_conductor_is_goodbye_to_all(two: Two) -> None:
@@ -194,7 +201,7 @@ async def test_draining_told_to_another_conductor_reaches_all(two: Two) -> None:
 async def test_what_redis_missed_ends_in_a_full_report(two: Two) -> None:
     await two.a.join_node(node())
     await two.a.take_events(report(1, CHAIN[:2]))
-    two.a.link._failed("test")
+    two.a.redis._failed("test")
     reply = await two.a.take_events(report(2, CHAIN[:1], kind="removed"))
     assert not reply.resync  # there is nobody to report to
     assert "Redis is down" in two.a.notice()

@@ -95,9 +95,9 @@ def test_both_objectives_missed_moves_nothing_and_asks_for_more_of_both() -> Non
     controller = RoleController(LIMITS)
     feed(controller, 0.0, late=5, slow=5)
     controller.step(pool(), 0.0)
-    verdict = controller.step(pool(), 5.0)
-    assert verdict.move is None
-    assert {(a.role, a.change) for a in verdict.advice} == {("prefill", 1), ("decode", 2)}
+    decision = controller.step(pool(), 5.0)
+    assert decision.move is None
+    assert {(a.role, a.change) for a in decision.advice} == {("prefill", 1), ("decode", 2)}
 
 
 def test_an_idle_pool_that_meets_its_objectives_may_shrink_but_never_to_nothing() -> None:
@@ -114,9 +114,9 @@ def test_few_requests_say_nothing() -> None:
     controller = RoleController(LIMITS)
     feed(controller, 0.0, late=4)
     controller.step(pool(), 0.0)
-    verdict = controller.step(pool(), 5.0)
-    assert (verdict.move, verdict.advice) == (None, ())
-    assert verdict.requests == 4
+    decision = controller.step(pool(), 5.0)
+    assert (decision.move, decision.advice) == (None, ())
+    assert decision.requests == 4
 
 
 @given(

@@ -13,7 +13,7 @@ from conductor.members.membership import State
 from conductor.routing.rules import Facts, RoutingRules, choose, draw, parse_rules
 from conductor.routing.rules_file import RulesFile
 from conductor.routing.service import RulesService, pool_facts
-from conductor.scheduling.inputs import ClusterView, WorkerView
+from conductor.scheduling.inputs import SchedulingInputs, WorkerStatus
 from kvpool.errors import ConfigError, InvalidArgument
 from kvpool.wire import messages as m
 
@@ -176,21 +176,21 @@ def test_a_rollback_serves_everything_aggregated_until_it_ends() -> None:
 
 
 def test_an_explanation_is_about_the_pool_as_it_is_and_counts_nothing() -> None:
-    def worker(worker_id: str, role: str, queued: int, running: int) -> WorkerView:
+    def worker(worker_id: str, role: str, queued: int, running: int) -> WorkerStatus:
         load = m.WorkerLoad(running, queued, 0, 0, 1000.0, 0.0, places=4)
-        return WorkerView(worker_id, role, "h", b"n", load=load)
+        return WorkerStatus(worker_id, role, "h", b"n", load=load)
 
-    dead = WorkerView("d", "prefill", "h", b"n", State.SUSPECT)
+    dead = WorkerStatus("d", "prefill", "h", b"n", State.SUSPECT)
     workers = [worker("p", "prefill", 3000, 1), worker("q", "prefill", 2000, 1), dead]
     workers += [worker("r", "decode", 0, 3), worker("s", "decode", 0, 1)]
-    view = ClusterView({w.worker_id: w for w in workers}, {})
-    facts = pool_facts(view, Facts(prompt_tokens=10))
+    inputs = SchedulingInputs({w.worker_id: w for w in workers}, {})
+    facts = pool_facts(inputs, Facts(prompt_tokens=10))
     assert facts.queue_tokens == 2000
     assert facts.decode_pressure == 0.5
     assert 1 < facts.queue_wait_s < 10
     holder = RulesFile()
     holder.replace("fallback: {max_prefill_queue_tokens: 1999}")
-    verdict = RulesService(holder).explain(m.RulesExplain(prompt_tokens=10), view)
+    verdict = RulesService(holder).explain(m.RulesExplain(prompt_tokens=10), inputs)
     assert verdict.mode == "local"
     assert verdict.checks == [m.RulesCheck("fallback.max_prefill_queue_tokens", 2000, 1999, False)]
     assert "routing:local:fallback.max_prefill_queue_tokens" not in holder.counters

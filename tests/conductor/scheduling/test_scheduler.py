@@ -13,9 +13,9 @@ from conductor.scheduling.cost_model import CostModel, LinkProfile
 from conductor.scheduling.decision import Decision
 from conductor.scheduling.in_flight import InFlight
 from conductor.scheduling.scheduler import (
-    ClusterView,
-    NodeView,
+    NodeStatus,
     ScheduleRequest,
+    SchedulingInputs,
     refuse,
     register_strategy,
     schedule,
@@ -29,10 +29,10 @@ from tests.support.clusters import (
     GIB,
     PROFILE,
     busy,
+    inputs_of,
     measured,
     pool_has,
     request,
-    view,
     worker,
 )
 
@@ -43,7 +43,7 @@ PD = (worker("p1", "prefill"), worker("p2", "prefill"), worker("d1", "decode", "
 
 
 def test_an_idle_cluster_prefills_on_the_decode_worker() -> None:
-    decision = schedule(request(), view(PD), 0.0)
+    decision = schedule(request(), inputs_of(PD), 0.0)
     assert (decision.mode, decision.prefill, decision.decode) == ("local", None, "d1")
     assert decision.ttft_s == pytest.approx(1.034, rel=0.01)
 
@@ -51,14 +51,14 @@ def test_an_idle_cluster_prefills_on_the_decode_worker() -> None:
 def test_prefill_goes_elsewhere_when_the_decode_worker_has_a_queue() -> None:
     slow = replace(PD[2], load=busy(queued_prefill_tokens=10_000, prefill_tokens_per_s=1000.0))
     queued = replace(PD[0], load=busy(queued_prefill_tokens=20_000, prefill_tokens_per_s=1000.0))
-    decision = schedule(request(), view([queued, PD[1], slow]), 0.0)
+    decision = schedule(request(), inputs_of([queued, PD[1], slow]), 0.0)
     assert (decision.mode, decision.prefill, decision.decode) == ("disaggregated", "p2", "d1")
     assert decision.target_node == "n2"
 
 
 def test_prefill_goes_elsewhere_when_it_would_stall_running_decodes() -> None:
     decoding = replace(PD[2], load=busy(decode_sequences=8, decode_context_tokens=8000))
-    state = measured(view([PD[0], decoding]))
+    state = measured(inputs_of([PD[0], decoding]))
     decision = schedule(request(tpot_s=0.02), state, 0.0)
     assert decision.mode == "disaggregated"
     local = next(c for c in decision.candidates if c.mode == "local")
@@ -76,7 +76,7 @@ def test_what_a_local_prefill_costs_those_who_decode_there_counts_against_it() -
         (40, 0.1, "disaggregated"),
     ):
         load = busy(decode_sequences=sequences, decode_context_tokens=1000 * sequences)
-        state = view([*queued, replace(PD[2], load=load)], stall_weight=weight)
+        state = inputs_of([*queued, replace(PD[2], load=load)], stall_weight=weight)
         decision = schedule(request(), state, 0.0)
         assert decision.mode == mode, (sequences, weight)
         local = next(c for c in decision.candidates if c.mode == "local")
@@ -88,7 +88,7 @@ def test_what_a_local_prefill_costs_those_who_decode_there_counts_against_it() -
 def test_a_prefill_for_another_worker_stalls_those_who_decode_where_it_is_computed() -> None:
     load = busy(decode_sequences=8, decode_context_tokens=8000)
     both = worker("b1", "both", load=load)
-    state = view([both, PD[0], PD[2]], stall_weight=0.1)
+    state = inputs_of([both, PD[0], PD[2]], stall_weight=0.1)
     found = schedule(request(mode="disaggregated", pin_decode="d1"), state, 0.0).candidates
     stalls = {c.prefill: c.stalls_s for c in found}
     assert stalls["b1"] == pytest.approx(8 * 1.024, rel=0.01)
@@ -103,7 +103,7 @@ def test_a_link_slower_than_the_prefill_is_charged_with_all_that_lags_behind() -
         (1e9, 1e-3 + size / 30 / 1e9),
         (1e7, 1e-3 + size / 1e7 - 1.024 * 29 / 30),
     ):
-        state = view(PD[1:])
+        state = inputs_of(PD[1:])
         state = replace(state, cost=CostModel(replace(PROFILE, other_host=LinkProfile(1e-3, rate))))
         decision = schedule(replace(one, mode="disaggregated"), state, 0.0)
         assert decision.candidates[0].send_s == pytest.approx(shown_s, rel=0.01)
@@ -113,7 +113,7 @@ def test_a_link_slower_than_the_prefill_is_charged_with_all_that_lags_behind() -
 
 def test_a_queue_is_worked_off_as_its_report_ages() -> None:
     load = busy(queued_prefill_tokens=5000, prefill_tokens_per_s=1000.0)
-    state = view([worker("w", load=load, reported_at=100.0)])
+    state = inputs_of([worker("w", load=load, reported_at=100.0)])
     assert schedule(request(), state, 100.0).candidates[0].queue_s == pytest.approx(5.0)
     assert schedule(request(), state, 103.0).candidates[0].queue_s == pytest.approx(2.0)
     assert schedule(request(), state, 200.0).candidates[0].queue_s == 0.0
@@ -121,7 +121,7 @@ def test_a_queue_is_worked_off_as_its_report_ages() -> None:
 
 def test_a_short_rest_is_prefilled_locally_whatever_it_costs() -> None:
     slow = replace(PD[2], load=busy(queued_prefill_tokens=10_000, prefill_tokens_per_s=1000.0))
-    state = view([PD[0], slow], min_remote_prefill_tokens=256)
+    state = inputs_of([PD[0], slow], min_remote_prefill_tokens=256)
     short = schedule(request(segments=pool_has(14)), state, 0.0)
     assert (short.mode, short.reason) == ("local", "short")
     assert schedule(request(), state, 0.0).mode == "disaggregated"
@@ -129,7 +129,7 @@ def test_a_short_rest_is_prefilled_locally_whatever_it_costs() -> None:
 
 def test_a_short_rest_goes_elsewhere_when_locally_it_misses_the_objective() -> None:
     queued = replace(PD[2], load=busy(queued_prefill_tokens=100, prefill_tokens_per_s=1000.0))
-    state = measured(view([PD[0], queued], min_remote_prefill_tokens=256))
+    state = measured(inputs_of([PD[0], queued], min_remote_prefill_tokens=256))
     assert schedule(request(blocks=2), state, 0.0).reason == "short"
     decision = schedule(request(blocks=2, ttft_s=0.2), state, 0.0)
     assert (decision.mode, decision.reason) == ("disaggregated", "cost")
@@ -139,7 +139,7 @@ def test_a_short_rest_goes_elsewhere_when_locally_it_misses_the_objective() -> N
 
 
 def test_the_prefix_in_the_pool_is_reused_when_fetching_is_cheaper() -> None:
-    decision = schedule(request(segments=pool_has(10)), view(PD), 0.0)
+    decision = schedule(request(segments=pool_has(10)), inputs_of(PD), 0.0)
     assert decision.reuse_blocks == 10
     best = decision.candidates[0]
     assert best.prefill_s == pytest.approx((6 * BLOCK + 10) * 1e-3, rel=0.01)
@@ -147,7 +147,7 @@ def test_the_prefix_in_the_pool_is_reused_when_fetching_is_cheaper() -> None:
 
 
 def test_reuse_is_declined_when_fetching_costs_more_than_computing() -> None:
-    state = view(PD)
+    state = inputs_of(PD)
     slow_link = replace(PROFILE, other_host=LinkProfile(1e-3, 1e6))
     state = replace(state, cost=CostModel(slow_link))
     decision = schedule(request(segments=pool_has(10)), state, 0.0)
@@ -157,14 +157,14 @@ def test_reuse_is_declined_when_fetching_costs_more_than_computing() -> None:
 
 def test_reuse_can_be_insisted_on_whatever_it_costs() -> None:
     slow_link = replace(PROFILE, other_host=LinkProfile(1e-3, 1e6))
-    insists = replace(view(PD).policy, always_reuse=True)
-    state = replace(view(PD), cost=CostModel(slow_link), policy=insists)
+    insists = replace(inputs_of(PD).config, always_reuse=True)
+    state = replace(inputs_of(PD), cost=CostModel(slow_link), config=insists)
     assert schedule(request(segments=pool_has(10)), state, 0.0).reuse_blocks == 10
 
 
 def test_only_the_segment_that_pays_is_reused() -> None:
     slow_link = replace(PROFILE, other_host=LinkProfile(1e-3, 1e6))
-    state = replace(view(PD), cost=CostModel(slow_link))
+    state = replace(inputs_of(PD), cost=CostModel(slow_link))
     segments = {"h2": [Segment("n2", 0, 6, "dram"), Segment("n1", 6, 6, "dram")]}
     assert schedule(request(segments=segments), state, 0.0).reuse_blocks == 6
 
@@ -172,41 +172,41 @@ def test_only_the_segment_that_pays_is_reused() -> None:
 def test_a_disk_is_priced_as_its_node_measured_it() -> None:
     segments = pool_has(10, tier="nvme")
     slow_s = 10 * BLOCK_BYTES / 1e9
-    fast = [NodeView("n1", "h1", GIB, read_bytes_per_s={"nvme": 1e9})]
-    decision = schedule(request(segments=segments), view(PD, fast), 0.0)
+    fast = [NodeStatus("n1", "h1", GIB, read_bytes_per_s={"nvme": 1e9})]
+    decision = schedule(request(segments=segments), inputs_of(PD, fast), 0.0)
     assert decision.reuse_blocks == 10
     assert decision.candidates[0].fetch_s == pytest.approx(1e-3 + 2 * slow_s, rel=0.01)
     busy_disk = [replace(fast[0], queued_read_bytes=10 * BLOCK_BYTES)]
-    decision = schedule(request(segments=segments), view(PD, busy_disk), 0.0)
+    decision = schedule(request(segments=segments), inputs_of(PD, busy_disk), 0.0)
     assert decision.candidates[0].fetch_s == pytest.approx(1e-3 + 3 * slow_s, rel=0.01)
-    slow = [NodeView("n1", "h1", GIB, read_bytes_per_s={"nvme": 1e6})]
-    assert schedule(request(segments=segments), view(PD, slow), 0.0).reuse_blocks == 0
+    slow = [NodeStatus("n1", "h1", GIB, read_bytes_per_s={"nvme": 1e6})]
+    assert schedule(request(segments=segments), inputs_of(PD, slow), 0.0).reuse_blocks == 0
 
 
 def test_what_stands_in_memory_is_reused_though_the_rest_lies_on_a_slow_disk() -> None:
-    slow = [NodeView("n1", "h1", GIB, read_bytes_per_s={"nvme": 1e6})]
+    slow = [NodeStatus("n1", "h1", GIB, read_bytes_per_s={"nvme": 1e6})]
     segments = {"": [Segment("n1", 0, 10, "nvme", ready=7)]}
-    decision = schedule(request(segments=segments), view(PD, slow), 0.0)
+    decision = schedule(request(segments=segments), inputs_of(PD, slow), 0.0)
     assert decision.reuse_blocks == 7
     assert decision.candidates[0].fetch_s == pytest.approx(1e-3 + 7 * BLOCK_BYTES / 1e9, rel=0.01)
 
 
 def test_a_worker_that_has_the_prefix_itself_fetches_nothing() -> None:
     workers = [worker("d1", "decode"), worker("d2", "decode")]
-    decision = schedule(request(engine_blocks={"d2": 12}), view(workers), 0.0)
+    decision = schedule(request(engine_blocks={"d2": 12}), inputs_of(workers), 0.0)
     assert (decision.decode, decision.reuse_blocks) == ("d2", 12)
     assert decision.candidates[0].fetch_s == 0.0
 
 
 def test_a_whole_prompt_in_the_pool_still_computes_its_last_token() -> None:
-    decision = schedule(request(blocks=16, tail=0, segments=pool_has(16)), view(PD), 0.0)
+    decision = schedule(request(blocks=16, tail=0, segments=pool_has(16)), inputs_of(PD), 0.0)
     assert (decision.mode, decision.reuse_blocks) == ("local", 15)
 
 
 def test_segments_of_a_silent_node_and_what_follows_are_not_reused() -> None:
-    nodes = [NodeView("n1", "h1", GIB, State.SUSPECT), NodeView("n2", "h2", GIB)]
+    nodes = [NodeStatus("n1", "h1", GIB, State.SUSPECT), NodeStatus("n2", "h2", GIB)]
     segments = {"": [Segment("n1", 0, 5, "dram"), Segment("n2", 5, 5, "dram")]}
-    assert schedule(request(segments=segments), view(PD, nodes), 0.0).reuse_blocks == 0
+    assert schedule(request(segments=segments), inputs_of(PD, nodes), 0.0).reuse_blocks == 0
 
 
 # ------------------------------------------------------------ where to decode, where to reserve
@@ -214,14 +214,14 @@ def test_segments_of_a_silent_node_and_what_follows_are_not_reused() -> None:
 
 def test_the_least_burdened_decode_worker_is_chosen() -> None:
     loaded = worker("d1", "decode", load=busy(decode_sequences=20, decode_context_tokens=9000))
-    decision = schedule(request(), view([loaded, worker("d2", "decode")]), 0.0)
+    decision = schedule(request(), inputs_of([loaded, worker("d2", "decode")]), 0.0)
     assert decision.decode == "d2"
 
 
 def test_a_worker_with_all_its_places_taken_is_given_nothing_more() -> None:
     in_flight = InFlight()
     load = busy(places=2)
-    state = view([worker(f"d{i}", "decode", load=load) for i in range(2)], in_flight=in_flight)
+    state = inputs_of([worker(f"d{i}", "decode", load=load) for i in range(2)], in_flight=in_flight)
     for number in range(4):
         decision = schedule(request(request_id=str(number)), state, 0.0)
         assert not decision.is_refused
@@ -236,7 +236,7 @@ def test_a_worker_with_all_its_places_taken_is_given_nothing_more() -> None:
 
 def test_equal_requests_rotate_over_equal_workers() -> None:
     in_flight = InFlight()
-    state = view([worker(f"d{i}", "decode") for i in range(3)], in_flight=in_flight)
+    state = inputs_of([worker(f"d{i}", "decode") for i in range(3)], in_flight=in_flight)
     chosen = []
     for number in range(6):
         decision = schedule(request(request_id=str(number)), state, float(number * 100))
@@ -250,7 +250,7 @@ def test_prefill_and_decode_workers_rotate_each_on_their_own() -> None:
     in_flight = InFlight()
     prefillers = [worker(f"p{i}", "prefill") for i in range(2)]
     decoders = [worker(f"d{i}", "decode") for i in range(3)]
-    state = view([*prefillers, *decoders], in_flight=in_flight)
+    state = inputs_of([*prefillers, *decoders], in_flight=in_flight)
     chosen = []
     for number in range(6):
         one = request(request_id=str(number), mode="disaggregated")
@@ -264,7 +264,7 @@ def test_prefill_and_decode_workers_rotate_each_on_their_own() -> None:
 
 def test_what_was_sent_and_not_reported_yet_counts_as_queue() -> None:
     in_flight = InFlight()
-    state = view([worker("d1", "decode"), worker("d2", "decode")], in_flight=in_flight)
+    state = inputs_of([worker("d1", "decode"), worker("d2", "decode")], in_flight=in_flight)
     first = schedule(request(request_id="1"), state, 0.0)
     in_flight.assigned(first, 0.0)
     second = schedule(request(request_id="2"), state, 0.0)
@@ -275,36 +275,40 @@ def test_what_was_sent_and_not_reported_yet_counts_as_queue() -> None:
 
 def test_work_that_the_worker_has_reported_is_not_counted_twice() -> None:
     in_flight = InFlight()
-    state = view([worker("d1", "decode")], in_flight=in_flight)
+    state = inputs_of([worker("d1", "decode")], in_flight=in_flight)
     first = schedule(request(request_id="1"), state, 0.0)
     in_flight.assigned(first, 0.0)
     load = busy(queued_prefill_tokens=1034, prefill_tokens_per_s=1000.0)
-    reported = view([worker("d1", "decode", load=load, reported_at=0.1)], in_flight=in_flight)
+    reported = inputs_of([worker("d1", "decode", load=load, reported_at=0.1)], in_flight=in_flight)
     second = schedule(request(request_id="2"), reported, 0.1)
     assert second.candidates[0].queue_s == pytest.approx(1.034, rel=0.01)
 
 
 def test_slots_are_reserved_on_the_decode_host_or_where_there_is_room() -> None:
     force: dict[str, Any] = {"mode": "disaggregated"}
-    assert schedule(request(**force), view(PD), 0.0).target_node == "n2"
-    full = [NodeView("n1", "h1", GIB), NodeView("n2", "h2", 10), NodeView("n3", "h3", 2 * GIB)]
-    assert schedule(request(**force), view(PD, full), 0.0).target_node == "n3"
-    twins = [NodeView("n2", "h2", GIB), NodeView("n3", "h2", 2 * GIB)]
-    assert schedule(request(**force), view(PD, twins), 0.0).target_node == "n3"
+    assert schedule(request(**force), inputs_of(PD), 0.0).target_node == "n2"
+    full = [
+        NodeStatus("n1", "h1", GIB),
+        NodeStatus("n2", "h2", 10),
+        NodeStatus("n3", "h3", 2 * GIB),
+    ]
+    assert schedule(request(**force), inputs_of(PD, full), 0.0).target_node == "n3"
+    twins = [NodeStatus("n2", "h2", GIB), NodeStatus("n3", "h2", 2 * GIB)]
+    assert schedule(request(**force), inputs_of(PD, twins), 0.0).target_node == "n3"
 
 
 def test_no_reservation_no_remote_prefill() -> None:
-    full = [NodeView("n1", "h1", 10)]
-    decision = schedule(request(mode="disaggregated"), view(PD, full), 0.0)
+    full = [NodeStatus("n1", "h1", 10)]
+    decision = schedule(request(mode="disaggregated"), inputs_of(PD, full), 0.0)
     assert (decision.mode, decision.reason) == ("refused", "no_room")
-    assert schedule(request(), view(PD, full), 0.0).mode == "local"
-    assert schedule(request(mode="disaggregated"), view(PD, []), 0.0).reason == "no_room"
+    assert schedule(request(), inputs_of(PD, full), 0.0).mode == "local"
+    assert schedule(request(mode="disaggregated"), inputs_of(PD, []), 0.0).reason == "no_room"
 
 
 def test_a_decode_worker_without_kv_room_is_not_chosen() -> None:
     load = busy(decode_sequences=1, decode_context_tokens=3500)
     full = worker("d1", "decode", kv_capacity_tokens=4000, load=load)
-    assert schedule(request(), view([full]), 0.0).reason == "no_kv_room"
+    assert schedule(request(), inputs_of([full]), 0.0).reason == "no_kv_room"
 
 
 # ------------------------------------------------------------ refusing early
@@ -312,7 +316,7 @@ def test_a_decode_worker_without_kv_room_is_not_chosen() -> None:
 
 def test_a_request_that_no_worker_can_serve_in_time_is_refused_with_when_to_retry() -> None:
     load = busy(queued_prefill_tokens=10_000, prefill_tokens_per_s=1000.0)
-    state = view([worker("w", load=load)])
+    state = inputs_of([worker("w", load=load)])
     decision = schedule(request(ttft_s=2.0), state, 0.0)
     assert (decision.mode, decision.reason) == ("refused", "ttft_slo")
     assert decision.retry_after_s == pytest.approx(9.034, rel=0.01)
@@ -326,12 +330,12 @@ def test_load_predicted_for_the_end_of_the_prefill_decides_not_the_load_now() ->
     coming = Decision("x", "local", None, "d1", 0, None, 0.5, 0.01, "", output_tokens=1000)
     for number in range(5):
         in_flight.assigned(replace(coming, request_id=str(number)), 0.0)
-    state = measured(view([worker("d1", "decode")], in_flight=in_flight))
+    state = measured(inputs_of([worker("d1", "decode")], in_flight=in_flight))
     assert in_flight.decoding("d1", 0.0, 0.0)[0] == 0
     # Five others and this one: 10 + 6 ms, and its own prefill stalls them 1.03 s over 1000 tokens.
     decision = schedule(request(tpot_s=0.0165, output_tokens=1000), state, 0.0)
     assert (decision.mode, decision.reason) == ("refused", "tpot_slo")
-    alone = measured(view([worker("d1", "decode")]))
+    alone = measured(inputs_of([worker("d1", "decode")]))
     assert schedule(request(tpot_s=0.0165, output_tokens=1000), alone, 0.0).mode == "local"
 
 
@@ -340,16 +344,16 @@ def test_decodes_that_end_before_the_prefill_does_are_not_counted() -> None:
     short = Decision("x", "local", None, "d1", 0, None, 0.1, 0.01, "", output_tokens=10)
     for number in range(5):
         in_flight.assigned(replace(short, request_id=str(number)), 0.0)
-    state = measured(view([worker("d1", "decode")], in_flight=in_flight))
+    state = measured(inputs_of([worker("d1", "decode")], in_flight=in_flight))
     assert in_flight.decoding("d1", 0.15, 0.0)[0] == 5
     assert schedule(request(tpot_s=0.0125), state, 0.0).tpot_s == pytest.approx(0.011, rel=0.01)
 
 
 def test_an_idle_worker_that_was_never_measured_is_given_a_chance() -> None:
-    state = view([worker("w")])
+    state = inputs_of([worker("w")])
     assert schedule(request(ttft_s=0.1, tpot_s=0.001), state, 0.0).mode == "local"
     queue = busy(queued_prefill_tokens=1000)
-    waiting = view([PD[0], replace(PD[2], load=queue)])
+    waiting = inputs_of([PD[0], replace(PD[2], load=queue)])
     assert schedule(request(ttft_s=0.1), waiting, 0.0).reason == "ttft_slo"
     assert schedule(request(ttft_s=0.1), measured(state), 0.0).reason == "ttft_slo"
     assert schedule(request(tpot_s=0.001), measured(state), 0.0).reason == "tpot_slo"
@@ -366,7 +370,7 @@ def test_an_idle_worker_that_was_never_measured_is_given_a_chance() -> None:
     ],
 )
 def test_a_refusal_says_why(changes: dict[str, Any], reason: str) -> None:
-    decision = schedule(request(**changes), view(PD), 0.0)
+    decision = schedule(request(**changes), inputs_of(PD), 0.0)
     assert (decision.mode, decision.reason) == ("refused", reason)
 
 
@@ -380,17 +384,17 @@ def test_a_refusal_says_why(changes: dict[str, Any], reason: str) -> None:
     ids=["nobody prefills", "no full block", "all blocks stored"],
 )
 def test_a_forced_remote_prefill_of_nothing_is_served_locally(changes: dict[str, Any]) -> None:
-    decision = schedule(request(mode="disaggregated", **changes), view(PD), 0.0)
+    decision = schedule(request(mode="disaggregated", **changes), inputs_of(PD), 0.0)
     assert (decision.mode, decision.decode, decision.reason) == ("local", "d1", "nothing_remote")
 
 
 def test_a_prompt_longer_than_every_model_is_refused_for_good() -> None:
-    decision = schedule(request(), view([worker("w", max_model_tokens=1000)]), 0.0)
+    decision = schedule(request(), inputs_of([worker("w", max_model_tokens=1000)]), 0.0)
     assert (decision.reason, decision.retry_after_s) == ("prompt_too_long", 0.0)
 
 
 def test_pins_are_kept() -> None:
-    state = view([*PD, worker("d2", "decode", "h2")])
+    state = inputs_of([*PD, worker("d2", "decode", "h2")])
     decision = schedule(request(pin_prefill="p2", pin_decode="d2"), state, 0.0)
     assert (decision.mode, decision.prefill, decision.decode) == ("disaggregated", "p2", "d2")
     assert schedule(request(pin_decode="d2", mode="local"), state, 0.0).decode == "d2"
@@ -412,7 +416,7 @@ def test_senseless_requests_are_an_error() -> None:
 
 
 def test_a_candidates_parts_add_up_to_its_ttft() -> None:
-    decision = schedule(request(segments=pool_has(4)), view(PD), 0.0)
+    decision = schedule(request(segments=pool_has(4)), inputs_of(PD), 0.0)
     assert {c.mode for c in decision.candidates} == {"local", "disaggregated"}
     for c in decision.candidates:
         parts = c.queue_s + c.fetch_s + c.prefill_s + c.send_s + c.load_s + c.tail_s
@@ -420,7 +424,7 @@ def test_a_candidates_parts_add_up_to_its_ttft() -> None:
 
 
 def test_candidates_are_bounded_and_begin_with_the_chosen_one() -> None:
-    decision = schedule(request(), view(PD, max_candidates=2), 0.0)
+    decision = schedule(request(), inputs_of(PD, max_candidates=2), 0.0)
     assert len(decision.candidates) == 2
     assert decision.candidates[0].decode == decision.decode
     assert decision.candidates[0].ttft_s == decision.ttft_s
@@ -507,13 +511,13 @@ def test_requests_nobody_ended_are_dropped_in_time() -> None:
 
 def test_another_strategy_can_be_registered_and_chosen() -> None:
     class Refuser:
-        def decide(self, request: ScheduleRequest, state: ClusterView, now: float) -> Decision:
+        def decide(self, request: ScheduleRequest, state: SchedulingInputs, now: float) -> Decision:
             return refuse(request, "because", 5.0)
 
     if "refuser" not in strategies():
         register_strategy("refuser", Refuser())
-    assert schedule(request(), view(PD, strategy="refuser"), 0.0).reason == "because"
+    assert schedule(request(), inputs_of(PD, strategy="refuser"), 0.0).reason == "because"
     with pytest.raises(ConfigError):
         register_strategy("kv-centric", Refuser())
     with pytest.raises(ConfigError):
-        schedule(request(), view(PD, strategy="unheard-of"), 0.0)
+        schedule(request(), inputs_of(PD, strategy="unheard-of"), 0.0)

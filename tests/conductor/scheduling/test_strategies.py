@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from conductor.members.membership import State
-from conductor.scheduling.decision import Replication
+from conductor.scheduling.decision import PrefixReplication
 from conductor.scheduling.in_flight import InFlight
 from conductor.scheduling.inputs import DynamoOptions, SglangOptions
-from conductor.scheduling.scheduler import NodeView, ScheduleRequest, WorkerView, schedule
+from conductor.scheduling.scheduler import NodeStatus, ScheduleRequest, WorkerStatus, schedule
 from conductor.scheduling.strategies import strategy_named
-from conductor.server import scheduling_policy
+from conductor.server import scheduler_config
 from kvpool.config.loader import ConductorConfig
 from kvpool.config.settings import STRATEGIES
 from kvpool.errors import ConfigError
@@ -27,12 +27,12 @@ from tests.support.clusters import (
     GIB,
     busy,
     check_valid,
+    inputs_of,
     measured,
     nodes_lists,
     pool_has,
     request,
     requests,
-    view,
     worker,
     workers_lists,
 )
@@ -40,7 +40,7 @@ from tests.support.sizes import examples
 
 ALL = ("cache-aware", "dynamo", "kv-centric", "least-loaded", "random", "round-robin", "sglang")
 MIXED = tuple(worker(f"w{i}", "both", f"h{i}") for i in range(4))
-NODES = tuple(NodeView(f"n{i}", f"h{i}", GIB) for i in range(4))
+NODES = tuple(NodeStatus(f"n{i}", f"h{i}", GIB) for i in range(4))
 SPLIT = (
     *(worker(f"p{i}", "prefill", f"h{i}") for i in range(4)),
     *(worker(f"d{i}", "decode", f"h{i}") for i in range(3)),
@@ -64,8 +64,8 @@ def on(node: str, blocks: int, tier: str = "dram") -> dict[str, list[Segment]]:
     st.sampled_from([0.0, 0.5]),
 )
 def test_every_strategy_serves_by_eligible_workers_or_refuses_with_a_reason(
-    workers: list[WorkerView],
-    nodes: list[NodeView],
+    workers: list[WorkerStatus],
+    nodes: list[NodeStatus],
     wanted: list[ScheduleRequest],
     threshold: int,
     admission: str,
@@ -73,7 +73,7 @@ def test_every_strategy_serves_by_eligible_workers_or_refuses_with_a_reason(
 ) -> None:
     """Deterministic, whatever the order of the maps; and where one finds a way, all of them do."""
     in_flight = InFlight()
-    policy: dict[str, Any] = {
+    config: dict[str, Any] = {
         "min_remote_prefill_tokens": threshold,
         "admission": admission,
         "dynamo": DynamoOptions(temperature=temperature),
@@ -83,8 +83,8 @@ def test_every_strategy_serves_by_eligible_workers_or_refuses_with_a_reason(
         one = replace(one, request_id=str(number))
         decisions = []
         for name in ALL:
-            state = view(workers, nodes, in_flight, strategy=name, **policy)
-            mirrored = view(workers[::-1], nodes[::-1], in_flight, strategy=name, **policy)
+            state = inputs_of(workers, nodes, in_flight, strategy=name, **config)
+            mirrored = inputs_of(workers[::-1], nodes[::-1], in_flight, strategy=name, **config)
             decision = schedule(one, state, 5.0 + number)
             assert decision == schedule(one, mirrored, 5.0 + number)
             assert decision.strategy == name
@@ -98,30 +98,30 @@ def test_every_strategy_serves_by_eligible_workers_or_refuses_with_a_reason(
         in_flight.assigned(decisions[number % len(ALL)], 5.0 + number)
 
 
-def _check_copy(copy: Replication, nodes: list[NodeView]) -> None:
+def _check_copy(copy: PrefixReplication, nodes: list[NodeStatus]) -> None:
     by_id = {node.node_id: node for node in nodes}
     source, target = by_id[copy.source], by_id[copy.target]
     assert source.host != target.host
     assert source.state is not State.SUSPECT
     assert target.state is State.LIVE
-    assert target.room_bytes >= copy.count * BLOCK_BYTES > 0
+    assert target.available_bytes >= copy.count * BLOCK_BYTES > 0
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_split_roles_prefill_apart_and_mixed_roles_serve_whole(name: str) -> None:
     """kv-centric decides it by cost; the rules by whether there are workers for prefill alone."""
-    mixed = schedule(request(), view(MIXED, NODES, strategy=name), 0.0)
+    mixed = schedule(request(), inputs_of(MIXED, NODES, strategy=name), 0.0)
     assert mixed.mode == "local"
-    split = schedule(request(), view(SPLIT, NODES, strategy=name), 0.0)
+    split = schedule(request(), inputs_of(SPLIT, NODES, strategy=name), 0.0)
     if name != "kv-centric":
         assert split.mode == "disaggregated"
-    alone = schedule(request(), view(SPLIT[4:], NODES, strategy=name), 0.0)
+    alone = schedule(request(), inputs_of(SPLIT[4:], NODES, strategy=name), 0.0)
     assert alone.mode == "local"
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_short_rest_stays_with_the_decode_worker(name: str) -> None:
-    state = view(SPLIT, NODES, strategy=name, min_remote_prefill_tokens=256)
+    state = inputs_of(SPLIT, NODES, strategy=name, min_remote_prefill_tokens=256)
     decision = schedule(request(segments=pool_has(14)), state, 0.0)
     assert (decision.mode, decision.reason) == ("local", "short")
 
@@ -130,7 +130,7 @@ def test_a_short_rest_stays_with_the_decode_worker(name: str) -> None:
 def test_when_the_first_choice_misses_the_objective_another_is_taken(name: str) -> None:
     full = busy(queued_prefill_tokens=60_000, prefill_tokens_per_s=1000.0)
     state = measured(
-        view([*(replace(w, load=full) for w in MIXED[:3]), MIXED[3]], NODES, strategy=name)
+        inputs_of([*(replace(w, load=full) for w in MIXED[:3]), MIXED[3]], NODES, strategy=name)
     )
     for number in range(8):
         decision = schedule(request(request_id=str(number), ttft_s=5.0), state, 0.0)
@@ -148,7 +148,9 @@ def test_an_unknown_strategy_names_the_nearest() -> None:
 def test_random_follows_from_seed_and_request_alone() -> None:
     chosen = [
         [
-            schedule(request(request_id=str(n)), view(MIXED, NODES, strategy="random", seed=s), 0.0)
+            schedule(
+                request(request_id=str(n)), inputs_of(MIXED, NODES, strategy="random", seed=s), 0.0
+            )
             for n in range(200)
         ]
         for s in (1, 1, 2)
@@ -161,7 +163,7 @@ def test_random_follows_from_seed_and_request_alone() -> None:
 
 
 def test_random_draws_prefill_and_decode_apart() -> None:
-    state = view(SPLIT, NODES, strategy="random")
+    state = inputs_of(SPLIT, NODES, strategy="random")
     pairs = {
         (d.prefill, d.decode)
         for d in (schedule(request(request_id=str(n)), state, 0.0) for n in range(200))
@@ -175,7 +177,7 @@ def test_random_draws_prefill_and_decode_apart() -> None:
 def test_round_robin_takes_each_in_turn_whatever_its_load() -> None:
     in_flight = InFlight()
     loaded = [replace(MIXED[0], load=busy(queued_prefill_tokens=9000)), *MIXED[1:]]
-    state = view(loaded, NODES, in_flight, strategy="round-robin")
+    state = inputs_of(loaded, NODES, in_flight, strategy="round-robin")
     chosen = []
     for number in range(8):
         decision = schedule(request(request_id=str(number)), state, 0.0)
@@ -193,7 +195,7 @@ def test_least_loaded_takes_the_shortest_queue_and_the_fewest_sequences() -> Non
         *(replace(w, load=decoding) for w in SPLIT[4:6]),
         SPLIT[6],
     ]
-    state = view(workers, NODES, strategy="least-loaded")
+    state = inputs_of(workers, NODES, strategy="least-loaded")
     decision = schedule(request(segments=on("n0", 8)), state, 0.0)
     assert (decision.prefill, decision.decode) == ("p3", "d2")
 
@@ -205,7 +207,7 @@ def test_least_loaded_takes_the_shortest_queue_and_the_fewest_sequences() -> Non
 def test_the_longest_prefix_near_decides_whatever_is_queued_there(name: str) -> None:
     queued = busy(queued_prefill_tokens=9000, prefill_tokens_per_s=1000.0)
     workers = [*MIXED[:2], replace(MIXED[2], load=queued), MIXED[3]]
-    state = view(workers, NODES, strategy=name)
+    state = inputs_of(workers, NODES, strategy=name)
     assert schedule(request(segments=on("n2", 8)), state, 0.0).decode == "w2"
     assert schedule(request(engine_blocks={"w2": 3}), state, 0.0).decode == "w2"
     both = request(segments=on("n2", 4), engine_blocks={"w1": 9})
@@ -215,7 +217,9 @@ def test_the_longest_prefix_near_decides_whatever_is_queued_there(name: str) -> 
 @pytest.mark.parametrize("name", ["cache-aware", "sglang"])
 def test_without_a_prefix_or_with_equal_ones_load_decides(name: str) -> None:
     running = busy(running=3, queued_prefill_tokens=900, prefill_tokens_per_s=1000.0)
-    state = view([*(replace(w, load=running) for w in MIXED[:3]), MIXED[3]], NODES, strategy=name)
+    state = inputs_of(
+        [*(replace(w, load=running) for w in MIXED[:3]), MIXED[3]], NODES, strategy=name
+    )
     assert schedule(request(), state, 0.0).decode == "w3"
     equal = {f"w{i}": 5 for i in range(4)}
     assert schedule(request(engine_blocks=equal), state, 0.0).decode == "w3"
@@ -226,7 +230,7 @@ def test_sglang_leaves_the_prefix_when_queues_are_out_of_balance() -> None:
         workers = [
             replace(w, load=busy(running=running if w.worker_id == "w2" else others)) for w in MIXED
         ]
-        state = view(workers, NODES, strategy="sglang", sglang=SglangOptions(**options))  # type: ignore[arg-type]
+        state = inputs_of(workers, NODES, strategy="sglang", sglang=SglangOptions(**options))  # type: ignore[arg-type]
         return schedule(request(segments=on("n2", 8)), state, 0.0).decode
 
     bounds: dict[str, float] = {"imbalance_requests": 10, "imbalance_ratio": 2.0}
@@ -244,7 +248,7 @@ def test_dynamo_weighs_overlap_by_where_it_stands() -> None:
     for tier, engine_needed in (("dram", 13), ("nvme", 5)):
         # 16 blocks near at w1: worth 12 in memory and 4 on disk.
         segments = {"h1": on("n1", 16, tier)[""]}
-        state = view(workers, NODES, strategy="dynamo")
+        state = inputs_of(workers, NODES, strategy="dynamo")
         wanted = request(segments=segments, engine_blocks={"w0": engine_needed})
         assert schedule(wanted, state, 0.0).decode == "w0"
         wanted = replace(wanted, engine_blocks={"w0": engine_needed - 2})
@@ -255,13 +259,13 @@ def test_dynamo_weighs_overlap_against_decodes_in_use() -> None:
     decoding = busy(decode_sequences=2, decode_context_tokens=64 * 10)
     workers = [MIXED[0], replace(MIXED[1], load=decoding)]
     near = request(engine_blocks={"w1": 8})
-    assert schedule(near, view(workers, NODES, strategy="dynamo"), 0.0).decode == "w0"
-    scaled = view(workers, NODES, strategy="dynamo", dynamo=DynamoOptions(prefill_scale=2.0))
+    assert schedule(near, inputs_of(workers, NODES, strategy="dynamo"), 0.0).decode == "w0"
+    scaled = inputs_of(workers, NODES, strategy="dynamo", dynamo=DynamoOptions(prefill_scale=2.0))
     assert schedule(near, scaled, 0.0).decode == "w1"
 
 
 def test_dynamo_spreads_by_temperature_and_the_cheaper_gets_more() -> None:
-    hot = view(MIXED, NODES, strategy="dynamo", dynamo=DynamoOptions(temperature=0.5))
+    hot = inputs_of(MIXED, NODES, strategy="dynamo", dynamo=DynamoOptions(temperature=0.5))
     engine = {"w0": 16, "w1": 8}
     chosen = [
         schedule(request(request_id=str(n), engine_blocks=engine), hot, 0.0).decode
@@ -271,7 +275,7 @@ def test_dynamo_spreads_by_temperature_and_the_cheaper_gets_more() -> None:
     # Normalised costs 0, 1/2, 1, 1: softmax gives 0.61, 0.22, 0.08, 0.08.
     assert 550 < counts["w0"] < 670
     assert 170 < counts["w1"] < 280
-    cold = replace(hot, policy=replace(hot.policy, dynamo=DynamoOptions()))
+    cold = replace(hot, config=replace(hot.config, dynamo=DynamoOptions()))
     assert {
         schedule(request(request_id=str(n), engine_blocks=engine), cold, 0.0).decode
         for n in range(20)
@@ -281,15 +285,15 @@ def test_dynamo_spreads_by_temperature_and_the_cheaper_gets_more() -> None:
 # ------------------------------------------------------------ kv-centric: hot prefixes
 
 
-def hot_prefix(queue_tokens: int, **policy: Any) -> tuple[Replication, ...]:
+def hot_prefix(queue_tokens: int, **config: Any) -> tuple[PrefixReplication, ...]:
     """The prefix stands at w0's host, where so many tokens wait; all others are idle."""
     queued = busy(queued_prefill_tokens=queue_tokens, prefill_tokens_per_s=1000.0)
-    state = view([replace(MIXED[0], load=queued), *MIXED[1:]], NODES, **policy)
+    state = inputs_of([replace(MIXED[0], load=queued), *MIXED[1:]], NODES, **config)
     return schedule(request(segments=on("n0", 10)), state, 0.0).replicate
 
 
 def test_a_hot_prefix_is_replicated_toward_the_idle_worker() -> None:
-    assert hot_prefix(5000) == (Replication("n0", "n1", 0, 10),)
+    assert hot_prefix(5000) == (PrefixReplication("n0", "n1", 0, 10),)
 
 
 def test_nothing_is_replicated_where_the_prefix_stands_or_when_it_is_switched_off() -> None:
@@ -305,19 +309,19 @@ def test_the_balancing_threshold_bounds_replication() -> None:
     }
     workers = [replace(MIXED[0], load=queued), MIXED[1]]
     wanted = request(segments=segments)
-    assert schedule(wanted, view(workers, NODES, balancing_threshold=2.5), 0.0).replicate == ()
-    decision = schedule(wanted, view(workers, NODES, balancing_threshold=1.5), 0.0)
-    assert decision.replicate == (Replication("n0", "n1", 5, 5),)
+    assert schedule(wanted, inputs_of(workers, NODES, balancing_threshold=2.5), 0.0).replicate == ()
+    decision = schedule(wanted, inputs_of(workers, NODES, balancing_threshold=1.5), 0.0)
+    assert decision.replicate == (PrefixReplication("n0", "n1", 5, 5),)
 
 
 def test_nothing_is_replicated_to_a_full_or_a_draining_node() -> None:
     queued = busy(queued_prefill_tokens=5000, prefill_tokens_per_s=1000.0)
     workers = [replace(MIXED[0], load=queued), MIXED[1]]
     for other in (
-        NodeView("n1", "h1", 9 * BLOCK_BYTES),
-        NodeView("n1", "h1", GIB, State.DRAINING),
+        NodeStatus("n1", "h1", 9 * BLOCK_BYTES),
+        NodeStatus("n1", "h1", GIB, State.DRAINING),
     ):
-        state = view(workers, [NODES[0], other])
+        state = inputs_of(workers, [NODES[0], other])
         assert schedule(request(segments=on("n0", 10)), state, 0.0).replicate == ()
 
 
@@ -326,14 +330,14 @@ def test_nothing_is_replicated_to_a_full_or_a_draining_node() -> None:
 
 def test_admission_looks_at_no_load_at_that_of_now_or_at_that_to_come() -> None:
     in_flight = InFlight()
-    soon = schedule(request(), view(MIXED[:1], NODES), 0.0)
+    soon = schedule(request(), inputs_of(MIXED[:1], NODES), 0.0)
     for number in range(5):
         soon = replace(soon, request_id=str(number), output_tokens=1000, work_s=0.0)
         in_flight.assigned(soon, 0.0)
     assert in_flight.decoding("w0", 0.0, 0.0)[0] == 0  # they all prefill still
 
     def reason(admission: str, tpot_s: float) -> str:
-        state = measured(view(MIXED[:1], NODES, in_flight, admission=admission))
+        state = measured(inputs_of(MIXED[:1], NODES, in_flight, admission=admission))
         return schedule(request(tpot_s=tpot_s, output_tokens=1000), state, 0.0).reason
 
     assert reason("predicted", 0.0135) == "tpot_slo"  # six sequences: 16 ms
@@ -348,8 +352,8 @@ def test_admission_looks_at_no_load_at_that_of_now_or_at_that_to_come() -> None:
 def test_every_strategy_can_be_configured_and_every_option_reaches_the_policy() -> None:
     assert set(STRATEGIES) == set(ALL)
     for name in STRATEGIES:
-        assert scheduling_policy(ConductorConfig(strategy=name)).strategy == name
-    policy = scheduling_policy(
+        assert scheduler_config(ConductorConfig(strategy=name)).strategy == name
+    config = scheduler_config(
         ConductorConfig(
             admission="none",
             strategy_seed=7,
@@ -365,9 +369,9 @@ def test_every_strategy_can_be_configured_and_every_option_reaches_the_policy() 
             sglang_imbalance_ratio=2.0,
         )
     )
-    assert (policy.admission, policy.seed, policy.balancing_threshold) == ("none", 7, 3.0)
-    assert policy.stall_weight == 0.7
-    assert policy.dynamo == DynamoOptions(0.9, 0.8, 0.7, 0.6, 2.0, 0.5)
-    assert policy.sglang == SglangOptions(5, 2.0)
+    assert (config.admission, config.seed, config.balancing_threshold) == ("none", 7, 3.0)
+    assert config.stall_weight == 0.7
+    assert config.dynamo == DynamoOptions(0.9, 0.8, 0.7, 0.6, 2.0, 0.5)
+    assert config.sglang == SglangOptions(5, 2.0)
     with pytest.raises(ValidationError, match="did you mean kv-centric"):
         ConductorConfig(strategy="kv-centrik")

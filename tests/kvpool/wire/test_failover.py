@@ -15,18 +15,18 @@ from kvpool.wire import messages as m
 async def serve(name: str, reply: object = None) -> tuple[WireServer, str]:
     server = WireServer("conductor", name, 1)
 
-    async def standing(_request: m.Standing, _session: object) -> m.StandingReply:
+    async def standing(_request: m.CountCopies, _session: object) -> m.CopyCounts:
         if isinstance(reply, Exception):
             raise reply
         if reply == "hangs":
             await asyncio.Event().wait()
-        return m.StandingReply(name.encode())
+        return m.CopyCounts(name.encode())
 
-    server.handle(m.Standing, standing)
+    server.handle(m.CountCopies, standing)
     return server, f"127.0.0.1:{await server.listen('127.0.0.1', 0)}"
 
 
-ASK = m.Standing(b"", b"")
+ASK = m.CountCopies(b"", b"")
 
 
 async def test_calls_go_to_the_first_and_stay_there() -> None:
