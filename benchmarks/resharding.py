@@ -74,7 +74,7 @@ async def measure(node: str, transport: TransportName) -> None:
             data = np.ones((BLOCKS, layout.part_bytes), dtype=np.uint8)
             for part in range(layout.tp_size):
                 await pool.put(space, hashes, data, part=part)
-            link = pool.link_to((await pool.nodes())[0].descriptor)
+            link = pool.directory.link_to((await pool.nodes())[0].descriptor)
             reader = TensorParallelRank(2, 0).layout(layout)
             pieces = plan_read(layout, reader, 0, min_piece_bytes=1)
             in_pieces = await read_s(link, space, hashes, [pieces])

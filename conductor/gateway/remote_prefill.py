@@ -22,7 +22,7 @@ from conductor.members.membership import Member
 from conductor.scheduling.decision import Decision
 from kvpool.blocks.hash_check import proof_of
 from kvpool.blocks.hashing import pack_hashes, token_bytes
-from kvpool.client.node.node_link import undo_reserve
+from kvpool.client.node.grants import undo_reserve
 from kvpool.errors import KvpoolError, Unavailable
 from kvpool.wire import messages as m
 

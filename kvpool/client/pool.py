@@ -1,37 +1,60 @@
-"""The pool for callers without an event loop: `AsyncPool` on a loop of its own, in a thread of its own."""
+"""`Pool`: the blocking client of a pool, for callers without an event loop.
+
+It runs an `AsyncPool` on an event loop in a thread of its own. Each method delegates to the method of the
+same name and keeps its signature and docstring.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import inspect
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import uvloop
 
 from kvpool.blocks.layout import Namespace
-from kvpool.blocks.resharding import TensorParallelRank
-from kvpool.client.admin.listing import NodeListing
-from kvpool.client.admin.replication import PrefetchResult, ReplicateResult
-from kvpool.client.async_pool import AsyncPool, MemoryTier
+from kvpool.client.async_pool import AsyncPool
 from kvpool.client.data.pinning import PinnedBlocks
-from kvpool.client.data.reading import GetResult
-from kvpool.client.data.writing import PutResult
 from kvpool.errors import DeadlineExceeded, Unavailable
 from kvpool.security.credentials import NO_CREDENTIALS, Credentials
 from kvpool.transports import TransportName
 from kvpool.wire import messages as m
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+# A call keeps its own deadline; the margin covers a native call that holds it up.
+MARGIN_S = 2.0
+DRAIN_MARGIN_S = 5.0 + MARGIN_S  # `AsyncPool.drain` waits 5 s longer than its node
+
+
+def _blocking(
+    method: Callable[Concatenate[AsyncPool, P], Coroutine[Any, Any, T]],
+    margin_s: float = MARGIN_S,
+) -> Callable[Concatenate[Pool, P], T]:
+    """The blocking form of a coroutine method of `AsyncPool`; waits `margin_s` longer than its `timeout_s`."""
+    default_s = inspect.signature(method).parameters["timeout_s"].default
+
+    @functools.wraps(method)
+    def call(pool: Pool, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        timeout_s = kwargs.get("timeout_s", default_s) or pool.timeout_s
+        assert isinstance(timeout_s, (int, float))
+        return pool._wait(method(pool._pool, *args, **kwargs), timeout_s + margin_s)
+
+    return call
 
 
 class Pool:
-    """Blocking client of a pool; safe to share between threads. Use as a context manager.
+    """Blocking client of a pool; threads may share it. Use as `with Pool(conductor="127.0.0.1:7800") as pool:`.
 
-    Arguments and methods are those of `AsyncPool`; every call returns within its `timeout_s`.
+    Arguments, methods and errors are those of `AsyncPool`. Every call returns within its `timeout_s` and a
+    small margin.
     """
 
     def __init__(
@@ -79,241 +102,57 @@ class Pool:
         self.close()
 
     def close(self) -> None:
-        """Close every connection and stop the thread; a second call does nothing."""
+        """Close every connection and stop the thread. A second call does nothing."""
         if not self._is_closed:
             with contextlib.suppress(DeadlineExceeded):
                 self._wait(self._pool.close(), 5.0)
             self._is_closed = True
             self._stop()
 
-    def register(self, namespace: Namespace, *, timeout_s: float | None = None) -> bytes:
-        """See `AsyncPool.register`."""
-        return self._call(self._pool.register(namespace, timeout_s=timeout_s), timeout_s)
-
-    def namespaces(self, *, timeout_s: float | None = None) -> list[Namespace]:
-        """See `AsyncPool.namespaces`."""
-        return self._call(self._pool.namespaces(timeout_s=timeout_s), timeout_s)
-
-    def tokenize(
-        self, text: str, *, is_system_prompt: bool = False, timeout_s: float | None = None
-    ) -> list[int]:
-        """See `AsyncPool.tokenize`."""
-        job = self._pool.tokenize(text, is_system_prompt=is_system_prompt, timeout_s=timeout_s)
-        return self._call(job, timeout_s)
-
-    def compatible_namespaces(
-        self, namespace: Namespace, *, timeout_s: float | None = None
-    ) -> list[Namespace]:
-        """See `AsyncPool.compatible_namespaces`."""
-        job = self._pool.compatible_namespaces(namespace, timeout_s=timeout_s)
-        return self._call(job, timeout_s)
-
-    def lookup(
-        self, namespace: Namespace, hashes: Sequence[bytes], *, timeout_s: float | None = None
-    ) -> m.LookupReply:
-        """See `AsyncPool.lookup`."""
-        return self._call(self._pool.lookup(namespace, hashes, timeout_s=timeout_s), timeout_s)
-
-    def standing(
-        self, namespace: Namespace, hashes: Sequence[bytes], *, timeout_s: float | None = None
-    ) -> list[bool]:
-        """See `AsyncPool.standing`."""
-        return self._call(self._pool.standing(namespace, hashes, timeout_s=timeout_s), timeout_s)
+    register = _blocking(AsyncPool.register)
+    lookup = _blocking(AsyncPool.lookup)
+    exists = _blocking(AsyncPool.exists)
+    get = _blocking(AsyncPool.get)
+    put = _blocking(AsyncPool.put)
+    pin = _blocking(AsyncPool.pin)
+    read_pinned = _blocking(AsyncPool.read_pinned)
+    namespaces = _blocking(AsyncPool.namespaces)
+    compatible_namespaces = _blocking(AsyncPool.compatible_namespaces)
+    tokenize = _blocking(AsyncPool.tokenize)
+    nodes = _blocking(AsyncPool.nodes)
+    connect = _blocking(AsyncPool.connect)
+    stats = _blocking(AsyncPool.stats)
+    ask_conductor = _blocking(AsyncPool.ask_conductor)
+    list_blocks = _blocking(AsyncPool.list_blocks)
+    replicate = _blocking(AsyncPool.replicate)
+    prefetch = _blocking(AsyncPool.prefetch)
+    protect = _blocking(AsyncPool.protect)
+    unprotect = _blocking(AsyncPool.unprotect)
+    drop = _blocking(AsyncPool.drop)
+    drain = _blocking(AsyncPool.drain, DRAIN_MARGIN_S)
+    resize = _blocking(AsyncPool.resize)
 
     def register_memory(self, data: Any) -> None:
-        """See `AsyncPool.register_memory`."""
+        """Register memory that many calls will use, as `AsyncPool.register_memory` does."""
         self._pool.register_memory(data)
 
     def deregister_memory(self, data: Any) -> None:
-        """See `AsyncPool.deregister_memory`."""
+        """Undo `register_memory` of the same buffer. No call may be using the buffer."""
         self._pool.deregister_memory(data)
 
-    def nodes(self, *, timeout_s: float | None = None) -> list[m.NodeInfo]:
-        """See `AsyncPool.nodes`."""
-        return self._call(self._pool.nodes(timeout_s=timeout_s), timeout_s)
-
-    def stats(self, *, timeout_s: float | None = None) -> m.PoolStatsReply:
-        """See `AsyncPool.stats`."""
-        return self._call(self._pool.stats(timeout_s=timeout_s), timeout_s)
-
-    def get(
-        self,
-        namespace: Namespace,
-        hashes: Sequence[bytes],
-        out: Any,
-        *,
-        part: int = 0,
-        as_rank: TensorParallelRank | None = None,
-        verify: bool | None = None,
-        segments: Sequence[m.Segment] | None = None,
-        is_disposable: bool = False,
-        max_wait_s: float = 0.0,
-        tier: MemoryTier = "",
-        timeout_s: float | None = None,
-    ) -> GetResult:
-        """See `AsyncPool.get`."""
-        job = self._pool.get(
-            namespace,
-            hashes,
-            out,
-            part=part,
-            as_rank=as_rank,
-            verify=verify,
-            segments=segments,
-            is_disposable=is_disposable,
-            max_wait_s=max_wait_s,
-            tier=tier,
-            timeout_s=timeout_s,
-        )
-        return self._call(job, timeout_s)
-
-    def put(
-        self,
-        namespace: Namespace,
-        hashes: Sequence[bytes],
-        data: Any,
-        *,
-        parent: bytes = b"",
-        part: int = 0,
-        as_rank: TensorParallelRank | None = None,
-        node_id: str | None = None,
-        replicas: int = 1,
-        tier: MemoryTier = "",
-        timeout_s: float | None = None,
-    ) -> PutResult:
-        """See `AsyncPool.put`."""
-        job = self._pool.put(
-            namespace,
-            hashes,
-            data,
-            parent=parent,
-            part=part,
-            as_rank=as_rank,
-            node_id=node_id,
-            replicas=replicas,
-            tier=tier,
-            timeout_s=timeout_s,
-        )
-        return self._call(job, timeout_s)
-
-    def replicate(
-        self,
-        namespace: Namespace,
-        hashes: Sequence[bytes],
-        *,
-        to: str,
-        parent: bytes = b"",
-        timeout_s: float | None = None,
-    ) -> ReplicateResult:
-        """See `AsyncPool.replicate`."""
-        job = self._pool.replicate(namespace, hashes, to=to, parent=parent, timeout_s=timeout_s)
-        return self._call(job, timeout_s)
-
-    def prefetch(
-        self,
-        namespace: Namespace,
-        hashes: Sequence[bytes],
-        *,
-        tier: MemoryTier = "",
-        timeout_s: float | None = None,
-    ) -> PrefetchResult:
-        """See `AsyncPool.prefetch`."""
-        job = self._pool.prefetch(namespace, hashes, tier=tier, timeout_s=timeout_s)
-        return self._call(job, timeout_s)
-
-    def protect(
-        self,
-        namespace: Namespace,
-        hashes: Sequence[bytes],
-        *,
-        ttl_s: float | None = None,
-        timeout_s: float | None = None,
-    ) -> dict[str, int]:
-        """See `AsyncPool.protect`."""
-        job = self._pool.protect(namespace, hashes, ttl_s=ttl_s, timeout_s=timeout_s)
-        return self._call(job, timeout_s)
-
-    def unprotect(
-        self, namespace: Namespace, hashes: Sequence[bytes], *, timeout_s: float | None = None
-    ) -> dict[str, int]:
-        """See `AsyncPool.unprotect`."""
-        return self._call(self._pool.unprotect(namespace, hashes, timeout_s=timeout_s), timeout_s)
-
-    def drop(
-        self, namespace: Namespace, hashes: Sequence[bytes], *, timeout_s: float | None = None
-    ) -> dict[str, int]:
-        """See `AsyncPool.drop`."""
-        return self._call(self._pool.drop(namespace, hashes, timeout_s=timeout_s), timeout_s)
-
-    def ask_conductor(self, request: m.Message, *, timeout_s: float | None = None) -> Any:
-        """See `AsyncPool.ask_conductor`."""
-        return self._call(self._pool.ask_conductor(request, timeout_s=timeout_s), timeout_s)
-
-    def drain(self, node_id: str, *, drop: bool = False, timeout_s: float = 60.0) -> m.DrainReply:
-        """See `AsyncPool.drain`."""
-        job = self._pool.drain(node_id, drop=drop, timeout_s=timeout_s)
-        return self._call(job, timeout_s + 5.0)
-
     def peers(self) -> list[m.PeerRate]:
-        """See `AsyncPool.peers`."""
+        """For each node used so far: the transport, the bytes moved and the measured speed."""
         return self._pool.peers()
 
-    def list_blocks(
-        self,
-        *,
-        node_id: str = "",
-        model: str = "",
-        limit: int = 100,
-        timeout_s: float | None = None,
-    ) -> list[NodeListing]:
-        """See `AsyncPool.list_blocks`."""
-        job = self._pool.list_blocks(node_id=node_id, model=model, limit=limit, timeout_s=timeout_s)
-        return self._call(job, timeout_s)
-
-    def resize(
-        self, node_id: str, dram_bytes: int, *, timeout_s: float = 120.0
-    ) -> m.ResizeDramReply:
-        """See `AsyncPool.resize`."""
-        return self._call(self._pool.resize(node_id, dram_bytes, timeout_s=timeout_s), timeout_s)
-
-    def pin(
-        self,
-        namespace: Namespace,
-        hashes: Sequence[bytes],
-        *,
-        ttl_s: float = 10.0,
-        part: int | None = None,
-        max_wait_s: float = 0.0,
-        tier: MemoryTier = "",
-        segments: Sequence[m.Segment] | None = None,
-        timeout_s: float | None = None,
-    ) -> PinnedBlocks:
-        """See `AsyncPool.pin`; give it back with `release`."""
-        job = self._pool.pin(
-            namespace,
-            hashes,
-            ttl_s=ttl_s,
-            part=part,
-            max_wait_s=max_wait_s,
-            tier=tier,
-            segments=segments,
-            timeout_s=timeout_s,
-        )
-        return self._call(job, timeout_s)
-
     def release(self, pinned: PinnedBlocks) -> None:
-        """Give pinned blocks back."""
+        """End the leases of pinned blocks."""
         self._loop.call_soon_threadsafe(pinned.release)
-
-    def read_pinned(self, pinned: PinnedBlocks, out: Any, *, timeout_s: float | None = None) -> int:
-        """See `AsyncPool.read_pinned`."""
-        return self._call(self._pool.read_pinned(pinned, out, timeout_s=timeout_s), timeout_s)
 
     @contextlib.contextmanager
     def pinned(
         self, namespace: Namespace, hashes: Sequence[bytes], **options: Any
     ) -> Iterator[PinnedBlocks]:
-        """`pin` for the length of a `with` block."""
+        """`pin` for the length of a `with` block; takes the options of `pin`."""
         pinned = self.pin(namespace, hashes, **options)
         try:
             yield pinned
@@ -321,13 +160,13 @@ class Pool:
             self.release(pinned)
 
     def submit(self, start: Callable[[AsyncPool], Coroutine[Any, Any, T]]) -> Future[T]:
-        """Begin a call, or several in one coroutine, without waiting: for callers who must not.
+        """Start one or several calls as a coroutine, without waiting for them.
 
         Args:
-            start: makes the coroutine out of the client that it shall use; called on the client's loop.
+            start: makes the coroutine from the client that it uses; called on the client's event loop.
 
         Returns:
-            A future; cancelling it cancels the coroutine. Its callbacks run on the client's loop.
+            A future. Cancelling it cancels the coroutine. Its callbacks run on the client's event loop.
 
         Raises:
             Unavailable: the client is closed.
@@ -339,10 +178,6 @@ class Pool:
             return await start(self._pool)
 
         return asyncio.run_coroutine_threadsafe(run(), self._loop)
-
-    def _call(self, job: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
-        # The job keeps its own deadline; the margin is for one that a native call holds up.
-        return self._wait(job, (timeout_s or self.timeout_s) + 2.0)
 
     def _wait(self, job: Coroutine[Any, Any, T], timeout_s: float) -> T:
         if self._is_closed:

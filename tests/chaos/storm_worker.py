@@ -107,7 +107,7 @@ class Worker:
 
     async def put_slowly(self, hashes: list[bytes], timeout_s: float) -> None:
         """Reserve, write block by block as a prefill does, commit half on the way: time to be killed in."""
-        link = await self._pool._the_node(time.monotonic() + timeout_s)
+        link = await self._pool.directory.only_link(time.monotonic() + timeout_s)
         reserving = link.reserve(
             NAMESPACE, hashes, parent=b"", part=0, ttl_s=2.0, timeout_s=timeout_s
         )

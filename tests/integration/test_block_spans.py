@@ -111,7 +111,7 @@ def test_memory_that_does_not_fit_is_refused(cluster: Cluster) -> None:
     with Pool(node=cluster.nodes["n0"]["wire"], host_label="here") as pool:
         with pytest.raises(WrongByteCount, match="runs of 30 bytes"):
             pool.get(NAMESPACE, chain(), scattered(data, short))
-        with pytest.raises(WrongByteCount, match="1 blocks need memory"):
+        with pytest.raises(WrongByteCount, match="1 blocks need 1 rows"):
             pool.get(NAMESPACE, chain()[:1], scattered(data))
         rank = TensorParallelRank(1, 0, "kv,layer,head,token,dim")
         with pytest.raises(InvalidArgument, match="as_rank"):
@@ -131,5 +131,5 @@ def test_standing_sees_past_gaps(cluster: Cluster, by: str) -> None:
         for i in (1, 3):
             pool.put(NAMESPACE, hashes[i : i + 1], data)
         expected = [False, True, False, True, False]
-        wait_until(lambda: pool.standing(NAMESPACE, hashes) == expected, "the index hears of it")
-        assert pool.standing(NAMESPACE, []) == []
+        wait_until(lambda: pool.exists(NAMESPACE, hashes) == expected, "the index hears of it")
+        assert pool.exists(NAMESPACE, []) == []

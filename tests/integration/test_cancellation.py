@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from kvpool import AsyncPool, Layout, Namespace, Pool, hash_chain
-from kvpool.client.node.node_link import NodeLink, WriteReservation
+from kvpool.client.node.grants import WriteReservation
+from kvpool.client.node.node_link import NodeLink
 from kvpool.errors import DeadlineExceeded
 from kvpool.transports import Pieces
 from kvpool.transports.shm import ShmTransport
@@ -113,7 +114,7 @@ async def test_a_cancelled_sender_gives_its_slots_back_only_after_its_last_write
         hashes = chain(4, 2)
         await pool.put(SPACE, chain(5, 1), np.zeros((1, LAYOUT.part_bytes), np.uint8))
         [info] = await pool.nodes()
-        link: NodeLink = pool.link_to(info.descriptor)
+        link: NodeLink = pool.directory.link_to(info.descriptor)
         slow = SlowShm()
         slow.begun, slow.go_on = threading.Event(), threading.Event()
         link.__dict__["transport"] = slow
@@ -151,7 +152,7 @@ async def test_a_write_whose_turn_comes_after_the_reservation_never_begins(
     async with AsyncPool(node=cluster.nodes["n0"]["wire"], host_label="here") as pool:
         await pool.put(SPACE, chain(6, 1), np.zeros((1, LAYOUT.part_bytes), np.uint8))
         [info] = await pool.nodes()
-        link = pool.link_to(info.descriptor)
+        link = pool.directory.link_to(info.descriptor)
         reservation = await link.reserve(
             SPACE, chain(7, 2), parent=b"", part=0, ttl_s=0.3, timeout_s=5
         )

@@ -177,7 +177,7 @@ async def test_shared_memory_refuses_places_in_hbm(cluster: Cluster) -> None:
         hashes, data = chain(5, 1), content(5, 1)
         await pool.put(NAMESPACE, hashes, data, tier="hbm")
         [info] = await pool.nodes()
-        link = pool.link_to(info.descriptor)
+        link = pool.directory.link_to(info.descriptor)
         lease = await link.pin(NAMESPACE, hashes, ttl_s=5, timeout_s=5, tier="hbm")
         out = np.zeros(SIZE, np.uint8)
         pieces = Pieces(np.array([out.ctypes.data]), lease.places, np.array([SIZE]), out)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvpool import AsyncPool, hash_chain
-from kvpool.client.node.node_link import ReadLease
+from kvpool.client.node.grants import ReadLease
 from kvpool.transports import Pieces
 from kvpool.transports.nixl import NixlTransport
 from kvpool.transports.staging import MAX_BUFFERS
@@ -67,7 +67,7 @@ async def test_pages_are_written_and_read_whole_whatever_way_they_take(
     address = cluster.nodes["n0"]["wire"]
     async with AsyncPool(node=address, host_label="elsewhere", transport="nixl") as pool:
         await pool.register(NAMESPACE)
-        link = await pool._the_node(float("inf"))
+        link = await pool.directory.only_link(float("inf"))
         slots = await link.reserve(NAMESPACE, hashes, parent=b"", part=0, ttl_s=30, timeout_s=5)
         pieces, numbers = pages_of(memory, slots.places, seed=1)
         sums = await link.write(pieces, timeout_s=10, deadline=slots.deadline)

@@ -516,7 +516,7 @@ async def test_a_replica_takes_over_when_a_node_dies_between_pin_and_read(
         assert (await pool.put(NAMESPACE, hashes, data, node_id="a", replicas=2)).replicas == 2
         await indexed(pool, hashes, "a", "b")
         assert (await pool.lookup(NAMESPACE, hashes)).segments[0].node_id == "a"
-        link = await pool.link("a", time.monotonic() + 5)
+        link = await pool.directory.link("a", time.monotonic() + 5)
         if transport == "auto":  # memory that is mapped outlives its node: make it fail on purpose
             pool.transports.get("shm").forget("a")
 
@@ -552,7 +552,7 @@ async def test_a_silent_node_leaves_time_for_another_replica(doomed: Cluster) ->
         await indexed(pool, hashes, "a", "b")
         segments = (await pool.lookup(NAMESPACE, hashes)).segments
         assert segments[0].node_id == "a"
-        await pool.link("b", time.monotonic() + 5)
+        await pool.directory.link("b", time.monotonic() + 5)
         doomed.kill("a", signal.SIGSTOP)
         try:
             out = np.zeros_like(data)
@@ -622,7 +622,7 @@ async def test_a_read_of_pinned_blocks_that_failed_is_remembered(doomed: Cluster
         doomed.kill("a")
         with pytest.raises(KvpoolError):
             await pool.read_pinned(pinned, np.zeros_like(data), timeout_s=2)
-        assert len(pool.negative_cache) == 4
+        assert len(pool.directory.negative_cache) == 4
         assert (await pool.lookup(NAMESPACE, hashes)).found == 0
 
 

@@ -152,7 +152,7 @@ def test_leased_bytes_stay_while_the_node_shrinks_below_what_it_holds(
 
 def assert_leased(pool: Pool, pinned: PinnedBlocks, seed: int, blocks: int) -> None:
     out = np.zeros((blocks, SIZE), dtype=np.uint8)
-    pool._call(pool._pool.read_pinned(pinned, out), 10.0)
+    pool.read_pinned(pinned, out, timeout_s=10.0)
     assert (out == some_bytes(seed, blocks)).all()
 
 

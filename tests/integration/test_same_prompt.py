@@ -34,7 +34,7 @@ async def main():
     pool = AsyncPool(node=sys.argv[1], host_label="here", transport=sys.argv[2])
     await pool.register(NAMESPACE)
     [info] = await pool.nodes()
-    link = pool.link_to(info.descriptor)
+    link = pool.directory.link_to(info.descriptor)
     granted = await link.reserve(NAMESPACE, hashes, parent=b"", part=0, ttl_s=60, timeout_s=10)
     rows = contents(hashes)
     half = Pieces(

@@ -118,7 +118,7 @@ async def test_who_sets_a_limit_gets_the_ready_prefix_at_once_and_who_sets_none_
         assert took_s < slow_s / 2
         assert got.waited_s < slow_s / 2
         # Declined is not missing: nobody doubts the copy, and it was not moved in vain.
-        assert len(pool.negative_cache) == 0
+        assert len(pool.directory.negative_cache) == 0
         again = await pool.get(NAMESPACE, HASHES, out, max_wait_s=READ_S / 2)
         assert (again.found, again.miss_reason) == (READY, "declined_cost")
 
@@ -152,7 +152,7 @@ async def test_a_call_that_cannot_end_in_time_is_told_so_instead_of_timing_out(
         assert READY <= got.found < BLOCKS
         assert got.miss_reason == "declined_deadline"
         assert (out[: got.found] == DATA[: got.found]).all()
-        assert len(pool.negative_cache) == 0
+        assert len(pool.directory.negative_cache) == 0
 
 
 async def test_a_lookup_says_what_the_disk_costs(

@@ -169,7 +169,7 @@ async def test_pieces_land_in_the_callers_memory_without_a_copy_between(
     async with AsyncPool(node=node, host_label="here", transport=name) as pool:
         for rank in range(4):
             await pool.put(space, hashes, share(kv, 4, rank), part=rank)
-        transport = pool.link_to((await pool.nodes())[0].descriptor).transport
+        transport = pool.directory.link_to((await pool.nodes())[0].descriptor).transport
         seen: list[Pieces] = []
         read = transport.read_and_sum
         transport.read_and_sum = lambda n, p, t: (seen.append(p), read(n, p, t))[1]  # type: ignore
@@ -193,7 +193,7 @@ async def test_wrong_bytes_anywhere_in_a_part_are_found(cluster: Cluster) -> Non
         async with AsyncPool(node=node, host_label="here") as pool:
             for part in range(stored):
                 await pool.put(space, hashes, share(kv, stored, part), part=part)
-            link = pool.link_to((await pool.nodes())[0].descriptor)
+            link = pool.directory.link_to((await pool.nodes())[0].descriptor)
             last = stored - 1
             lease = await link.pin(space, hashes, ttl_s=5, timeout_s=5, parts=(last,))
             # The last byte of the last head: a rank of TP=4 that reads the first heads never sees it.

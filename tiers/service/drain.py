@@ -16,7 +16,7 @@ import structlog
 
 from kvpool.blocks.hash_check import proof_of
 from kvpool.blocks.hashing import pack_hashes
-from kvpool.client.node.placement import open_to, rank_nodes
+from kvpool.client.node.placement import nodes_for_tenant, rank_nodes
 from kvpool.errors import Draining, InvalidArgument, KvpoolError
 from kvpool.security.credentials import NO_CREDENTIALS, Credentials
 from kvpool.wire import FailoverClient, WireClient
@@ -271,7 +271,7 @@ class Drainer:
             log.warning("cannot ask the conductor for nodes", error=str(error))
             return None
         tenant = self._describe().tenant  # all blocks here are its, or none is an isolated one's
-        ranked = rank_nodes(open_to(reply.nodes, tenant), key)
+        ranked = rank_nodes(nodes_for_tenant(reply.nodes, tenant), key)
         return next(
             (
                 info.descriptor

@@ -20,7 +20,8 @@ import structlog
 
 from kvpool.blocks.hashing import unpack_hashes
 from kvpool.blocks.layout import Namespace
-from kvpool.client.node.node_link import LEASE_MARGIN_S, NodeLink, ReadLease
+from kvpool.client.node.grants import ReadLease
+from kvpool.client.node.node_link import LEASE_MARGIN_S, NodeLink
 from kvpool.errors import (
     DeadlineExceeded,
     InvalidArgument,
@@ -274,12 +275,12 @@ class Replicator:
         lease = await link.pin(
             run.namespace, run.names[first:last], ttl_s=left + 1.0, timeout_s=left
         )
-        keeper = link.keep(lease, deadline)
+        keeper = link.keep_alive(lease, deadline)
         try:
             _check_epoch(link)
             if lease.found < last - first:
                 run.cut(first + lease.found, f"source:{lease.miss_reason or 'miss'}")
-            await link.know(lease.places, left)
+            await link.learn_arenas(lease.places, left)
             rows = self._rows(run, lease, first)
             if not rows:
                 return
@@ -297,7 +298,7 @@ class Replicator:
             started = self._clock()
             left = min(max(0.001, deadline - started), BATCH_S)
             sums = await self._fetch(link, pieces, left)
-            link.read_rate.note(pieces.total_bytes, self._clock() - started)
+            link.read_rate.record(pieces.total_bytes, self._clock() - started)
             run.is_late_write_possible = False
             await keeper.end()
             if self._clock() > lease.deadline - LEASE_MARGIN_S:

@@ -18,7 +18,8 @@ import structlog
 import xxhash
 
 from kvpool.blocks.layout import Layout
-from kvpool.client.node.node_link import NodeLink, WriteReservation
+from kvpool.client.node.grants import WriteReservation
+from kvpool.client.node.node_link import NodeLink
 from kvpool.errors import DeadlineExceeded, KvpoolError, TransferFailed
 from kvpool.transports import Pieces
 from kvpool.wire import messages as m

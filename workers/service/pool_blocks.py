@@ -54,7 +54,7 @@ class PoolBlocks:
         if not count:
             return None
         for node in request.nodes:
-            self._pool.link_to(node)
+            self._pool.directory.link_to(node)
         layout = self._namespace.layout
         blocks = np.empty((count, layout.part_bytes), dtype=np.uint8)
         started = time.monotonic()
@@ -104,13 +104,15 @@ class PoolBlocks:
         deadline: float,
     ) -> tuple[LayerSender | None, Any]:
         """Slots on this host's node for the blocks that will be computed here, if there is room."""
-        here = [node for node in nodes if node.host == self._pool.host_label] or list(nodes)
+        here = [node for node in nodes if node.host == self._pool.directory.host_label] or list(
+            nodes
+        )
         wanted = hashes[have:]
         if not here or not wanted:
             return None, None
         timeout_s = min(1.0, max(0.05, deadline - time.monotonic()))
         try:
-            link = self._pool.link_to(here[0])
+            link = self._pool.directory.link_to(here[0])
             reservation = await link.reserve(
                 self._namespace,
                 wanted,

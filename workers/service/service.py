@@ -17,7 +17,7 @@ import numpy as np
 from kvpool.blocks.hashing import unpack_hashes
 from kvpool.blocks.layout import Namespace
 from kvpool.client import AsyncPool
-from kvpool.client.node.node_link import reservation_from_reply
+from kvpool.client.node.grants import reservation_from_reply
 from kvpool.errors import (
     DeadlineExceeded,
     InvalidArgument,
@@ -110,7 +110,7 @@ class WorkerService:
             sequence = None
             try:
                 if request.grant is not None:
-                    link = self._pool.link_to(request.grant.node)
+                    link = self._pool.directory.link_to(request.grant.node)
                     sender = LayerSender(
                         link,
                         reservation_from_reply(

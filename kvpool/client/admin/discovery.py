@@ -1,34 +1,30 @@
-"""Which namespaces and blocks a pool has, and whose blocks an engine can read although its own layout is another."""
+"""Which namespaces a pool knows, and which of them an engine with another layout can read."""
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import msgspec
 
-from kvpool.blocks.hashing import pack_hashes
 from kvpool.blocks.layout import Namespace
 from kvpool.blocks.resharding import plan_read
 from kvpool.client.node.deadlines import time_left
-from kvpool.errors import CannotReshard, LayoutMismatch, UnknownNamespace
-from kvpool.wire import FailoverClient
+from kvpool.client.node.directory import NodeDirectory
+from kvpool.errors import CannotReshard, LayoutMismatch
 from kvpool.wire import messages as m
 
-if TYPE_CHECKING:
-    from kvpool.client.async_pool import AsyncPool
-
-PAGE = 1000
-AT_ONCE = 64  # questions to one node
+PAGE = 1000  # namespaces per call
 
 
-async def known_namespaces(conductor: FailoverClient, deadline: float) -> list[Namespace]:
-    """All namespaces that a conductor knows, oldest first."""
+async def known_namespaces(directory: NodeDirectory, deadline: float) -> list[Namespace]:
+    """All namespaces that the conductor knows, oldest first.
+
+    Raises:
+        ConfigError: this client speaks to a single node.
+    """
     known: list[Namespace] = []
     while True:
-        reply: m.NamespacesReply = await conductor.call(
+        reply: m.NamespacesReply = await directory.ask_conductor(
             m.Namespaces(len(known), PAGE), time_left(deadline)
         )
         known += reply.namespaces
@@ -36,47 +32,18 @@ async def known_namespaces(conductor: FailoverClient, deadline: float) -> list[N
             return known
 
 
-async def standing(
-    pool: AsyncPool, namespace: Namespace, hashes: Sequence[bytes], deadline: float
-) -> list[bool]:
-    """See `AsyncPool.standing`; `deadline` in monotonic seconds."""
-    if not hashes:
-        return []
-    if not pool.has_conductor:
-        return await _standing_at_one(pool, namespace, hashes, deadline)
-    request = m.CountCopies(namespace.namespace_id, pack_hashes(hashes))
-    try:
-        reply: m.CopyCounts = await pool.ask_conductor(request, timeout_s=time_left(deadline))
-    except UnknownNamespace:
-        await pool.register(namespace, timeout_s=time_left(deadline))
-        reply = await pool.ask_conductor(request, timeout_s=time_left(deadline))
-    is_fresh = pool.recent_writes.remembered(namespace.namespace_id, hashes, time.monotonic())
-    return [count > 0 or fresh for count, fresh in zip(reply.copies, is_fresh, strict=True)]
-
-
-async def _standing_at_one(
-    pool: AsyncPool, namespace: Namespace, hashes: Sequence[bytes], deadline: float
-) -> list[bool]:
-    found: list[bool] = []
-    for start in range(0, len(hashes), AT_ONCE):
-        run = hashes[start : start + AT_ONCE]
-        replies = await asyncio.gather(
-            *(pool.lookup(namespace, [one], timeout_s=time_left(deadline)) for one in run)
-        )
-        found += [reply.found > 0 for reply in replies]
-    return found
-
-
 def readable(namespaces: Iterable[Namespace], reader: Namespace) -> list[Namespace]:
-    """Those whose blocks an engine of `reader` can read, cheapest first."""
+    """The namespaces whose blocks an engine of `reader` can read, cheapest first."""
     costs = ((read_cost(other, reader), other) for other in namespaces)
     found = [(cost, other) for cost, other in costs if cost is not None]
     return [other for _, other in sorted(found, key=lambda pair: pair[0])]
 
 
 def read_cost(stored: Namespace, reader: Namespace) -> tuple[bool, int] | None:
-    """What a block of `stored` costs a rank of `reader`: whether it reads less than whole parts (which cannot be
-    verified everywhere), and how many pieces; None when it cannot use them at all.
+    """What one block of `stored` costs a rank of `reader`; None if the rank cannot use it.
+
+    Returns:
+        Whether the rank reads pieces of parts, which not every transport can verify; and the number of pieces.
     """
     if msgspec.structs.replace(stored, layout=reader.layout) != reader:
         return None

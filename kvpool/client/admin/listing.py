@@ -1,25 +1,22 @@
-"""What stands on the nodes of a pool, for people who look; page by page, so that no node is held up."""
+"""Lists the blocks of a pool's nodes, page by page, so that no listing holds up a node."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvpool.client.node.deadlines import time_left
+from kvpool.client.node.directory import NodeDirectory
+from kvpool.client.node.node_link import NodeLink
 from kvpool.errors import InvalidArgument
 from kvpool.wire import messages as m
 
-if TYPE_CHECKING:
-    from kvpool.client.async_pool import AsyncPool
-    from kvpool.client.node.node_link import NodeLink
-
-PAGE = 1000  # what nodes give at a time
+PAGE = 1000  # the most that nodes send at a time
 
 
 @dataclass(slots=True, frozen=True)
 class SpaceListing:
-    """One namespace on one node; `blocks` are the first of them."""
+    """One namespace on one node: its totals, and its first blocks."""
 
     usage: m.NamespaceUsage
     blocks: list[m.BlockInfo]
@@ -27,7 +24,7 @@ class SpaceListing:
 
 @dataclass(slots=True, frozen=True)
 class NodeListing:
-    """One node."""
+    """The namespaces of one node."""
 
     node_id: str
     host: str
@@ -35,18 +32,17 @@ class NodeListing:
 
 
 async def list_blocks(
-    pool: AsyncPool, node_id: str, model: str, limit: int, deadline: float
+    directory: NodeDirectory, node_id: str, model: str, limit: int, deadline: float
 ) -> list[NodeListing]:
-    """See `AsyncPool.list_blocks`."""
+    """List the blocks of one node or of all. Arguments and errors are those of `AsyncPool.list_blocks`."""
     if limit < 0:
         raise InvalidArgument(f"limit={limit} is negative")
     node_ids = [node_id]
     if not node_id:
-        infos = await pool.nodes(timeout_s=time_left(deadline))
-        node_ids = [info.descriptor.node_id for info in infos]
+        node_ids = [info.descriptor.node_id for info in await directory.nodes(deadline)]
 
-    async def of_node(one: str) -> NodeListing:
-        link = await pool.link(one, deadline)
+    async def list_node(one: str) -> NodeListing:
+        link = await directory.link(one, deadline)
         spaces = await _namespaces(link, deadline)
         wanted = [s for s in spaces if model in ("", s.model, s.name, s.namespace_id.hex())]
         blocks = [await _blocks(link, space, limit, deadline) for space in wanted]
@@ -54,7 +50,7 @@ async def list_blocks(
             one, link.node.host, [SpaceListing(*pair) for pair in zip(wanted, blocks, strict=True)]
         )
 
-    return list(await asyncio.gather(*map(of_node, node_ids)))
+    return list(await asyncio.gather(*map(list_node, node_ids)))
 
 
 async def _namespaces(link: NodeLink, deadline: float) -> list[m.NamespaceUsage]:

@@ -1,6 +1,6 @@
-"""Copies on other nodes, asked for by a client: `replicate`, replicas of a put, prefetch, and draining a node.
+"""Replication and prefetch as a client asks for them: which node to ask, and what to try when one fails.
 
-The nodes do the work (`tiers.service.replication`); here is whom to ask, and what to try when one fails.
+The nodes move the bytes (`tiers.service.replication`).
 """
 
 from __future__ import annotations
@@ -10,74 +10,70 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from kvpool.blocks.hashing import pack_hashes
 from kvpool.blocks.layout import Namespace
 from kvpool.client.node.deadlines import time_left
+from kvpool.client.node.directory import NodeDirectory
+from kvpool.client.node.lookup import lookup
 from kvpool.client.node.node_link import NodeLink
-from kvpool.client.node.placement import open_to, replica_targets
+from kvpool.client.node.placement import nodes_for_tenant, replica_targets
 from kvpool.errors import KvpoolError
 from kvpool.wire import messages as m
 
-if TYPE_CHECKING:
-    from kvpool.client.async_pool import AsyncPool
-
-# Of what is left to us, so that a node that keeps its own deadline can still say how far it came.
-NODE_SHARE = 0.9
+# Of the client's remaining time: a node that reaches its own deadline can still report its progress.
+NODE_TIME_SHARE = 0.9
 
 
 @dataclass(slots=True)
 class ReplicateResult:
-    """What became of the blocks of a `replicate`; `missing` of them are not there, for `reason`."""
+    """How many blocks of a `replicate` the node stored, had already, or lacks."""
 
     stored: int = 0
     existing: int = 0
-    in_progress: int = 0  # another writer brings them there
+    in_progress: int = 0  # another writer is writing them there
     missing: int = 0
-    reason: str = ""  # of the first that is missing
+    reason: str = ""  # why the first missing block is missing
     bytes_moved: dict[str, int] = field(default_factory=dict)  # by transport
 
 
 @dataclass(slots=True, frozen=True)
 class PrefetchResult:
-    """What nodes will bring where it was asked for, what was there, and what they declined (ask again later)."""
+    """How many blocks the nodes will bring, had already, or declined. Declined blocks may be asked for again."""
 
     accepted: int
     resident: int
     declined: int
-    reasons: dict[str, int]  # blocks declined, by reason
+    reasons: dict[str, int]  # reason -> blocks declined for it
 
 
 async def replicate(
-    pool: AsyncPool,
+    directory: NodeDirectory,
     namespace: Namespace,
     hashes: Sequence[bytes],
     to: str,
     parent: bytes,
     deadline: float,
 ) -> ReplicateResult:
-    """See `AsyncPool.replicate`."""
+    """Copy a run of a chain to node `to`. Arguments, result and errors are those of `AsyncPool.replicate`."""
     result = ReplicateResult()
     if not hashes:
         return result
-    target = await pool.link(to, deadline)
+    target = await directory.link(to, deadline)
     request = m.NodeLookup(namespace.namespace_id, pack_hashes(hashes))
-    there: m.NodeLookupReply = await target.call(request, namespace, time_left(deadline))
-    done = result.existing = there.found
+    at_target: m.NodeLookupReply = await target.call(request, namespace, time_left(deadline))
+    done = result.existing = at_target.found
     excluded = {to}
     try:
         while done < len(hashes):
             rest = hashes[done:]
-            where = await pool.lookup(
-                namespace, rest, exclude=sorted(excluded), timeout_s=time_left(deadline)
-            )
-            if not where.segments:
+            located = await lookup(directory, namespace, rest, deadline, exclude=sorted(excluded))
+            if not located.segments:
                 result.reason = result.reason or "not_in_index"
                 break
-            segment = where.segments[0]
-            source = await pool.link(segment.node_id, deadline)
-            reply = await _ask(
+            segment = located.segments[0]
+            source = await directory.link(segment.node_id, deadline)
+            reply = await _replicate_to(
                 target,
                 namespace,
                 rest[: segment.count],
@@ -85,8 +81,8 @@ async def replicate(
                 source.node,
                 deadline,
             )
-            dealt = reply.stored + reply.existing + reply.in_progress
-            done += dealt
+            handled = reply.stored + reply.existing + reply.in_progress
+            done += handled
             result.stored += reply.stored
             result.existing += reply.existing
             result.in_progress += reply.in_progress
@@ -94,11 +90,11 @@ async def replicate(
                 result.bytes_moved[name] = result.bytes_moved.get(name, 0) + size
             result.reason = reply.reason
             if reply.reason in ("no_room", "deadline", "reservation_gone"):
-                break  # no other source changes that
+                break  # another source would not help
             if reply.reason:
                 excluded.add(segment.node_id)
                 if reply.reason == "checksum" or reply.reason.startswith("source:"):
-                    pool.note_misses(segment.node_id, namespace, [rest[dealt]])
+                    directory.report_misses(segment.node_id, namespace, [rest[handled]])
     except KvpoolError as error:
         if not done:
             raise
@@ -108,7 +104,7 @@ async def replicate(
 
 
 async def add_replicas(
-    pool: AsyncPool,
+    directory: NodeDirectory,
     namespace: Namespace,
     hashes: Sequence[bytes],
     parent: bytes,
@@ -118,32 +114,36 @@ async def add_replicas(
 ) -> tuple[int, dict[str, str]]:
     """Copy blocks from their holder to `wanted` other nodes, on hosts without a copy first.
 
-    Returns how many have them all now, and why those that were tried in vain have not, by node id.
+    Returns:
+        How many nodes now have all blocks, and for each node that failed, the reason by node id.
     """
-    standing = 0
+    complete = 0
     failures: dict[str, str] = {}
     try:
-        nodes = await pool.nodes(timeout_s=time_left(deadline))
+        nodes = await directory.nodes(deadline)
     except KvpoolError as error:
         return 0, {"": error.code}
-    nodes = open_to(nodes, holder.node.tenant or namespace.tenant)
-    waiting = replica_targets(nodes, hashes[0], holder_id=holder.node.node_id)
-    while standing < wanted and waiting and time.monotonic() < deadline:
-        batch = [info.descriptor for info in waiting[: wanted - standing]]
-        waiting = waiting[len(batch) :]
+    nodes = nodes_for_tenant(nodes, holder.node.tenant or namespace.tenant)
+    candidates = replica_targets(nodes, hashes[0], holder_id=holder.node.node_id)
+    while complete < wanted and candidates and time.monotonic() < deadline:
+        batch = [info.descriptor for info in candidates[: wanted - complete]]
+        candidates = candidates[len(batch) :]
         reasons = await asyncio.gather(
-            *(_copy_to(pool, node, namespace, hashes, parent, holder, deadline) for node in batch)
+            *(
+                _copy_to(directory, node, namespace, hashes, parent, holder, deadline)
+                for node in batch
+            )
         )
         for node, reason in zip(batch, reasons, strict=True):
             if reason:
                 failures[node.node_id] = reason
             else:
-                standing += 1
-    return standing, failures
+                complete += 1
+    return complete, failures
 
 
 async def _copy_to(
-    pool: AsyncPool,
+    directory: NodeDirectory,
     node: m.NodeDescriptor,
     namespace: Namespace,
     hashes: Sequence[bytes],
@@ -151,17 +151,17 @@ async def _copy_to(
     holder: NodeLink,
     deadline: float,
 ) -> str:
-    """Let one node pull the blocks; why it has not got them all, or ""."""
+    """Have one node pull the blocks. Returns why it lacks some, or ""."""
     try:
-        link = pool.link_to(node)
-        reply = await _ask(link, namespace, hashes, parent, holder.node, deadline)
+        link = directory.link_to(node)
+        reply = await _replicate_to(link, namespace, hashes, parent, holder.node, deadline)
     except KvpoolError as error:
-        pool.forget_node(node.node_id, error)
+        directory.forget_node(node.node_id, error)
         return error.code
     return reply.reason or ("in_progress" if reply.in_progress else "")
 
 
-async def _ask(
+async def _replicate_to(
     target: NodeLink,
     namespace: Namespace,
     hashes: Sequence[bytes],
@@ -171,31 +171,31 @@ async def _ask(
 ) -> m.ReplicateReply:
     left = time_left(deadline)
     request = m.Replicate(
-        namespace.namespace_id, pack_hashes(hashes), parent, source, left * NODE_SHARE
+        namespace.namespace_id, pack_hashes(hashes), parent, source, left * NODE_TIME_SHARE
     )
     reply: m.ReplicateReply = await target.call(request, namespace, left)
     return reply
 
 
 async def prefetch(
-    pool: AsyncPool,
+    directory: NodeDirectory,
     namespace: Namespace,
     hashes: Sequence[bytes],
     deadline: float,
     tier: str = "",
 ) -> PrefetchResult:
-    """See `AsyncPool.prefetch`."""
-    where = await pool.lookup(namespace, hashes, timeout_s=time_left(deadline))
+    """Ask every holder to bring its blocks into `tier`. Result and errors are those of `AsyncPool.prefetch`."""
+    located = await lookup(directory, namespace, hashes, deadline)
     replies = await asyncio.gather(
         *(
-            _prefetch_at(pool, namespace, hashes, segment, deadline, tier)
-            for segment in where.segments
+            _prefetch_at(directory, namespace, hashes, segment, deadline, tier)
+            for segment in located.segments
         )
     )
     reasons: Counter[str] = Counter()
     for reply in replies:
         reasons[reply.reason] += reply.declined
-    reasons["not_in_index"] += len(hashes) - where.found
+    reasons["not_in_index"] += len(hashes) - located.found
     return PrefetchResult(
         sum(reply.accepted for reply in replies),
         sum(reply.resident for reply in replies),
@@ -205,7 +205,7 @@ async def prefetch(
 
 
 async def _prefetch_at(
-    pool: AsyncPool,
+    directory: NodeDirectory,
     namespace: Namespace,
     hashes: Sequence[bytes],
     segment: m.Segment,
@@ -215,9 +215,9 @@ async def _prefetch_at(
     rows = hashes[segment.start : segment.start + segment.count]
     request = m.Prefetch(namespace.namespace_id, pack_hashes(rows), tier)
     try:
-        link = await pool.link(segment.node_id, deadline)
+        link = await directory.link(segment.node_id, deadline)
         reply: m.PrefetchReply = await link.call(request, namespace, time_left(deadline))
     except KvpoolError as error:
-        pool.forget_node(segment.node_id, error)
+        directory.forget_node(segment.node_id, error)
         return m.PrefetchReply(0, 0, len(rows), error.code)
     return reply

@@ -1,4 +1,4 @@
-"""Callers' memory as addresses: numpy arrays, torch tensors, anything with the buffer protocol."""
+"""Turns callers' memory into addresses: numpy arrays, torch tensors, and objects with the buffer protocol."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from kvpool.transports.copy import Int64Array
 
 @dataclass(slots=True, frozen=True, eq=False)
 class BlockSpans:
-    """Blocks by address, each in one or several runs of bytes: the memory of an engine that pages its KV.
+    """Blocks by address, each in one or several runs of bytes, as in the paged KV memory of an engine.
 
-    Block i is `lengths[j]` bytes at `addresses[i, j]` for every j, one after the other. The caller answers for
-    every address, and keeps the memory alive with `owner`.
+    Block i consists of `lengths[j]` bytes at `addresses[i, j]` for every j, in order. The caller guarantees that
+    every address is valid.
 
     Args:
-        addresses: shape [blocks, runs]; of this process's host memory.
-        lengths: bytes, shape [runs]; the same for all blocks.
+        addresses: int64, shape [blocks, runs]; addresses in this process's host memory.
+        lengths: int64, shape [runs]; bytes of each run, the same for all blocks.
+        owner: keeps the memory alive.
 
     Raises:
-        InvalidArgument: these are not the shapes, or a length or an address is not positive.
+        InvalidArgument: a shape or dtype is wrong, or a length or an address is not positive.
     """
 
     addresses: Int64Array
@@ -37,10 +38,10 @@ class BlockSpans:
         if len(shapes[0]) != 2 or len(shapes[1]) != 1 or shapes[0][1:] != shapes[1]:
             raise InvalidArgument(
                 f"addresses of shape {shapes[0]} and lengths of shape {shapes[1]}",
-                hint="[blocks, runs] and [runs] are needed",
+                hint="pass [blocks, runs] and [runs]",
             )
         if self.addresses.dtype != np.int64 or self.lengths.dtype != np.int64:
-            raise InvalidArgument("addresses and lengths are arrays of int64")
+            raise InvalidArgument("addresses and lengths must be arrays of int64")
         if (self.lengths <= 0).any() or (self.addresses <= 0).any():
             raise InvalidArgument("an address or a length is not positive")
 
@@ -48,11 +49,12 @@ class BlockSpans:
         return len(self.addresses)
 
 
-def span(data: Any, *, writable: bool) -> tuple[int, int, Any]:
-    """Address, size in bytes and keep-alive object of one contiguous piece of host memory.
+def memory_span(data: Any, *, writable: bool) -> tuple[int, int, Any]:
+    """Address, size in bytes and owner of one contiguous buffer of host memory.
 
     Raises:
-        InvalidArgument: not contiguous, read-only where it must be written, on a device, or no buffer.
+        InvalidArgument: `data` is not contiguous, is read-only but `writable` is asked for, is on a device, or
+            is no buffer.
     """
     if hasattr(data, "data_ptr"):  # torch, without importing it
         if data.device.type != "cpu":
@@ -73,7 +75,8 @@ def span(data: Any, *, writable: bool) -> tuple[int, int, Any]:
         view = memoryview(data)
     except TypeError as error:
         raise InvalidArgument(
-            f"{type(data).__name__} is no buffer", hint="pass numpy, torch, bytearray or memoryview"
+            f"{type(data).__name__} is not a buffer",
+            hint="pass numpy, torch, bytearray or memoryview",
         ) from error
     if writable and view.readonly:
         raise InvalidArgument(f"{type(data).__name__} is read-only", hint="pass a bytearray")
@@ -83,30 +86,33 @@ def span(data: Any, *, writable: bool) -> tuple[int, int, Any]:
     return int(array.ctypes.data) if array.nbytes else 0, array.nbytes, array
 
 
-def placed(data: Any, count: int, plan: Plan, *, writable: bool) -> tuple[Int64Array, Any, Plan]:
-    """Where `count` blocks are in the caller's memory, what keeps that alive, and the plan cut to its runs.
+def block_addresses(
+    data: Any, count: int, plan: Plan, *, writable: bool
+) -> tuple[Int64Array, Any, Plan]:
+    """Addresses of `count` blocks in the caller's memory, the owner of that memory, and a plan that fits it.
 
     Args:
-        data: as for `block_spans`, or `BlockSpans` of `count` blocks.
-        plan: for memory in which a block is contiguous.
+        data: as for `part_addresses`, or `BlockSpans` of `count` blocks.
+        plan: a plan for memory in which each block is contiguous.
 
     Returns:
-        Addresses of shape [count], or [count, runs] for `BlockSpans`; both fit the plan returned.
+        Addresses of shape [count], or [count, runs] for `BlockSpans`; the owner; and the plan, cut to the runs.
 
     Raises:
-        WrongByteCount, InvalidArgument: `data` does not fit; or `BlockSpans` with a plan of several pieces.
+        WrongByteCount: `data` has the wrong size.
+        InvalidArgument: `data` is not usable memory, or is `BlockSpans` while the plan has several pieces.
     """
     if not isinstance(data, BlockSpans):
-        return *block_spans(data, count, plan.rank_bytes, writable=writable), plan
+        return *part_addresses(data, count, plan.rank_bytes, writable=writable), plan
     if len(data) != count:
-        raise WrongByteCount(f"{count} blocks need memory for as many, got {len(data)}")
+        raise WrongByteCount(f"{count} blocks need {count} rows of addresses, got {len(data)}")
     return data.addresses, data.owner, plan.in_runs(data.lengths)
 
 
-def block_spans(
+def part_addresses(
     data: Any, count: int, part_bytes: int, *, writable: bool
 ) -> tuple[Int64Array, Any]:
-    """Addresses of `count` block parts of `part_bytes` each, and what keeps them alive.
+    """Addresses of `count` block parts of `part_bytes` bytes each, and the owner of the memory.
 
     Args:
         data: one contiguous buffer of exactly `count * part_bytes` bytes (of any shape and dtype), or a
@@ -114,7 +120,7 @@ def block_spans(
 
     Raises:
         WrongByteCount: the sizes do not match.
-        InvalidArgument: see `span`.
+        InvalidArgument: a buffer is not contiguous, read-only, on a device, or no buffer.
     """
     if isinstance(data, Sequence) and not isinstance(data, (bytes, bytearray, memoryview, str)):
         if len(data) != count:
@@ -122,13 +128,13 @@ def block_spans(
         addresses = np.empty(count, dtype=np.int64)
         owners = []
         for i, piece in enumerate(data):
-            address, size, owner = span(piece, writable=writable)
+            address, size, owner = memory_span(piece, writable=writable)
             if size != part_bytes:
                 raise WrongByteCount(f"buffer {i} has {size} bytes, a block part has {part_bytes}")
             addresses[i] = address
             owners.append(owner)
         return addresses, owners
-    address, size, owner = span(data, writable=writable)
+    address, size, owner = memory_span(data, writable=writable)
     if size != count * part_bytes:
         raise WrongByteCount(
             f"{count} blocks of {part_bytes} bytes are {count * part_bytes} bytes, got {size}"

@@ -1,7 +1,7 @@
-"""Blocks read and written range by range: an engine's layers, each as soon as it is wanted or final.
+"""Reads and writes blocks range by range: each of an engine's layers as soon as it is needed or final.
 
-What the whole-block calls guarantee in one step is spread over several here: a reader holds its lease until it has
-all ranges and compares the checksums then; a writer reserves, writes, and makes the blocks visible at the end.
+A reader holds its lease until it has all ranges, and then compares the checksums. A writer reserves slots,
+writes the ranges, and makes the blocks visible at the end.
 """
 
 from __future__ import annotations
@@ -10,49 +10,48 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from kvpool.blocks.layout import Namespace
 from kvpool.blocks.resharding import Plan
-from kvpool.client.data.buffers import block_spans
+from kvpool.client.data.buffers import part_addresses
 from kvpool.client.data.pinning import PinnedBlocks
 from kvpool.client.node.deadlines import time_left
-from kvpool.client.node.node_link import NodeLink, WriteReservation
+from kvpool.client.node.directory import NodeDirectory
+from kvpool.client.node.grants import WriteReservation
+from kvpool.client.node.node_link import NodeLink
 from kvpool.errors import DeadlineExceeded, KvpoolError, LeaseExpired, NoRoom, Unavailable
 from kvpool.transports import Pieces
 from kvpool.transports.copy import Int64Array, sum_runs
 from kvpool.wire import messages as m
-
-if TYPE_CHECKING:
-    from kvpool.client.async_pool import AsyncPool
 
 
 class LayeredReader:
     """Reads ranges of the blocks of one `pin` of one part into rows of the caller's memory.
 
     Args:
-        pinned: stays held, and is renewed, until `close`.
-        out: room for all blocks, as for `get`; never used again by the caller if a read fails, as with
+        pinned: stays leased, and is renewed, until `close`.
+        out: memory for all blocks, as for `get`. The caller never uses it again if a read fails, as with
             `is_disposable`.
-        deadline: monotonic seconds; for everything together.
+        deadline: for all reads together (monotonic seconds).
     """
 
     def __init__(self, pinned: PinnedBlocks, out: Any, deadline: float) -> None:
         layout = pinned.namespace.layout
-        self._addresses, self._owner = block_spans(
+        self._addresses, self._owner = part_addresses(
             out, pinned.found, layout.part_bytes, writable=True
         )
         self._pinned = pinned
         self._deadline = deadline
-        self._keepalives = [link.keep(lease, deadline) for link, lease, _ in pinned.held]
+        self._keepalives = [link.keep_alive(lease, deadline) for link, lease, _ in pinned.held]
 
     async def read(self, offsets: Sequence[int], length: int) -> None:
         """Read `length` bytes at each of `offsets` of every block, unverified.
 
         Raises:
-            LeaseExpired, TransferFailed, DeadlineExceeded: nothing of `out` may be used.
+            LeaseExpired, TransferFailed, DeadlineExceeded: discard all of `out`.
         """
         space = self._pinned.namespace
         plan = _ranges(offsets, length, space.layout.part_bytes)
@@ -71,10 +70,10 @@ class LayeredReader:
             )
 
     async def bad_blocks(self) -> list[int]:
-        """Which blocks have not the bytes that were committed, once all ranges were read (invariant 5).
+        """Indices of blocks whose bytes differ from the committed ones. Call it after all ranges (invariant 5).
 
         Raises:
-            LeaseExpired: they may have changed under the reader.
+            LeaseExpired: the blocks may have changed during the read.
         """
         length = self._pinned.namespace.layout.part_bytes
         lengths = np.full(len(self._addresses), length, dtype=np.int64)
@@ -92,7 +91,7 @@ class LayeredReader:
         return bad
 
     async def close(self) -> None:
-        """Give the blocks back."""
+        """End the leases."""
         for keepalive in self._keepalives:
             await keepalive.end()
         self._pinned.release()
@@ -102,8 +101,8 @@ class LayeredWriter:
     """Writes ranges of blocks from rows of the caller's memory into slots that `open` reserves.
 
     Attributes:
-        granted: which of the blocks are to be written; the pool has the others, or is being given them.
-        rejected: how many found no room.
+        granted: indices of the blocks to write; the pool has the others, or another writer is writing them.
+        rejected: how many blocks found no room.
     """
 
     def __init__(self, link: NodeLink, reservation: WriteReservation, deadline: float) -> None:
@@ -117,7 +116,7 @@ class LayeredWriter:
     @classmethod
     async def open(
         cls,
-        pool: AsyncPool,
+        directory: NodeDirectory,
         namespace: Namespace,
         hashes: Sequence[bytes],
         *,
@@ -125,13 +124,14 @@ class LayeredWriter:
         part: int = 0,
         deadline: float,
     ) -> LayeredWriter:
-        """Reserve slots at the first node by placement that takes the blocks.
+        """Reserve slots at the first node by placement that accepts the blocks.
 
         Raises:
-            NoRoom: there is none for any of them. Unavailable, DeadlineExceeded: no node answers.
+            NoRoom: the node has no slot for any of them.
+            Unavailable, DeadlineExceeded: no node answers.
         """
         error: KvpoolError = Unavailable("the pool has no live node", hint="start one: kvpool node")
-        async for link in pool.places(namespace, None, hashes[0], deadline):
+        async for link in directory.write_targets(namespace, None, hashes[0], deadline):
             try:
                 reservation = await link.reserve(
                     namespace,
@@ -143,11 +143,11 @@ class LayeredWriter:
                 )
             except Unavailable as why:
                 error = why
-                pool.forget_node(link.node.node_id, why)
+                directory.forget_node(link.node.node_id, why)
                 continue
             writer = cls(link, reservation, deadline)
             if writer.rejected == len(hashes):
-                raise NoRoom(f"node {link.node.node_id} has no slot to give")
+                raise NoRoom(f"node {link.node.node_id} has no free slot")
             return writer
         raise error
 
@@ -157,10 +157,12 @@ class LayeredWriter:
         """Write `length` bytes at each of `offsets` of every granted block.
 
         Args:
-            addresses: of the granted blocks, in their order; the same bytes are at the same offsets there.
+            addresses: of the granted blocks, in order; each range is at the same offset in memory and in the
+                block.
+            owner: keeps that memory alive.
 
         Raises:
-            TransferFailed, DeadlineExceeded: abort.
+            TransferFailed, DeadlineExceeded: call `abort`.
         """
         at = np.asarray(offsets, dtype=np.int64)
         local = (addresses[:, None] + at).reshape(-1)
@@ -172,13 +174,17 @@ class LayeredWriter:
         self.bytes_written += pieces.total_bytes
 
     async def commit(self, checksums: np.ndarray) -> None:
-        """Make the granted blocks visible; `checksums` are of their whole parts. Raises as `NodeLink.commit`."""
+        """Make the granted blocks visible.
+
+        Args:
+            checksums: xxh3-64 of each granted block's whole part.
+        """
         await self._link.commit(
             self._reservation.reservation_id, checksums, timeout_s=time_left(self._deadline)
         )
 
     async def abort(self, error: BaseException) -> None:
-        """Give the slots back after `error`; a write past its deadline may still arrive (invariant 2)."""
+        """Give the slots back after `error`. A write past its deadline may still arrive (invariant 2)."""
         has_stopped = not isinstance(error, (DeadlineExceeded, asyncio.CancelledError))
         with contextlib.suppress(KvpoolError):
             await self._link.abort(
@@ -187,7 +193,7 @@ class LayeredWriter:
 
 
 def _ranges(offsets: Sequence[int], length: int, part_bytes: int) -> Plan:
-    """The same ranges of each part, to the same place."""
+    """A plan that reads the same ranges of each part to the same offsets."""
     at = np.asarray(offsets, dtype=np.int64)
     rows = np.zeros(len(at), dtype=np.int64)
     return Plan((0,), rows, at, at, np.full(len(at), length, dtype=np.int64), part_bytes, False)

@@ -1,6 +1,6 @@
-"""One `get`: all segments at once, and another replica where a node fails or lacks what it was said to have.
+"""One `get`: reads all segments at once, and tries another replica if a node fails or lacks a block.
 
-What failed is remembered by the pool and told to the conductor, so that no later request runs into it again.
+The directory remembers each failure and tells the conductor, so that no later request repeats it.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvpool.blocks.layout import Namespace
 from kvpool.blocks.resharding import Plan
-from kvpool.client.node.node_link import BlockChecksumMismatch, BytesMoved, NodeLink, ReadLease
+from kvpool.client.node.directory import NodeDirectory
+from kvpool.client.node.grants import BytesMoved, ReadLease
+from kvpool.client.node.lookup import lookup
+from kvpool.client.node.node_link import BlockChecksumMismatch, NodeLink
 from kvpool.errors import (
     DeadlineExceeded,
     KvpoolError,
@@ -26,29 +29,26 @@ from kvpool.errors import (
 from kvpool.transports.copy import Int64Array
 from kvpool.wire import messages as m
 
-if TYPE_CHECKING:
-    from kvpool.client.async_pool import AsyncPool
-
-MAX_ROUNDS = 8  # look-ups of one `get`; each but the first follows a failure
-MIN_WAIT_S = 1e-3  # a limit that is used up; 0 would be none
+MAX_ROUNDS = 8  # look-ups of one `get`; each after the first follows a failure
+MIN_WAIT_S = 1e-3  # the limit once `max_wait_s` is used up; 0 would mean no limit
 
 
 @dataclass(slots=True, frozen=True)
 class GetResult:
-    """What `get` read: blocks [0, found) of the chain."""
+    """What `get` read: blocks [0, found) of the chain. `tiers` names the tier of each."""
 
     found: int
     tiers: tuple[str, ...]
     bytes_moved: dict[str, int]  # by transport
     verified: int  # blocks whose checksum was compared
-    miss_reason: str  # why block number `found` was not read; "" when all were
-    wait_s: float = 0.0  # predicted for blocks on disks, the declined ones included; -1: unknown
-    waited_s: float = 0.0  # for those that came
+    miss_reason: str  # why block number `found` was not read; "" if all were
+    wait_s: float = 0.0  # predicted for blocks on disks, including declined ones; -1: unknown
+    waited_s: float = 0.0  # for the blocks that came from disks
 
 
 @dataclass(slots=True, frozen=True)
 class _Piece:
-    """What one segment gave: its leading blocks, and why no more of them."""
+    """What one segment gave: how many leading blocks, and why no more."""
 
     found: int
     tiers: tuple[str, ...]
@@ -62,16 +62,16 @@ class ChainReader:
     """Reads one chain into memory of the caller.
 
     Args:
-        addresses, owner: where each block goes, and what keeps that alive.
+        addresses, owner: where each block goes, and what keeps that memory alive.
         plan: which parts are read, and which of their bytes go where.
         deadline: monotonic seconds.
-        max_wait_s: see `AsyncPool.get`; each node of a round, since they are read at once.
-        tier: "hbm" to read from device memory what stands there.
+        max_wait_s: as for `AsyncPool.get`. It limits each node of a round, because nodes are read at once.
+        tier: "hbm" to read blocks from device memory.
     """
 
     def __init__(
         self,
-        pool: AsyncPool,
+        directory: NodeDirectory,
         namespace: Namespace,
         hashes: Sequence[bytes],
         addresses: Int64Array,
@@ -84,7 +84,7 @@ class ChainReader:
         max_wait_s: float = 0.0,
         tier: str = "",
     ) -> None:
-        self._pool = pool
+        self._directory = directory
         self._namespace = namespace
         self._hashes = hashes
         self._addresses = addresses
@@ -95,8 +95,8 @@ class ChainReader:
         self._is_disposable = is_disposable
         self._max_wait_s = max_wait_s
         self._wait_s = self._waited_s = 0.0
-        self._declined: list[m.Segment] = []  # for want of time, and what follows
-        self._insists = False  # all the time that is left goes to one node
+        self._declined: list[m.Segment] = []  # declined for lack of time, and the segments after it
+        self._insists = False  # give all remaining time to one node
         self._tier = tier
         self._found = 0
         self._tiers: list[str] = []
@@ -106,21 +106,22 @@ class ChainReader:
         self._refusal: UnverifiableRead | None = None
 
     async def read(self, segments: Sequence[m.Segment]) -> GetResult:
-        """Read what `segments` say, then look further where one failed, within the deadline.
+        """Read `segments`; after a failure, look up other replicas within the deadline.
 
         Raises:
-            UnverifiableRead: see `NodeLink.check_verifiable`; raised when nothing is being read any more.
+            UnverifiableRead: checksums are required and a node's transport cannot compare them. Raised after all
+                reads have ended.
         """
         count = len(self._hashes)
         for _ in range(MAX_ROUNDS):
             is_broken = await self._read_round(segments)
             if self._refusal is not None:
                 raise self._refusal
-            if not is_broken or self._found == count or not self._pool.has_conductor:
+            if not is_broken or self._found == count or not self._directory.has_conductor:
                 break
             segments = await self._alternatives()
             if not segments and self._declined and not self._insists:
-                # Nobody else has it: no time need be kept for another.
+                # No other node has it, so no time need be kept for one.
                 segments, self._insists = self._declined, True
             if not segments:
                 break
@@ -140,8 +141,8 @@ class ChainReader:
         )
 
     async def _read_round(self, segments: Sequence[m.Segment]) -> bool:
-        """Read segments at once; whether one gave less than it was said to hold."""
-        segments, is_broken = self._without_known_misses(segments)
+        """Read segments at once. Returns whether one gave fewer blocks than the look-up promised."""
+        segments, is_broken = self._without_failed(segments)
         pieces = await asyncio.gather(*(self._read_segment(segment) for segment in segments))
         if pieces:
             waits = [piece.wait_s for piece in pieces]
@@ -164,14 +165,14 @@ class ChainReader:
                 return True
         return is_broken
 
-    def _without_known_misses(self, segments: Sequence[m.Segment]) -> tuple[list[m.Segment], bool]:
-        """The segments up to the first block that its node failed to give just now."""
-        if not self._pool.has_conductor:
+    def _without_failed(self, segments: Sequence[m.Segment]) -> tuple[list[m.Segment], bool]:
+        """The segments up to the first block that its node recently failed to give, and whether that cut any."""
+        if not self._directory.has_conductor:
             return list(segments), False
         kept: list[m.Segment] = []
         for s in segments:
             hashes = self._hashes[s.start : s.start + s.count]
-            leading = self._pool.negative_cache.leading(
+            leading = self._directory.negative_cache.count_leading(
                 s.node_id, self._namespace.namespace_id, hashes, time.monotonic()
             )
             if leading:
@@ -182,20 +183,23 @@ class ChainReader:
         return kept, False
 
     async def _alternatives(self) -> list[m.Segment]:
-        """Where else the rest of the chain stands; empty when nowhere, or when no time is left."""
-        left = self._deadline - time.monotonic()
-        if left <= 0:
+        """Other places of the rest of the chain; empty if there are none or no time is left."""
+        if time.monotonic() >= self._deadline:
             return []
         rest = self._hashes[self._found :]
-        lacking = self._pool.negative_cache.nodes_lacking(
+        lacking = self._directory.negative_cache.nodes_lacking(
             self._namespace.namespace_id, rest[0], time.monotonic()
         )
         try:
-            reply = await self._pool.lookup(
-                self._namespace, rest, exclude=sorted(self._failed_nodes | lacking), timeout_s=left
+            reply = await lookup(
+                self._directory,
+                self._namespace,
+                rest,
+                self._deadline,
+                exclude=sorted(self._failed_nodes | lacking),
             )
         except KvpoolError:
-            return []  # the failure that brought us here is the reason to give
+            return []  # keep the first failure as the reason
         return [
             m.Segment(s.node_id, s.start + self._found, s.count, s.tier) for s in reply.segments
         ]
@@ -203,42 +207,44 @@ class ChainReader:
     # ------------------------------------------------------------ one segment
 
     async def _read_segment(self, segment: m.Segment) -> _Piece:
-        pool, namespace = self._pool, self._namespace
+        directory, namespace = self._directory, self._namespace
         hashes = self._hashes[segment.start : segment.start + segment.count]
         node_id = segment.node_id
         left = self._deadline - time.monotonic()
-        # A node that does not answer must leave time for another one.
-        patience_s = left / 2 if pool.has_conductor and not self._insists else left
+        # A silent node must leave time to try another one.
+        node_s = left / 2 if directory.has_conductor and not self._insists else left
         max_wait_s = self._max_wait_s
         if max_wait_s:
             max_wait_s = max(MIN_WAIT_S, max_wait_s - self._waited_s)
 
         async def pin(link: NodeLink) -> ReadLease:
             if self._verify:
-                await link.check_verifiable(self._plan, patience_s)
+                await link.check_verifiable(self._plan, node_s)
             return await link.pin(
                 namespace,
                 hashes,
                 ttl_s=max(1.0, left + 1.0),
-                timeout_s=patience_s,
+                timeout_s=node_s,
                 parts=self._plan.parts,
                 max_wait_s=max_wait_s,
-                # Pieces of parts can be compared with their checksums in mapped memory only.
+                # Only mapped memory allows comparing pieces of parts with their checksums.
                 tier=self._tier if self._plan.is_whole else "",
             )
 
         try:
-            link, lease = await pool.at_node(node_id, self._deadline, pin)
+            link, lease = await directory.call_node(node_id, self._deadline, pin)
         except UnverifiableRead as error:
             self._refusal = error
             return _Piece(0, (), "", error.code)
         except KvpoolError as error:
-            return self._failed(node_id, hashes, error, patience_s)
-        pool.negative_cache.answered(node_id)
+            return self._failed(node_id, hashes, error, node_s)
+        directory.negative_cache.reset_silence(node_id)
         if lease.miss_reason in m.DECLINED:
-            self._failed_nodes.add(node_id)  # for this call: another may have it in memory
+            self._failed_nodes.add(
+                node_id
+            )  # for this call only: another node may have it in memory
         elif lease.found < len(hashes):
-            pool.note_misses(node_id, namespace, [hashes[lease.found]])
+            directory.report_misses(node_id, namespace, [hashes[lease.found]])
         if not lease.found:
             reason = lease.miss_reason or "miss"
             return _Piece(0, (), "", reason, lease.wait_s, lease.waited_s)
@@ -256,11 +262,11 @@ class ChainReader:
                 plan=self._plan,
             )
         except BlockChecksumMismatch as error:
-            pool.note_misses(node_id, namespace, [hashes[error.index]])
+            directory.report_misses(node_id, namespace, [hashes[error.index]])
             return _Piece(0, (), "", error.code)
         except (TransferFailed, DeadlineExceeded, LeaseExpired, StaleEpoch, Unavailable) as error:
             if isinstance(error, DeadlineExceeded):
-                # It may still arrive, and in the caller's memory if that is disposable: the end.
+                # The bytes may still arrive, in the caller's memory if that is disposable: stop here.
                 self._deadline = time.monotonic()
             return self._failed(node_id, hashes, error, left)
         finally:
@@ -271,10 +277,10 @@ class ChainReader:
         )
 
     def _failed(
-        self, node_id: str, hashes: Sequence[bytes], error: KvpoolError, patience_s: float
+        self, node_id: str, hashes: Sequence[bytes], error: KvpoolError, node_s: float
     ) -> _Piece:
-        """The node as a whole failed us: ask others in this call, and remember."""
-        self._pool.note_failure(node_id, self._namespace, hashes, error, patience_s)
-        if not isinstance(error, StaleEpoch):  # then our own knowledge was old: meet it afresh
+        """Remember that a node failed, and ask other nodes for the rest of this call."""
+        self._directory.report_failure(node_id, self._namespace, hashes, error, node_s)
+        if not isinstance(error, StaleEpoch):  # the node restarted: a new link may read it
             self._failed_nodes.add(node_id)
         return _Piece(0, (), "", error.code)

@@ -1,4 +1,4 @@
-"""One `put`: reserve, write and commit the parts of a run of blocks, all at one node."""
+"""One `put`: reserves, writes and commits the parts of a run of blocks at one node."""
 
 from __future__ import annotations
 
@@ -7,52 +7,50 @@ import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from kvpool.blocks.layout import Namespace
 from kvpool.blocks.resharding import Plan
-from kvpool.client.admin import replication as copies
+from kvpool.client.admin.replication import add_replicas
 from kvpool.client.node.deadlines import time_left
-from kvpool.client.node.node_link import BytesMoved, NodeLink, WriteReservation
+from kvpool.client.node.directory import NodeDirectory
+from kvpool.client.node.grants import BytesMoved, WriteReservation
+from kvpool.client.node.node_link import NodeLink
 from kvpool.errors import DeadlineExceeded, KvpoolError, NoRoom, Unavailable
 from kvpool.transports import Pieces
 from kvpool.transports.copy import Int64Array
 from kvpool.wire import messages as m
 
-if TYPE_CHECKING:
-    from kvpool.client.async_pool import AsyncPool
-
 
 @dataclass(slots=True, frozen=True)
 class PutResult:
-    """What became of each block of a `put`; of several parts, the worst."""
+    """How many blocks of a `put` had each outcome. With several parts, the worst part counts."""
 
     stored: int
     existing: int
-    in_progress: int  # another writer has them; nothing to do
-    rejected: int  # no room; may be tried again
+    in_progress: int  # another writer is writing them; nothing to do
+    rejected: int  # found no room; may be tried again
     bytes_moved: dict[str, int]
-    replicas: int = (
-        1  # nodes on which all that was stored or existed stands; 0: not even on the first
-    )
+    # Nodes that hold every block that was stored or existed; 0 if not even the first node does.
+    replicas: int = 1
     replica_failures: dict[str, str] = field(default_factory=dict)  # node id -> why it has no copy
 
 
 class ChainWriter:
-    """Writes a run of one chain from memory of the caller.
+    """Writes a run of one chain from the caller's memory.
 
     Args:
-        addresses, owner: where each block is, and what keeps that alive.
+        addresses, owner: where each block is, and what keeps that memory alive.
         plan: which parts are written, and from which of the caller's bytes.
         deadline: monotonic seconds.
-        tier: "hbm" to write to device memory as far as there is room.
+        tier: "hbm" to write to device memory while it has room.
     """
 
     def __init__(
         self,
-        pool: AsyncPool,
+        directory: NodeDirectory,
         namespace: Namespace,
         hashes: Sequence[bytes],
         addresses: Int64Array,
@@ -63,7 +61,7 @@ class ChainWriter:
         deadline: float,
         tier: str = "",
     ) -> None:
-        self._pool = pool
+        self._directory = directory
         self._namespace = namespace
         self._hashes = hashes
         self._addresses = addresses
@@ -75,7 +73,7 @@ class ChainWriter:
         self._moved = BytesMoved()
 
     async def write(self, node_id: str | None, replicas: int) -> PutResult:
-        """Write to the node named, or to the first by placement that takes it. Raises as `AsyncPool.put`."""
+        """Write to the node named, or to the first by placement that accepts the blocks. Raises as `AsyncPool.put`."""
         link, first = await self._reserve_anywhere(node_id)
         written = await asyncio.gather(
             self._write(link, 0, first),
@@ -88,19 +86,20 @@ class ChainWriter:
                 raise outcome
             statuses[row] = np.frombuffer(outcome, dtype=np.uint8)
         counts = _counts(statuses)
-        standing = len(self._hashes) - counts[m.BlockStatus.NO_ROOM]
-        if not standing:
+        complete = len(self._hashes) - counts[m.BlockStatus.NO_ROOM]
+        if not complete:
             raise NoRoom(
-                f"node {link.node.node_id} has no slot to give", hint="all is pinned; try again"
+                f"node {link.node.node_id} has no free slot",
+                hint="all blocks are pinned; try again",
             )
         self._remember(link, statuses)
-        copies_made = 0
+        extra_copies = 0
         failures: dict[str, str] = {}
         if replicas > 1:
-            copies_made, failures = await copies.add_replicas(
-                self._pool,
+            extra_copies, failures = await add_replicas(
+                self._directory,
                 self._namespace,
-                self._hashes[:standing],
+                self._hashes[:complete],
                 self._parent,
                 link,
                 replicas - 1,
@@ -112,23 +111,28 @@ class ChainWriter:
             in_progress=counts[m.BlockStatus.IN_PROGRESS],
             rejected=counts[m.BlockStatus.NO_ROOM],
             bytes_moved=self._moved.by_transport,
-            replicas=copies_made + (not counts[m.BlockStatus.IN_PROGRESS]),
+            replicas=extra_copies + (not counts[m.BlockStatus.IN_PROGRESS]),
             replica_failures=failures,
         )
 
     def _remember(self, link: NodeLink, statuses: np.ndarray) -> None:
-        """Find at once what stands whole now: the index hears of it a little later."""
-        if len(self._plan.parts) < self._namespace.layout.tp_size or not self._pool.has_conductor:
+        """Remember the blocks whose parts are all committed now: the index learns of them a little later."""
+        if (
+            len(self._plan.parts) < self._namespace.layout.tp_size
+            or not self._directory.has_conductor
+        ):
             return
-        stands = (statuses == m.BlockStatus.GRANTED) | (statuses == m.BlockStatus.EXISTS)
-        hashes = [self._hashes[at] for at in np.flatnonzero(stands.all(axis=0))]
+        is_whole = (statuses == m.BlockStatus.GRANTED) | (statuses == m.BlockStatus.EXISTS)
+        hashes = [self._hashes[at] for at in np.flatnonzero(is_whole.all(axis=0))]
         namespace_id = self._namespace.namespace_id
-        self._pool.recent_writes.remember(link.node.node_id, namespace_id, hashes, time.monotonic())
+        self._directory.recent_writes.remember(
+            link.node.node_id, namespace_id, hashes, time.monotonic()
+        )
 
     async def _write(
         self, link: NodeLink, row: int, reservation: WriteReservation | None = None
     ) -> bytes:
-        """Write one part of all blocks that are granted; returns the status of each block."""
+        """Write one part of every granted block. Returns the status of each block."""
         if reservation is None:
             reservation = await self._reserve(link, row)
         if not reservation.granted:
@@ -144,7 +148,7 @@ class ChainWriter:
             )
             await link.commit(reservation.reservation_id, sums, timeout_s=time_left(self._deadline))
         except BaseException as error:
-            # A write past its deadline may still arrive: the slots must be quarantined.
+            # A write past its deadline may still arrive, so the node must quarantine the slots (invariant 2).
             late = (error, error.__cause__)
             has_stopped = not any(isinstance(e, DeadlineExceeded) for e in late)
             with contextlib.suppress(KvpoolError):
@@ -156,16 +160,16 @@ class ChainWriter:
         return reservation.statuses
 
     async def _reserve_anywhere(self, node_id: str | None) -> tuple[NodeLink, WriteReservation]:
-        """Reserve the first part at the first node that does not drain or prove gone."""
+        """Reserve the first part at the first node that is reachable and not draining."""
         error: KvpoolError = Unavailable("the pool has no live node", hint="start one: kvpool node")
-        async for link in self._pool.places(
+        async for link in self._directory.write_targets(
             self._namespace, node_id, self._hashes[0], self._deadline
         ):
             try:
                 return link, await self._reserve(link, 0)
-            except Unavailable as why:  # nothing was written: another node is as good
+            except Unavailable as why:  # nothing was written, so another node will do
                 error = why
-                self._pool.forget_node(link.node.node_id, why)
+                self._directory.forget_node(link.node.node_id, why)
         raise error
 
     async def _reserve(self, link: NodeLink, row: int) -> WriteReservation:
@@ -181,7 +185,11 @@ class ChainWriter:
 
 
 def _counts(statuses: np.ndarray) -> list[int]:
-    """How many blocks have each status, [parts, blocks] given: rejected, stored, in progress, existing."""
+    """How many blocks have each status, by `BlockStatus`; of several parts, the worst counts.
+
+    Args:
+        statuses: shape [parts, blocks].
+    """
     worst_first = (
         m.BlockStatus.NO_ROOM,
         m.BlockStatus.GRANTED,

@@ -1,4 +1,4 @@
-"""Deadlines of calls that are made of several calls."""
+"""Deadlines of operations that consist of several calls."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from kvpool.errors import DeadlineExceeded
 
 
 def time_left(deadline: float) -> float:
-    """Seconds until `deadline` (monotonic seconds), more than 0.
+    """Seconds until `deadline` (monotonic seconds); always more than 0.
 
     Raises:
-        DeadlineExceeded: it has passed.
+        DeadlineExceeded: the deadline has passed.
     """
     left = deadline - time.monotonic()
     if left <= 0:

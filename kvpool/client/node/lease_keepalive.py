@@ -1,6 +1,6 @@
-"""Renewing a lease beside the read that it is for, so that no read is thrown away for having been slow.
+"""Renews a lease while its blocks are being read, so that a slow read is not discarded.
 
-Nothing here trusts a lease: what was read is checked against the deadline that the node has told (invariant 3).
+Readers still check the bytes against the lease's deadline after the read (invariant 3).
 """
 
 from __future__ import annotations
@@ -8,32 +8,28 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
 
+from kvpool.client.node.grants import ReadLease
 from kvpool.errors import KvpoolError
 
-if TYPE_CHECKING:
-    from kvpool.client.node.node_link import ReadLease
+RENEW_AFTER = 1 / 3  # of the lease's remaining time; two thirds remain for the reply to arrive
+MIN_PAUSE_S = 0.005  # between two renewals, if a node grants very short ones
 
-RENEW_AFTER = 1 / 3  # of what a lease has: two thirds are left for the answer to come
-MIN_PAUSE_S = 0.005  # between two renewals, where a node grants next to nothing
-
-Renew = Callable[
-    ["ReadLease", float, float], Awaitable[None]
-]  # lease, ttl, time-out: both in seconds
+# lease, ttl in seconds, time-out in seconds
+Renew = Callable[[ReadLease, float, float], Awaitable[None]]
 
 
 class LeaseKeepalive:
-    """Keeps one lease in force until `deadline` or until `end`, whichever comes first.
+    """Renews one lease until `deadline` or `end`, whichever comes first.
 
-    It gives up when the node refuses or does not answer: then the lease ends when it ends. Costs a timer
-    for reads that are over before the first renewal is due.
+    It stops when the node refuses or does not answer; the lease then ends at its own deadline. A read that
+    ends before the first renewal is due costs one timer.
 
     Args:
-        lease: its `deadline` moves on with each renewal.
-        deadline: monotonic seconds; when the read is over at the latest.
-        margin_s: the lease must outlast the read by this.
-        renew: asks the node; raises KvpoolError.
+        lease: each renewal extends its `deadline`.
+        deadline: when the read ends at the latest (monotonic seconds).
+        margin_s: the lease must outlast the read by this long.
+        renew: asks the node to renew; raises KvpoolError.
     """
 
     def __init__(self, lease: ReadLease, deadline: float, margin_s: float, renew: Renew) -> None:
@@ -48,7 +44,7 @@ class LeaseKeepalive:
             self._timer = loop.call_later(self._pause_s(), self._begin)
 
     async def end(self) -> None:
-        """The read is over. Waits for an answer under way only where the lease would be over without it."""
+        """Stop renewing. Waits for a running renewal only if the lease would have ended without it."""
         if self._timer is not None:
             self._timer.cancel()
         task = self._task
@@ -56,7 +52,7 @@ class LeaseKeepalive:
             return
         try:
             if time.monotonic() > self._lease.deadline - self._margin_s:
-                # The node knows whether the lease was in force throughout.
+                # Only the node can say whether the lease was valid all the time.
                 await asyncio.wait([task], timeout=max(0.0, self._deadline - time.monotonic()))
         finally:
             task.cancel()
@@ -78,5 +74,5 @@ class LeaseKeepalive:
             try:
                 await self._renew(self._lease, left_s + 1.0, left_s)
             except KvpoolError:
-                return  # over, or nobody answers: the look at the deadline after the read says so
+                return  # refused or unanswered; the deadline check after the read reports it
             await asyncio.sleep(self._pause_s())

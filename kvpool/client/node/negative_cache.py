@@ -1,6 +1,7 @@
-"""What a client remembers of failed pins and reads, per node and block, for a while. Pure: `now` is given.
+"""The client's negative cache: which node recently failed to give which block.
 
-A stale "present" in the index must not lead one request after the other into the same failure.
+It keeps a stale "present" in the index from leading one request after the other into the same failure.
+Callers pass the time.
 """
 
 from __future__ import annotations
@@ -9,39 +10,39 @@ from collections.abc import Sequence
 
 FAILURE_TTL_S = 3.0  # about as long as a conductor doubts a reported copy
 MAX_FAILURES = 65_536
-SILENCE_IS_NEWS_S = 0.5  # shorter says more of the caller's haste than of the node
+SILENCE_LIMIT_S = 0.5  # a shorter wait says more about the caller's haste than about the node
 
 
 class NegativeCache:
-    """Failures remembered, oldest forgotten first.
+    """Failed pins and reads, by node and block. Forgets the oldest first.
 
     Args:
-        memory_s: for how long a failure is believed to last.
-        limit: entries kept at most.
+        ttl_s: how long a failure is remembered.
+        limit: the most entries kept.
     """
 
-    def __init__(self, memory_s: float = FAILURE_TTL_S, limit: int = MAX_FAILURES) -> None:
-        self._memory_s = memory_s
+    def __init__(self, ttl_s: float = FAILURE_TTL_S, limit: int = MAX_FAILURES) -> None:
+        self._ttl_s = ttl_s
         self._limit = limit
-        self._until: dict[tuple[str, bytes, bytes], float] = {}  # in order of their end
-        self._silent_s: dict[str, float] = {}  # by node, since it last answered
+        self._until: dict[tuple[str, bytes, bytes], float] = {}  # in order of expiry
+        self._silent_s: dict[str, float] = {}  # by node: time waited since its last reply
 
     def remember(
         self, node_id: str, namespace_id: bytes, hashes: Sequence[bytes], now: float
     ) -> None:
-        """Pins or reads of these blocks at this node failed."""
+        """Record that pins or reads of these blocks at this node failed."""
         for block_hash in hashes:
             key = (node_id, namespace_id, block_hash)
             self._until.pop(key, None)
-            self._until[key] = now + self._memory_s
+            self._until[key] = now + self._ttl_s
         while len(self._until) > self._limit:
             del self._until[next(iter(self._until))]
 
-    def leading(
+    def count_leading(
         self, node_id: str, namespace_id: bytes, hashes: Sequence[bytes], now: float
     ) -> int:
-        """How many leading blocks may be asked of this node."""
-        self._forget(now)
+        """How many leading blocks have no recent failure at this node."""
+        self._expire(now)
         if not self._until:
             return len(hashes)
         for i, block_hash in enumerate(hashes):
@@ -49,18 +50,22 @@ class NegativeCache:
                 return i
         return len(hashes)
 
-    def is_silent(self, node_id: str, waited_s: float) -> bool:
-        """Whether a wait for this node that ended in vain is one too many; those of hasty callers add up."""
-        silent_s = self._silent_s[node_id] = self._silent_s.get(node_id, 0.0) + waited_s
-        return silent_s >= SILENCE_IS_NEWS_S
+    def add_silence(self, node_id: str, waited_s: float) -> bool:
+        """Add a wait that this node did not answer. Short waits of several callers add up.
 
-    def answered(self, node_id: str) -> None:
-        """The node spoke: earlier waits for it say nothing any more."""
+        Returns:
+            Whether the node has been silent for long enough to blame the node.
+        """
+        silent_s = self._silent_s[node_id] = self._silent_s.get(node_id, 0.0) + waited_s
+        return silent_s >= SILENCE_LIMIT_S
+
+    def reset_silence(self, node_id: str) -> None:
+        """Record that the node answered: earlier silence no longer counts."""
         self._silent_s.pop(node_id, None)
 
     def nodes_lacking(self, namespace_id: bytes, block_hash: bytes, now: float) -> set[str]:
-        """Nodes that failed to give this block."""
-        self._forget(now)
+        """Ids of the nodes that recently failed to give this block."""
+        self._expire(now)
         return {
             node_id
             for node_id, space, name in self._until
@@ -68,15 +73,15 @@ class NegativeCache:
         }
 
     def forget_node(self, node_id: str) -> None:
-        """The node restarted: what its earlier life lacked says nothing."""
-        self.answered(node_id)
+        """Forget a node's failures. Call it after the node restarted."""
+        self.reset_silence(node_id)
         for key in [key for key in self._until if key[0] == node_id]:
             del self._until[key]
 
     def __len__(self) -> int:
         return len(self._until)
 
-    def _forget(self, now: float) -> None:
+    def _expire(self, now: float) -> None:
         while self._until:
             key = next(iter(self._until))
             if self._until[key] > now:

@@ -1,8 +1,8 @@
-"""Where a client puts blocks: which node, and which others shall hold copies. Pure; age and room are given.
+"""Which node a client writes blocks to, and which nodes hold replicas. Pure: callers pass ages and sizes.
 
-Weighted rendezvous hashing: each node draws a number from the key and its own id, scaled by its weight. Equal
-keys go to the same node while weights stay, so that two writers of one prompt meet there; over many keys a node
-gets its weight's share.
+Weighted rendezvous hashing: each node draws a number from the key and its own id, scaled by its weight.
+While weights stay the same, equal keys go to the same node, so two writers of one prompt meet there. Over
+many keys a node gets the share of its weight.
 """
 
 from __future__ import annotations
@@ -14,48 +14,47 @@ import xxhash
 
 from kvpool.wire.messages import NodeInfo
 
-RAMP_S = (
-    60.0  # a node younger than this gets a growing share only: empty, it would draw every write
-)
+# A younger node gets only a growing share of its weight: being empty, it would otherwise draw every write.
+RAMP_S = 60.0
 MIN_RAMP = 0.02  # of its full weight, from its first second
-EVICTABLE_SHARE = 0.2  # a full node can still make room: this much of its size counts as free
+EVICTABLE_SHARE = 0.2  # of a node's size: counts as free, because a full node can evict
 _SCALE = float(1 << 52)
 
 
 def weight(node: NodeInfo) -> float:
-    """How large a share of the writes a node should get, in bytes that it can take."""
-    room = node.free_bytes + EVICTABLE_SHARE * node.capacity_bytes
+    """How large a share of the writes a node should get: the bytes that it can take."""
+    available = node.free_bytes + EVICTABLE_SHARE * node.capacity_bytes
     ramp = min(1.0, max(MIN_RAMP, node.age_s / RAMP_S))
-    return max(1.0, room) * ramp
+    return max(1.0, available) * ramp
 
 
 def rank_nodes(nodes: Sequence[NodeInfo], key: bytes) -> list[NodeInfo]:
-    """Live nodes, the best for `key` first; the same for equal arguments.
+    """Live nodes, the best for `key` first. Equal arguments give equal results.
 
     Args:
-        key: what is placed, e.g. the first block's hash.
+        key: names what is placed, e.g. the first block's hash.
     """
     live = [node for node in nodes if node.state == "live"]
     return sorted(live, key=lambda n: (-_score(n, key), n.descriptor.node_id))
 
 
-def open_to(nodes: Sequence[NodeInfo], tenant: str) -> list[NodeInfo]:
-    """The nodes that may hold blocks of a tenant: its own where it has any, else those of everybody."""
+def nodes_for_tenant(nodes: Sequence[NodeInfo], tenant: str) -> list[NodeInfo]:
+    """The nodes that may hold a tenant's blocks: its own nodes if it has any, otherwise the shared ones."""
     own = [node for node in nodes if tenant and node.descriptor.tenant == tenant]
     return own or [node for node in nodes if not node.descriptor.tenant]
 
 
 def choose_nodes(nodes: Sequence[NodeInfo], key: bytes, *, prefer_host: str = "") -> list[NodeInfo]:
-    """Live nodes in the order in which to try them for a write: those on `prefer_host` first."""
+    """Live nodes in the order to try them for a write: those on `prefer_host` first."""
     ranked = rank_nodes(nodes, key)
     return sorted(ranked, key=lambda node: node.descriptor.host != prefer_host)
 
 
 def replica_targets(nodes: Sequence[NodeInfo], key: bytes, *, holder_id: str) -> list[NodeInfo]:
-    """Live nodes in the order in which to try them for copies: hosts that hold none yet first.
+    """Live nodes in the order to try them for replicas: those on hosts without a copy first.
 
     Args:
-        holder_id: the node that holds the blocks already.
+        holder_id: the node that already holds the blocks.
     """
     hosts = {n.descriptor.host for n in nodes if n.descriptor.node_id == holder_id}
     first: list[NodeInfo] = []
@@ -70,6 +69,6 @@ def replica_targets(nodes: Sequence[NodeInfo], key: bytes, *, holder_id: str) ->
 
 
 def _score(node: NodeInfo, key: bytes) -> float:
-    """Rendezvous score: among nodes with scores from one key, the largest wins with P = its weight's share."""
+    """Rendezvous score. Among the scores from one key, a node's is the largest with P = its share of weight."""
     drawn = xxhash.xxh3_64_intdigest(key + b"\0" + node.descriptor.node_id.encode())
     return weight(node) / -math.log(((drawn >> 12) + 0.5) / _SCALE)

@@ -1,6 +1,6 @@
-"""What a client itself wrote a moment ago, and where: the conductor's index hears of it a little later.
+"""The client's recent writes: blocks that it committed before the conductor's index learns of them.
 
-So whoever writes a block finds it at once. A memory that is wrong by now costs one failed pin. Pure: `now` is given.
+A writer thus finds its own blocks at once. A stale entry costs one failed pin. Callers pass the time.
 """
 
 from __future__ import annotations
@@ -9,43 +9,44 @@ from collections.abc import Sequence
 
 from kvpool.wire import messages as m
 
-RECENT_S = 3.0  # nodes report what they committed several times a second
+RECENT_S = 3.0  # nodes report their commits several times a second
 MAX_RECENT = 65_536
 
 
 class RecentWrites:
-    """Blocks written, oldest forgotten first.
+    """The node of each block written recently. Forgets the oldest first.
 
     Args:
-        memory_s: for how long a write is remembered.
-        limit: entries kept at most.
+        ttl_s: how long a write is remembered.
+        limit: the most entries kept.
     """
 
-    def __init__(self, memory_s: float = RECENT_S, limit: int = MAX_RECENT) -> None:
-        self._memory_s = memory_s
+    def __init__(self, ttl_s: float = RECENT_S, limit: int = MAX_RECENT) -> None:
+        self._ttl_s = ttl_s
         self._limit = limit
-        self._places: dict[tuple[bytes, bytes], tuple[str, float]] = {}  # in order of their end
+        # (namespace, hash) -> (node, expiry), in order of expiry
+        self._places: dict[tuple[bytes, bytes], tuple[str, float]] = {}
 
     def remember(
         self, node_id: str, namespace_id: bytes, hashes: Sequence[bytes], now: float
     ) -> None:
-        """These blocks stand whole at this node."""
+        """Record that all parts of these blocks are committed at this node."""
         for block_hash in hashes:
             key = (namespace_id, block_hash)
             self._places.pop(key, None)
-            self._places[key] = (node_id, now + self._memory_s)
+            self._places[key] = (node_id, now + self._ttl_s)
         while len(self._places) > self._limit:
             del self._places[next(iter(self._places))]
 
     def forget(self, node_id: str | None, namespace_id: bytes, hashes: Sequence[bytes]) -> None:
-        """This node has not got them (any more); None: no node has."""
+        """Record that this node no longer has these blocks; None: no node has."""
         for block_hash in hashes:
             place = self._places.get((namespace_id, block_hash))
             if place is not None and node_id in (None, place[0]):
                 del self._places[namespace_id, block_hash]
 
     def forget_node(self, node_id: str) -> None:
-        """The node restarted, or is gone."""
+        """Forget a node's blocks. Call it after the node restarted or left."""
         for key in [key for key, place in self._places.items() if place[0] == node_id]:
             del self._places[key]
 
@@ -56,7 +57,7 @@ class RecentWrites:
         hashes: Sequence[bytes],
         now: float,
     ) -> m.LookupReply:
-        """The reply to a look-up of `hashes`, with the blocks behind it that this client wrote."""
+        """Extend the reply to a look-up of `hashes` by the blocks after it that this client wrote."""
         self._expire(now)
         if not self._places or found.found == len(hashes):
             return found
@@ -75,8 +76,8 @@ class RecentWrites:
             at = len(hashes)
         return m.LookupReply(at, segments, found.wait_s) if at > found.found else found
 
-    def remembered(self, namespace_id: bytes, hashes: Sequence[bytes], now: float) -> list[bool]:
-        """Which of these this client wrote."""
+    def contains(self, namespace_id: bytes, hashes: Sequence[bytes], now: float) -> list[bool]:
+        """For each of these blocks, whether this client wrote it recently."""
         self._expire(now)
         return [(namespace_id, block_hash) in self._places for block_hash in hashes]
 

@@ -84,7 +84,7 @@ class ObjectStore:
                 for start in range(0, len(indices), MAX_ASKED):
                     part = indices[start : start + MAX_ASKED]
                     names = [items[i].name for i in part]
-                    standing = await self._pool.standing(
+                    standing = await self._pool.exists(
                         namespace, names, timeout_s=time_left(deadline)
                     )
                     for index, is_there in zip(part, standing, strict=True):

@@ -181,7 +181,7 @@ class KVPoolStorage(HiCacheStorage):
     def _standing_of(self, name: str, keys: Sequence[str]) -> list[bool]:
         space = self._space(name)
         timeout_s = self._settings.lookup_timeout_s
-        return self._pool.standing(space.namespace, space.hashes(keys), timeout_s=timeout_s)
+        return self._pool.exists(space.namespace, space.hashes(keys), timeout_s=timeout_s)
 
     def _hold_leading(self, space: PageSpace, keys: Sequence[str]) -> int:
         """Lease the leading pages that the pool has, for the load that follows; how many."""

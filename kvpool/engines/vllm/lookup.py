@@ -165,7 +165,7 @@ class Lookup:
         except KvpoolError as error:
             log.info("blocks are held elsewhere, or fewer: a node failed", error=str(error))
         # The client remembers which one: its blocks may stand at another, and those before them do.
-        lacking = pool.negative_cache.nodes_lacking(
+        lacking = pool.directory.negative_cache.nodes_lacking(
             self._namespace.namespace_id, self.hashes[0], time.monotonic()
         )
         found = await pool.lookup(

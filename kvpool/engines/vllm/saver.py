@@ -96,7 +96,7 @@ class Saver(Mover[tuple[SaveJob, Moment | Progress, float], tuple[int, bool]]):
     def _save_layers(self, job: SaveJob, progress: Progress, deadline: float) -> bool:
         writer = self._wait(
             lambda pool: LayeredWriter.open(
-                pool,
+                pool.directory,
                 self._namespace,
                 job.hashes,
                 parent=job.parent,

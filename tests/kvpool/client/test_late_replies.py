@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.client.node.node_link import undo_pin, undo_reserve
+from kvpool.client.node.grants import undo_pin, undo_reserve
 from kvpool.errors import DeadlineExceeded, Draining
 from kvpool.wire import Session, WireClient, WireServer
 from kvpool.wire import client as wire_client

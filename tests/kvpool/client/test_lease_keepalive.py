@@ -8,8 +8,8 @@ from functools import partial
 
 import numpy as np
 
+from kvpool.client.node.grants import ReadLease
 from kvpool.client.node.lease_keepalive import LeaseKeepalive
-from kvpool.client.node.node_link import ReadLease
 from kvpool.errors import LeaseExpired
 from tests.support import waiting
 

@@ -10,7 +10,7 @@ import pytest
 from kvpool.client.node.placement import (
     RAMP_S,
     choose_nodes,
-    open_to,
+    nodes_for_tenant,
     rank_nodes,
     replica_targets,
     weight,
@@ -101,7 +101,9 @@ def test_a_tenant_with_nodes_of_its_own_writes_there_and_others_never_do() -> No
     own = msgspec.structs.replace(
         own, descriptor=msgspec.structs.replace(own.descriptor, tenant="vault")
     )
-    assert open_to([shared, own], "vault") == [own]
+    assert nodes_for_tenant([shared, own], "vault") == [own]
     for tenant in ("", "acme"):
-        assert open_to([shared, own], tenant) == [shared]
-    assert open_to([shared], "vault") == [shared]  # which refuses, if the tenant is isolated
+        assert nodes_for_tenant([shared, own], tenant) == [shared]
+    assert nodes_for_tenant([shared], "vault") == [
+        shared
+    ]  # which refuses, if the tenant is isolated

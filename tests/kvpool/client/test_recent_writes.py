@@ -15,7 +15,7 @@ def places(reply: m.LookupReply) -> list[tuple[str, int, int]]:
 
 
 def test_own_writes_are_found_behind_what_the_index_knows() -> None:
-    recent = RecentWrites(memory_s=3)
+    recent = RecentWrites(ttl_s=3)
     recent.remember("a", SPACE, HASHES[1:3], 0.0)
     recent.remember("b", SPACE, HASHES[3:5], 0.0)
     known = m.LookupReply(1, [m.Segment("c", 0, 1, "nvme")], 0.5)
@@ -27,7 +27,7 @@ def test_own_writes_are_found_behind_what_the_index_knows() -> None:
 
 
 def test_writes_are_forgotten_with_time_and_by_the_oldest() -> None:
-    recent = RecentWrites(memory_s=3, limit=2)
+    recent = RecentWrites(ttl_s=3, limit=2)
     recent.remember("a", SPACE, HASHES[:3], 0.0)
     assert len(recent) == 2
     assert recent.extend(NOTHING, SPACE, HASHES[1:], 2.9).found == 2
@@ -50,7 +50,7 @@ def test_what_proved_to_be_gone_is_not_found_again() -> None:
 
 
 def test_single_blocks_are_known_whatever_comes_before_them() -> None:
-    recent = RecentWrites(memory_s=3)
+    recent = RecentWrites(ttl_s=3)
     recent.remember("a", SPACE, HASHES[1:2], 0.0)
-    assert recent.remembered(SPACE, HASHES[:3], 1.0) == [False, True, False]
-    assert recent.remembered(SPACE, HASHES[:3], 3.0) == [False] * 3
+    assert recent.contains(SPACE, HASHES[:3], 1.0) == [False, True, False]
+    assert recent.contains(SPACE, HASHES[:3], 3.0) == [False] * 3

@@ -64,11 +64,11 @@ def test_what_requires_rdma_is_told_what_there_is_and_why(monkeypatch: pytest.Mo
 
 def test_a_rate_follows_the_last_operations_and_leaves_small_ones_out() -> None:
     rate = TransferRate()
-    rate.note(100, 1.0)
+    rate.record(100, 1.0)
     assert (rate.total_bytes, rate.bytes_per_s) == (100, 0.0)
     for _ in range(200):
-        rate.note(MIN_BYTES, 1.0)
+        rate.record(MIN_BYTES, 1.0)
     for _ in range(200):
-        rate.note(MIN_BYTES, 0.5)
+        rate.record(MIN_BYTES, 0.5)
     assert rate.bytes_per_s == pytest.approx(2 * MIN_BYTES, rel=0.01)
     assert rate.total_bytes == 100 + 400 * MIN_BYTES
