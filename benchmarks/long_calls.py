@@ -22,6 +22,7 @@ from typing import Any
 
 import uvloop
 
+from benchmarks.rows import percentile
 from kvpool.blocks.hashing import pack_hashes
 from kvpool.blocks.layout import Layout, Namespace
 from kvpool.serving.supervisor import Fleet
@@ -62,8 +63,8 @@ async def long_calls(address: str, blocks: int) -> list[dict[str, float]]:
 def percentiles(waits: list[float]) -> dict[str, float]:
     ordered = sorted(waits)
     return {
-        "p50_ms": round(ordered[len(ordered) // 2] * 1e3, 2),
-        "p99_ms": round(ordered[int(len(ordered) * 0.99)] * 1e3, 2),
+        "p50_ms": round(percentile(ordered, 0.5) * 1e3, 2),
+        "p99_ms": round(percentile(ordered, 0.99) * 1e3, 2),
         "max_ms": round(ordered[-1] * 1e3, 2),
     }
 

@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 import structlog
 
+from conductor.cluster.peer_guard import PeerGuard
 from conductor.index.block_history import BlockHistory
 from conductor.index.contract import Found, Index
 from conductor.kv_events.feeds import EngineFeeds
 from conductor.members.membership import BatchAction, Member, Membership, MembershipConfig, State
 from conductor.members.namespaces import KnownNamespaces
-from conductor.members.peer_guard import PeerGuard
 from conductor.scheduling import disk_wait
 from conductor.scheduling.cost_model import CostModel
 from conductor.scheduling.in_flight import InFlight

@@ -29,12 +29,12 @@ from kvpool.errors import (
     Unavailable,
     brief,
 )
+from kvpool.smoothing import smoothed
 from kvpool.wire import messages as m
 from kvpool.wire.client import Undo
 
 CONNECT_TIMEOUT_S = 2.0
 MAX_ERROR_BYTES = 4096  # of an error's body; the rest is not read
-SMOOTHING = 0.3
 _RUNNING = re.compile(r"^vllm:num_requests_running(?:\{[^}]*\})? (\S+)", re.MULTILINE)
 _WAITING = re.compile(r"^vllm:num_requests_waiting(?:\{[^}]*\})? (\S+)", re.MULTILINE)
 
@@ -209,7 +209,7 @@ class EngineClient:
             if first_at:
                 phases |= self._prefilled(len(tokens) - cached, first_at - started, is_alone)
             if count > 1:
-                self._tpot_s = _smoothed(self._tpot_s, phases["per_token_decode_time"])
+                self._tpot_s = smoothed(self._tpot_s, phases["per_token_decode_time"])
         yield self._report(reason, len(tokens), cached, phases)
 
     async def _events(self, response: httpx.Response) -> AsyncGenerator[_Completion, None]:
@@ -256,7 +256,7 @@ class EngineClient:
         if not is_alone:
             return {"engine_prefill_with_wait": seconds}
         if computed >= self.entry.block_tokens:
-            self._prefill_tokens_per_s = _smoothed(self._prefill_tokens_per_s, computed / seconds)
+            self._prefill_tokens_per_s = smoothed(self._prefill_tokens_per_s, computed / seconds)
         return {"prefill_compute_time": seconds}
 
     # ------------------------------------------------------------ health and load
@@ -327,7 +327,7 @@ class EngineClient:
         """Count a request for as long as the body lasts; also whether nobody else was there."""
         work = _InWork(tokens)
         is_alone = not self._in_work
-        self._mean_prompt = _smoothed(self._mean_prompt, tokens)
+        self._mean_prompt = smoothed(self._mean_prompt, tokens)
         self._in_work.add(work)
         try:
             yield work, is_alone
@@ -405,7 +405,3 @@ def _sum_of(pattern: re.Pattern[str], text: str) -> int:
         with contextlib.suppress(ValueError):
             total += float(value)
     return int(total) if 0 <= total < 1e9 else 0
-
-
-def _smoothed(old: float, new: float) -> float:
-    return new if not old else old + SMOOTHING * (new - old)

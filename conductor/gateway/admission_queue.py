@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvpool.errors import InvalidArgument
+from kvpool.smoothing import smoothed
 
 Priority = Literal["low", "normal", "high"]
 PRIORITIES: tuple[Priority, ...] = ("low", "normal", "high")
@@ -123,8 +124,7 @@ class AdmissionQueue:
             return
         if self._last_start is not None:
             interval_s = max(0.0, now - self._last_start)
-            known = self._interval_s
-            self._interval_s = known + SMOOTHING * (interval_s - known) if known else interval_s
+            self._interval_s = smoothed(self._interval_s, interval_s, SMOOTHING)
         self._last_start = now
 
     def leave(self, request_id: str) -> Ticket | None:

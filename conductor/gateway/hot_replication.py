@@ -44,13 +44,13 @@ class Replicator:
         for copy in decision.replicate if self._at_once else ():
             run = job.hashes[copy.start : copy.start + copy.count]
             now = self._cluster.clock()
-            start, count = self._hot.wanted(copy.target, run, now)
+            start, count = self._hot.requested(copy.target, run, now)
             if not count:
                 continue
             if len(self._tasks) >= self._at_once:
                 self._cluster.counters["replications:declined"] += 1
                 continue
-            self._hot.asked(copy.target, run[start : start + count], now)
+            self._hot.copying(copy.target, run[start : start + count], now)
             hot = PrefixReplication(copy.source, copy.target, copy.start + start, count)
             task = asyncio.create_task(self._copy(job, hot), name="replication")
             self._tasks.add(task)

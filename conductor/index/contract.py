@@ -68,9 +68,6 @@ class Index(Protocol):
             InvalidArgument: an unknown kind or tier, or hashes of a wrong length.
         """
 
-    def leading_run(self, namespace_id: bytes, hashes: Sequence[bytes]) -> int:
-        """How many leading blocks are held by anybody, suspect copies left out."""
-
     def holders(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[Holders]:
         """Who holds each block of the leading run; as long as `leading_run` says."""
 
@@ -112,9 +109,6 @@ class Index(Protocol):
     def reclaim(self, max_blocks: int) -> bool:
         """Free about `max_blocks` entries of hidden blocks; True when nothing is left to reclaim."""
 
-    def forget_block(self, namespace_id: bytes, block_hash: bytes) -> None:
-        """Drop a block on every node (it was found corrupt)."""
-
     def record_miss(
         self, node_id: str, namespace_id: bytes, block_hash: bytes, until: float
     ) -> None:
@@ -139,8 +133,6 @@ class SharedIndex(Protocol):
 
     async def apply(self, node_id: str, epoch: int, events: Sequence[BlockEvent]) -> None: ...
 
-    async def leading_run(self, namespace_id: bytes, hashes: Sequence[bytes]) -> int: ...
-
     async def holders(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[Holders]: ...
 
     async def segments(
@@ -158,8 +150,6 @@ class SharedIndex(Protocol):
     async def remove_node(self, node_id: str, max_blocks: int) -> bool: ...
 
     async def reclaim(self, max_blocks: int) -> bool: ...
-
-    async def forget_block(self, namespace_id: bytes, block_hash: bytes) -> None: ...
 
     def record_miss(
         self, node_id: str, namespace_id: bytes, block_hash: bytes, until: float

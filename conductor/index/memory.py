@@ -153,17 +153,6 @@ class MemoryIndex:
                 del self._untidy[holding]
         return not self._retired
 
-    def forget_block(self, namespace_id: bytes, block_hash: bytes) -> None:
-        space = self._spaces.get(namespace_id)
-        mask = space.blocks.get(block_hash, 0) if space is not None else 0
-        if space is None or not mask:
-            return
-        for holding in [h for h in space.holdings if h is not None and h.mask & mask]:
-            holding.hashes.remove(block_hash)
-            self._clear_bit(space.blocks, block_hash, holding.mask)
-            self._drop_if_empty(holding)
-        self._misses.clear(namespace_id, block_hash)
-
     # ------------------------------------------------------------ suspicion
 
     def record_miss(
@@ -177,10 +166,6 @@ class MemoryIndex:
         return self._misses.expire(now)
 
     # ------------------------------------------------------------ answers
-
-    def leading_run(self, namespace_id: bytes, hashes: Sequence[bytes]) -> int:
-        space = self._spaces.get(namespace_id)
-        return len(self._leading_masks(namespace_id, space, hashes)) if space is not None else 0
 
     def holders(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[Holders]:
         space = self._spaces.get(namespace_id)

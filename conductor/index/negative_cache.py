@@ -34,15 +34,14 @@ class NegativeCache:
         while len(self._ends) > self.capacity:
             self._end(*heapq.heappop(self._ends))
 
-    def clear(self, namespace_id: bytes, block_hash: bytes, node_id: str | None = None) -> None:
-        """End the suspicion of a copy; None: of all copies of the block."""
+    def clear(self, namespace_id: bytes, block_hash: bytes, node_id: str) -> None:
+        """Drop the entry of a copy."""
         blocks = self._spaces.get(namespace_id)
         copies = blocks.get(block_hash) if blocks is not None else None
         if blocks is None or copies is None:
             return
-        if node_id is not None:
-            copies.pop(node_id, None)
-        if node_id is None or not copies:
+        copies.pop(node_id, None)
+        if not copies:
             del blocks[block_hash]
             if not blocks:
                 del self._spaces[namespace_id]

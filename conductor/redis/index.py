@@ -145,11 +145,6 @@ class RedisIndex:
             self._retired.add(namespace_id)
         return bool(entries)
 
-    async def forget_block(self, namespace_id: bytes, block_hash: bytes) -> None:
-        entries = await self._in_space(lua.FORGET, namespace_id, block_hash)
-        self._counted(namespace_id, entries)
-        self._misses.clear(namespace_id, block_hash)
-
     def session_number(self, node_id: str) -> int:
         """Of the node's joining here; 0 when it has not joined here."""
         session = self._sessions.get(node_id)
@@ -170,9 +165,6 @@ class RedisIndex:
         return self._misses.expire(now)
 
     # ------------------------------------------------------------ answers
-
-    async def leading_run(self, namespace_id: bytes, hashes: Sequence[bytes]) -> int:
-        return len(await self.holders(namespace_id, hashes))
 
     async def holders(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[Holders]:
         found = await self._look(namespace_id, hashes, everywhere=False)

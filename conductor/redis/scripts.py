@@ -275,18 +275,6 @@ return {redis.call('LLEN', R), redis.call('HLEN', B)}
 """,
 )
 
-# block hash -> entries
-FORGET = _script(
-    "forget",
-    _INDEX,
-    """
-local ids = redis.call('HGET', B, ARGV[1]) or ''
-for at = 1, #ids, 4 do redis.call('SREM', S .. string.sub(ids, at, at + 3), ARGV[1]) end
-redis.call('HDEL', B, ARGV[1])
-return redis.call('HLEN', B)
-""",
-)
-
 # ttl -> entries, holdings that are left to reclaim
 TOUCH = _script(
     "touch",

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import mul
 
+from kvpool.bounded import BoundedDict
 from kvpool.errors import InvalidArgument
 
 MIN_PREDICTION_S = 1e-6
@@ -168,9 +169,8 @@ class CostModel:
 
     def __init__(self, profile: Profile | None = None, max_workers: int = 4096) -> None:
         self.profile = profile or Profile()
-        self._max_workers = max_workers
-        self._prefill: dict[str, OnlineFit] = {}
-        self._tpot: dict[str, OnlineFit] = {}
+        self._prefill: BoundedDict[str, OnlineFit] = BoundedDict(max_workers)
+        self._tpot: BoundedDict[str, OnlineFit] = BoundedDict(max_workers)
         self._links: dict[tuple[bool, str], OnlineFit] = {}
         # What predictions start from where nothing was measured; never taught.
         self._fresh_prefill, self._fresh_tpot = self._prefill_seed(), self._tpot_seed()
@@ -294,8 +294,6 @@ class CostModel:
     ) -> OnlineFit:
         fit = fits.get(worker_id)
         if fit is None:
-            if len(fits) >= self._max_workers:
-                del fits[next(iter(fits))]
             fit = fits[worker_id] = seed()
         return fit
 

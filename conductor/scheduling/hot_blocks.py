@@ -1,66 +1,53 @@
-"""Which blocks were wanted near a node more than once: those of a hot prefix, and not a request's own.
-
-Bounded. Pure: `now` is monotonic seconds.
-"""
+"""Finds hot blocks: those requested near a node more than once. A request's own blocks are not hot."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
-from kvpool.errors import InvalidArgument
+from kvpool.bounded import BoundedDict
 
-WANTED = 2  # wishes from which on a block counts as hot
+HOT_REQUESTS = 2  # requests from which on a block is hot
 
 
 class HotBlocks:
-    """Counts wishes for copies by (node, block), and remembers what was asked for.
+    """Counts requests for a block near a node, and remembers which copies were started lately.
 
     Args:
-        capacity: pairs remembered; beyond it those wanted longest ago are forgotten.
-        rest_s: how long a copy that was asked for is not asked for again.
+        capacity: (node, block) pairs to remember. The pairs requested longest ago are dropped first.
+        rest_s: how long to wait before a copy is started again.
 
     Raises:
         InvalidArgument: the capacity is not positive.
     """
 
     def __init__(self, capacity: int = 65_536, rest_s: float = 60.0) -> None:
-        if capacity < 1:
-            raise InvalidArgument(f"a capacity of {capacity} blocks")
-        self._capacity = capacity
         self._rest_s = rest_s
-        self._wishes: OrderedDict[tuple[str, bytes], int] = OrderedDict()
-        self._asked: OrderedDict[tuple[str, bytes], float] = OrderedDict()
+        self._requests: BoundedDict[tuple[str, bytes], int] = BoundedDict(capacity)
+        self._rests: BoundedDict[tuple[str, bytes], float] = BoundedDict(capacity)  # until when
 
-    def wanted(self, node_id: str, hashes: Sequence[bytes], now: float) -> tuple[int, int]:
-        """One more wish for a run of blocks at a node.
+    def requested(self, node_id: str, hashes: Sequence[bytes], now: float) -> tuple[int, int]:
+        """Count one more request for a run of blocks near a node.
 
         Returns:
-            Which part of the run is to be asked for now: first block and count, 0 for nothing. It is hot, and
-            follows on what was asked for lately.
+            The part of the run to copy now: index of its first block, and count. The part follows the
+            blocks whose copies were started lately, and every block of it is hot.
         """
         counts = []
         for block_hash in hashes:
-            key = (node_id, block_hash)
-            counts.append(self._wishes.pop(key, 0) + 1)
-            self._wishes[key] = counts[-1]
-        while len(self._wishes) > self._capacity:
-            self._wishes.popitem(last=False)
+            counts.append(self._requests.get((node_id, block_hash), 0) + 1)
+            self._requests[node_id, block_hash] = counts[-1]
         start = 0
-        while start < len(hashes) and self._asked.get((node_id, hashes[start]), 0.0) > now:
+        while start < len(hashes) and self._rests.get((node_id, hashes[start]), 0.0) > now:
             start += 1
         end = start
-        while end < len(hashes) and counts[end] >= WANTED:
+        while end < len(hashes) and counts[end] >= HOT_REQUESTS:
             end += 1
         return start, end - start
 
-    def asked(self, node_id: str, hashes: Sequence[bytes], now: float) -> None:
-        """These are being copied: wishes for them are heard again after a while."""
+    def copying(self, node_id: str, hashes: Sequence[bytes], now: float) -> None:
+        """Copies of these blocks were started: do not start them again for `rest_s`."""
         for block_hash in hashes:
-            self._asked.pop((node_id, block_hash), None)
-            self._asked[node_id, block_hash] = now + self._rest_s
-        while len(self._asked) > self._capacity:
-            self._asked.popitem(last=False)
+            self._rests[node_id, block_hash] = now + self._rest_s
 
     def __len__(self) -> int:
-        return len(self._wishes)
+        return len(self._requests)

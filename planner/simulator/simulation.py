@@ -403,10 +403,10 @@ class Simulation:
         now, hashes = self.loop.now, outcome.arrival.hashes
         for copy in decision.replicate:
             run = hashes[copy.start : copy.start + copy.count]
-            start, count = self._hot.wanted(copy.target, run, now)
+            start, count = self._hot.requested(copy.target, run, now)
             if not count:
                 continue
-            self._hot.asked(copy.target, run[start : start + count], now)
+            self._hot.copying(copy.target, run[start : start + count], now)
             chain = hashes[: copy.start + start + count]
             size = count * self.setup.block_bytes
             source, target = self.pool.hosts[copy.source], self.pool.hosts[copy.target]

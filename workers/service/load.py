@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvpool.errors import Overloaded
+from kvpool.smoothing import smoothed
 from kvpool.wire import messages as m
-
-SMOOTHING = 0.3
 
 
 @dataclass(slots=True)
@@ -23,8 +22,7 @@ class Rates:
 
     def update(self, name: str, value: float) -> None:
         """Take one more measurement into account."""
-        old = getattr(self, name)
-        setattr(self, name, value if not old else old + SMOOTHING * (value - old))
+        setattr(self, name, smoothed(getattr(self, name), value))
 
 
 @dataclass(slots=True, eq=False)

@@ -82,15 +82,6 @@ class Choices:
         """Breaks ties: who was given something longest ago, then the smaller id."""
         return self.inputs.in_flight.last_assigned(worker.worker_id), worker.worker_id
 
-    def matched_blocks(self, worker: WorkerStatus) -> int:
-        """Leading blocks of the prompt that the worker has or could read from anywhere."""
-        own = self.request.engine_blocks.get(worker.worker_id, 0)
-        segments = self.request.segments_at(worker.host)
-        stored = max(
-            (s.start + s.count for s in segments if self._is_readable(s.node_id)), default=0
-        )
-        return min(max(own, stored), self.request.full_blocks)
-
     def near_blocks(self, worker: WorkerStatus) -> int:
         """Of those, the ones that stand in its engine or on a node of its host."""
         own = min(self.request.engine_blocks.get(worker.worker_id, 0), self.request.full_blocks)

@@ -5,7 +5,8 @@ Pure: times are arguments.
 
 from __future__ import annotations
 
-SMOOTHING = 0.3
+from kvpool.smoothing import smoothed
+
 # Steps with fewer tokens say what decoding takes, and loads of fewer bytes what a call takes.
 MIN_STEP_TOKENS = 64
 MIN_LOAD_BYTES = 1 << 20
@@ -26,12 +27,12 @@ class Costs:
     def note_step(self, tokens: int, seconds: float) -> None:
         """A step computed `tokens` and took so long from its scheduling to its output."""
         if not self._is_set and tokens >= MIN_STEP_TOKENS and seconds > 0:
-            self.tokens_per_s = _smoothed(self.tokens_per_s, tokens / seconds)
+            self.tokens_per_s = smoothed(self.tokens_per_s, tokens / seconds)
 
     def note_load(self, size: int, seconds: float) -> None:
         """A load of `size` bytes took so long."""
         if size >= MIN_LOAD_BYTES and seconds > 0:
-            self.bytes_per_s = _smoothed(self.bytes_per_s, size / seconds)
+            self.bytes_per_s = smoothed(self.bytes_per_s, size / seconds)
 
     def worth_s(self, tokens: int, size: int, limit_s: float) -> float:
         """How long a request may wait before its load begins, so that it still beats computing.
@@ -47,7 +48,3 @@ class Costs:
             return limit_s
         load_s = size / self.bytes_per_s if self.bytes_per_s else 0.0
         return min(limit_s, tokens / self.tokens_per_s - load_s)
-
-
-def _smoothed(old: float, new: float) -> float:
-    return new if not old else old + SMOOTHING * (new - old)

@@ -17,27 +17,27 @@ RUN = [bytes([number]) * 16 for number in range(6)]
 
 def test_a_block_is_hot_when_it_was_wanted_twice_and_only_the_hot_part_is_asked_for() -> None:
     hot = HotBlocks()
-    assert hot.wanted("n", RUN[:4], 0.0) == (0, 0)
-    assert hot.wanted("other", RUN[:4], 0.0) == (0, 0)
-    assert hot.wanted("n", [*RUN[:3], b"x" * 16], 0.0) == (0, 3)
+    assert hot.requested("n", RUN[:4], 0.0) == (0, 0)
+    assert hot.requested("other", RUN[:4], 0.0) == (0, 0)
+    assert hot.requested("n", [*RUN[:3], b"x" * 16], 0.0) == (0, 3)
 
 
 def test_what_was_asked_for_rests_and_the_copy_goes_on_behind_it() -> None:
     hot = HotBlocks(rest_s=60.0)
-    hot.wanted("n", RUN, 0.0)
-    hot.asked("n", RUN[:2], 0.0)
-    assert hot.wanted("n", RUN, 1.0) == (2, 4)
-    hot.asked("n", RUN[2:], 1.0)
-    assert hot.wanted("n", RUN, 2.0)[1] == 0
-    assert hot.wanted("n", RUN, 60.5) == (0, 6)
+    hot.requested("n", RUN, 0.0)
+    hot.copying("n", RUN[:2], 0.0)
+    assert hot.requested("n", RUN, 1.0) == (2, 4)
+    hot.copying("n", RUN[2:], 1.0)
+    assert hot.requested("n", RUN, 2.0)[1] == 0
+    assert hot.requested("n", RUN, 60.5) == (0, 6)
 
 
 def test_memory_is_bounded_and_forgets_the_oldest() -> None:
     hot = HotBlocks(capacity=3)
-    hot.wanted("n", RUN[:1], 0.0)
-    hot.wanted("n", RUN[1:4], 0.0)
+    hot.requested("n", RUN[:1], 0.0)
+    hot.requested("n", RUN[1:4], 0.0)
     assert len(hot) == 3
-    assert hot.wanted("n", RUN[:1], 0.0) == (0, 0)
+    assert hot.requested("n", RUN[:1], 0.0) == (0, 0)
     with pytest.raises(InvalidArgument):
         HotBlocks(0)
 

@@ -54,19 +54,24 @@ def stored(hashes: Sequence[bytes], tier: str = "dram", ns: bytes = NS) -> list[
     return [event("stored", hashes, tier, ns)]
 
 
+def leading_run(index: Index, namespace_id: bytes, hashes: Sequence[bytes]) -> int:
+    """How many leading blocks anybody holds."""
+    return len(index.holders(namespace_id, hashes))
+
+
 # ------------------------------------------------------------ lookups
 
 
 def test_leading_run_ends_at_the_first_hole(index: Index) -> None:
     index.apply("node-a", 1, stored([*CHAIN[:3], *CHAIN[4:]]))
-    assert index.leading_run(NS, CHAIN) == 3
-    assert index.leading_run(NS, CHAIN[4:]) == 4
-    assert index.leading_run(NS, []) == 0
+    assert leading_run(index, NS, CHAIN) == 3
+    assert leading_run(index, NS, CHAIN[4:]) == 4
+    assert leading_run(index, NS, []) == 0
 
 
 def test_namespaces_do_not_mix(index: Index) -> None:
     index.apply("node-a", 1, stored(CHAIN, ns=NS))
-    assert index.leading_run(NS2, CHAIN) == 0
+    assert leading_run(index, NS2, CHAIN) == 0
     assert index.holders(NS2, CHAIN) == []
     assert index.segments(NS2, CHAIN, HOSTS) == []
 
@@ -87,7 +92,7 @@ def test_removed_without_tier_removes_every_copy_on_the_node(index: Index) -> No
     index.apply("node-a", 1, [event("removed", CHAIN[:1], "dram")])
     assert index.holders(NS, CHAIN[:1]) == [(Holder("node-a", "nvme"),)]
     index.apply("node-a", 1, [event("removed", CHAIN[:1], "")])
-    assert index.leading_run(NS, CHAIN) == 0
+    assert leading_run(index, NS, CHAIN) == 0
     assert index.blocks() == len(CHAIN) - 1
 
 
@@ -95,19 +100,19 @@ def test_removing_what_is_not_there_changes_nothing(index: Index) -> None:
     index.apply("node-a", 1, stored(CHAIN[:2]))
     index.apply("node-b", 1, [event("removed", CHAIN, "dram")])
     index.apply("node-a", 1, [event("removed", CHAIN, "nvme"), event("cleared", [], "", NS2)])
-    assert index.leading_run(NS, CHAIN) == 2
+    assert leading_run(index, NS, CHAIN) == 2
 
 
 def test_cleared_hides_the_namespace_on_that_node_alone(index: Index) -> None:
     index.apply("node-a", 1, stored(CHAIN) + stored(CHAIN, ns=NS2))
     index.apply("node-b", 1, stored(CHAIN[:2]))
     index.apply("node-a", 1, [event("cleared", [], "")])
-    assert index.leading_run(NS, CHAIN) == 2
-    assert index.leading_run(NS2, CHAIN) == len(CHAIN)
+    assert leading_run(index, NS, CHAIN) == 2
+    assert leading_run(index, NS2, CHAIN) == len(CHAIN)
     index.apply("node-a", 1, stored(CHAIN[:3]))
-    assert index.leading_run(NS, CHAIN) == 3
+    assert leading_run(index, NS, CHAIN) == 3
     assert index.reclaim(ALL)
-    assert index.leading_run(NS, CHAIN) == 3
+    assert leading_run(index, NS, CHAIN) == 3
 
 
 @pytest.mark.parametrize(
@@ -125,7 +130,7 @@ def test_a_bad_event_is_refused_and_nothing_of_its_batch_applied(
 ) -> None:
     with pytest.raises(InvalidArgument):
         index.apply("node-a", 1, [*stored(CHAIN), bad])
-    assert index.leading_run(NS, CHAIN) == 0
+    assert leading_run(index, NS, CHAIN) == 0
 
 
 # ------------------------------------------------------------ segments
@@ -199,9 +204,9 @@ def test_an_older_epoch_is_refused_and_a_newer_one_voids_the_older(index: Index)
     index.apply("node-a", 2, stored(CHAIN))
     with pytest.raises(StaleEpoch):
         index.apply("node-a", 1, [event("removed", CHAIN, "dram")])
-    assert index.leading_run(NS, CHAIN) == len(CHAIN)
+    assert leading_run(index, NS, CHAIN) == len(CHAIN)
     index.apply("node-a", 3, stored(CHAIN[:2]))
-    assert index.leading_run(NS, CHAIN) == 2
+    assert leading_run(index, NS, CHAIN) == 2
     with pytest.raises(StaleEpoch):
         index.begin_snapshot("node-a", 2)
 
@@ -212,20 +217,20 @@ def test_a_removed_nodes_older_epoch_stays_refused(index: Index) -> None:
     with pytest.raises(StaleEpoch):
         index.apply("node-a", 1, stored(CHAIN))
     index.apply("node-a", 2, stored(CHAIN[:1]))
-    assert index.leading_run(NS, CHAIN) == 1
+    assert leading_run(index, NS, CHAIN) == 1
 
 
 def test_snapshot_keeps_the_known_visible_and_drops_what_it_did_not_name(index: Index) -> None:
     index.apply("node-a", 1, stored(CHAIN))
     index.begin_snapshot("node-a", 1)
     index.apply("node-a", 1, stored(CHAIN[:2]))
-    assert index.leading_run(NS, CHAIN) == len(CHAIN)
+    assert leading_run(index, NS, CHAIN) == len(CHAIN)
     assert index.holders(NS, CHAIN)[0] == (Holder("node-a", "dram"),)
     index.apply("node-a", 1, [event("removed", CHAIN[1:2], "dram")])
-    assert index.leading_run(NS, CHAIN) == 1
+    assert leading_run(index, NS, CHAIN) == 1
     index.apply("node-a", 1, stored(CHAIN[1:3]))
     assert index.end_snapshot("node-a")
-    assert index.leading_run(NS, CHAIN) == 3
+    assert leading_run(index, NS, CHAIN) == 3
     assert index.reclaim(ALL)
     assert index.blocks() == 3
 
@@ -233,7 +238,7 @@ def test_snapshot_keeps_the_known_visible_and_drops_what_it_did_not_name(index: 
 def test_a_snapshot_of_a_newer_epoch_hides_the_old_at_once(index: Index) -> None:
     index.apply("node-a", 1, stored(CHAIN))
     index.begin_snapshot("node-a", 2)
-    assert index.leading_run(NS, CHAIN) == 0
+    assert leading_run(index, NS, CHAIN) == 0
 
 
 def test_a_snapshot_begun_again_forgets_the_first_attempt(index: Index) -> None:
@@ -242,14 +247,14 @@ def test_a_snapshot_begun_again_forgets_the_first_attempt(index: Index) -> None:
     index.begin_snapshot("node-a", 1)
     index.apply("node-a", 1, stored(CHAIN[:1]))
     assert index.end_snapshot("node-a")
-    assert index.leading_run(NS, CHAIN) == 1
+    assert leading_run(index, NS, CHAIN) == 1
 
 
 def test_ending_a_snapshot_that_was_not_begun_says_so(index: Index) -> None:
     index.apply("node-a", 1, stored(CHAIN))
     assert not index.end_snapshot("node-a")
     assert not index.end_snapshot("node-z")
-    assert index.leading_run(NS, CHAIN) == len(CHAIN)
+    assert leading_run(index, NS, CHAIN) == len(CHAIN)
 
 
 def test_removal_hides_at_once_and_frees_in_slices(index: Index) -> None:
@@ -257,7 +262,7 @@ def test_removal_hides_at_once_and_frees_in_slices(index: Index) -> None:
     index.apply("node-a", 1, stored(many))
     index.apply("node-b", 1, stored(many[:2]))
     assert not index.remove_node("node-a", 100)
-    assert index.leading_run(NS, many) == 2
+    assert leading_run(index, NS, many) == 2
     slices = 1
     while not index.reclaim(100):
         slices += 1
@@ -271,33 +276,23 @@ def test_a_node_that_comes_back_during_its_removal_keeps_its_new_blocks(index: I
     index.apply("node-a", 1, stored(many))
     assert not index.remove_node("node-a", 1)
     index.apply("node-a", 1, stored(many[:3]))
-    assert index.leading_run(NS, many) == 3
+    assert leading_run(index, NS, many) == 3
     assert index.reclaim(ALL)
-    assert index.leading_run(NS, many) == 3
+    assert leading_run(index, NS, many) == 3
     assert index.blocks() == 3
 
 
 # ------------------------------------------------------------ corrupt and suspect blocks
 
 
-def test_a_forgotten_block_is_gone_from_every_node(index: Index) -> None:
-    index.apply("node-a", 1, stored(CHAIN))
-    index.apply("node-b", 1, stored(CHAIN, "nvme"))
-    index.forget_block(NS, CHAIN[1])
-    index.forget_block(NS, h(99))
-    index.forget_block(NS2, CHAIN[1])
-    assert index.leading_run(NS, CHAIN) == 1
-    assert index.blocks() == len(CHAIN) - 1
-
-
 def test_a_suspect_copy_is_not_answered_until_its_time_has_passed(index: Index) -> None:
     index.apply("node-a", 1, stored(CHAIN))
     index.record_miss("node-a", NS, CHAIN[2], until=10.0)
-    assert index.leading_run(NS, CHAIN) == 2
+    assert leading_run(index, NS, CHAIN) == 2
     assert index.expire_misses(9.9) == 0
-    assert index.leading_run(NS, CHAIN) == 2
+    assert leading_run(index, NS, CHAIN) == 2
     assert index.expire_misses(10.0) == 1
-    assert index.leading_run(NS, CHAIN) == len(CHAIN)
+    assert leading_run(index, NS, CHAIN) == len(CHAIN)
 
 
 def test_suspicion_falls_on_one_node_and_on_all_its_tiers(index: Index) -> None:
@@ -311,7 +306,7 @@ def test_a_new_stored_event_ends_suspicion(index: Index) -> None:
     index.apply("node-a", 1, stored(CHAIN))
     index.record_miss("node-a", NS, CHAIN[0], until=10.0)
     index.apply("node-a", 1, stored(CHAIN[:1]))
-    assert index.leading_run(NS, CHAIN) == len(CHAIN)
+    assert leading_run(index, NS, CHAIN) == len(CHAIN)
     assert index.expire_misses(11.0) == 0
 
 
@@ -320,7 +315,7 @@ def test_suspicion_can_be_prolonged(index: Index) -> None:
     index.record_miss("node-a", NS, CHAIN[0], until=10.0)
     index.record_miss("node-a", NS, CHAIN[0], until=20.0)
     assert index.expire_misses(15.0) == 0
-    assert index.leading_run(NS, CHAIN) == 0
+    assert leading_run(index, NS, CHAIN) == 0
     assert index.expire_misses(20.0) == 1
 
 
@@ -391,7 +386,6 @@ steps = st.lists(
         st.tuples(st.just("begin"), st.sampled_from(NODES), st.integers(1, 3)),
         st.tuples(st.just("end"), st.sampled_from(NODES)),
         st.tuples(st.just("remove"), st.sampled_from(NODES)),
-        st.tuples(st.just("forget"), st.integers(0, 7)),
         st.tuples(st.just("reclaim"), st.integers(0, 4)),
     ),
     max_size=30,
@@ -426,10 +420,6 @@ def _agree(backend: str, script: list[tuple[object, ...]]) -> None:
                 index.remove_node(node, 1)
                 model.drop_node(node)
                 assert node not in {s.node_id for s in index.segments(NS, CHAIN, HOSTS)}
-            case ("forget", int(number)):
-                index.forget_block(NS, h(number))
-                model.old = {c for c in model.old if c[:2] != (NS, h(number))}
-                model.new = {c for c in model.new if c[:2] != (NS, h(number))}
             case ("reclaim", int(count)):
                 index.reclaim(count)
         for ns in (NS, NS2):
@@ -465,7 +455,7 @@ def test_entries_are_bounded_and_what_is_over_is_counted(backend: str) -> None:
     index = BACKENDS[backend](max_blocks=3)
     index.apply("node-a", 1, stored(CHAIN))
     assert index.blocks() == 3
-    assert index.leading_run(NS, CHAIN) == 3
+    assert leading_run(index, NS, CHAIN) == 3
     index.apply("node-b", 1, stored(CHAIN[:3]))
     assert index.holders(NS, CHAIN)[0] == (Holder("node-a", "dram"), Holder("node-b", "dram"))
 
@@ -476,5 +466,5 @@ def test_suspicions_are_bounded(backend: str) -> None:
     index.apply("node-a", 1, stored(CHAIN))
     for i in range(3):
         index.record_miss("node-a", NS, CHAIN[i], until=10.0 + i)
-    assert index.leading_run(NS, CHAIN) == 1
+    assert leading_run(index, NS, CHAIN) == 1
     assert index.expire_misses(100.0) == 2

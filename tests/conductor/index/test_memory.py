@@ -8,14 +8,14 @@ from conductor.index import packed_hashes
 from conductor.index.contract import Holder
 from conductor.index.memory import MemoryIndex
 from kvpool.errors import InvalidArgument
-from tests.conductor.index.test_conformance import ALL, CHAIN, NS, event, stored
+from tests.conductor.index.test_conformance import ALL, CHAIN, NS, event, leading_run, stored
 
 
 def test_memory_is_bounded_and_what_is_over_is_counted() -> None:
     index = MemoryIndex(max_blocks=3)
     index.apply("node-a", 1, stored(CHAIN))
     assert (index.blocks(), index.dropped) == (3, len(CHAIN) - 3)
-    assert index.leading_run(NS, CHAIN) == 3
+    assert leading_run(index, NS, CHAIN) == 3
     index.apply("node-b", 1, stored(CHAIN[:3]))
     index.check_integrity()
 
