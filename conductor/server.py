@@ -12,7 +12,7 @@ import structlog
 
 from conductor.cluster.cluster import Cluster
 from conductor.engine_servers.discovery import EngineServers
-from conductor.gateway.admission import Limits
+from conductor.gateway.admission import AdmissionLimits
 from conductor.gateway.gateway import Gateway
 from conductor.gateway.grpc_api import grpc_server
 from conductor.gateway.http_api import HttpApi, no_tokenizer
@@ -92,7 +92,7 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
         request_log,
         default_ttft_s=config.slo_ttft_s,
         default_tpot_s=config.slo_tpot_s,
-        limits=Limits(
+        limits=AdmissionLimits(
             config.max_active_requests,
             config.max_queued_requests,
             config.max_queue_wait_s,
@@ -105,7 +105,7 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
         sessions=Sessions(config.session_ttl_s, config.max_sessions),
         rules=rules,
         credentials=security.credentials,
-        on_outcome=lambda ttft, tpot: roles.ended(
+        on_slo_recorded=lambda ttft, tpot: roles.ended(
             cluster.clock(), is_ttft_met=ttft, is_tpot_met=tpot
         ),
     )
@@ -115,7 +115,7 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
         roles,
         is_active=config.move_roles,
         clock=cluster.clock,
-        before_step=gateway.judge_overdue,
+        before_step=gateway.record_overdue_slo,
     )
     security.gate.find_namespace = cluster.namespaces.get
     if security.gate.tokens is not None:

@@ -1,7 +1,7 @@
-"""Lets requests into the gateway: now, after a wait in the queue, or not at all, with a reason.
+"""Admits a request now, after a wait in the queue, or refuses it with a reason.
 
-The order of waiting is `conductor.gateway.admission_queue`'s, the choice of workers the scheduler's; here are slots,
-futures and the task that serves the queue. It runs while somebody waits, and no longer.
+`conductor.gateway.admission_queue` orders the queue and the scheduler chooses the workers. This module holds the
+slots, the futures and the task that serves the queue; the task runs only while requests wait.
 """
 
 from __future__ import annotations
@@ -15,31 +15,33 @@ import structlog
 
 from conductor.cluster.cluster import Cluster
 from conductor.gateway.admission_queue import AdmissionQueue, Ticket
-from conductor.gateway.request import Job
+from conductor.gateway.request import GenerationRequest
 from conductor.scheduling.decision import Decision
 from conductor.scheduling.strategies.candidates import NO_PLACE
 from kvpool.errors import Overloaded, Unavailable
 
 log = structlog.get_logger(__name__)
 
-# What may pass while a request waits. A prefill queue that is too long already only gets longer by waiting.
-PASSING = frozenset((NO_PLACE, "no_room", "no_kv_room", "tpot_slo"))
-LOOK_AHEAD = 8  # waiting requests tried in a row: one that cannot start need not keep up another
-TICK_S = 0.1  # how soon a change is noticed that nobody announced: reports of workers and nodes
+# Reasons that can go away while a request waits. "ttft_slo" cannot: waiting only adds to TTFT.
+TRANSIENT_REASONS = frozenset((NO_PLACE, "no_room", "no_kv_room", "tpot_slo"))
+LOOK_AHEAD = (
+    8  # queued requests tried per round, so that one that cannot start does not block the others
+)
+TICK_S = 0.1  # interval between rounds: reports of workers and nodes do not wake the queue
 
-Decide = Callable[[Job], Awaitable[Decision]]
+Decide = Callable[[GenerationRequest], Awaitable[Decision]]
 
 
 @dataclass(slots=True, frozen=True)
-class Limits:
-    """Bounds of what is let in.
+class AdmissionLimits:
+    """Bounds of admission.
 
     Args:
-        max_active: requests in work at once.
-        max_waiting: requests in the queue.
-        max_wait_s: longest stay there, also of requests without an objective.
-        ttft_s: objective by which a wait is judged; 0: none.
-        max_retry_after_s: most that a refused caller is told.
+        max_active: maximum number of requests being served at once.
+        max_waiting: maximum number of queued requests.
+        max_wait_s: longest time in the queue, also for requests without an objective.
+        ttft_s: TTFT objective that limits the wait; 0 means none.
+        max_retry_after_s: upper bound of Retry-After.
     """
 
     max_active: int
@@ -51,25 +53,25 @@ class Limits:
 
 @dataclass(slots=True)
 class _Waiter:
-    job: Job
+    request: GenerationRequest
     decided: asyncio.Future[Decision]
     last: Decision
 
 
-class Entrance:
-    """Slots for requests in work, and the queue for those that wait for one.
+class Admission:
+    """Slots for the requests being served, and the queue of those that wait for a slot.
 
     Args:
-        decide: asks the scheduler; called again for as long as a request waits.
-        on_wait: told of each request that begins to wait, with the decision that made it.
+        decide: asks the scheduler; called repeatedly while a request waits.
+        on_wait: called when a request enters the queue, with the decision that sent it there.
     """
 
     def __init__(
         self,
         cluster: Cluster,
-        limits: Limits,
+        limits: AdmissionLimits,
         decide: Decide,
-        on_wait: Callable[[Job, Decision], None] = lambda _job, _decision: None,
+        on_wait: Callable[[GenerationRequest, Decision], None] = lambda _job, _decision: None,
     ) -> None:
         self._on_wait = on_wait
         self._cluster = cluster
@@ -83,104 +85,109 @@ class Entrance:
 
     @property
     def active(self) -> int:
-        """Requests that hold a slot."""
+        """The number of requests that hold a slot."""
         return len(self._active)
 
     @property
     def queue(self) -> AdmissionQueue:
-        """Who waits. Read it only."""
+        """The queue, to read only."""
         return self._queue
 
-    async def admit(self, job: Job) -> Decision:
-        """The decision to serve the job, which holds a slot from now on; give it back by `release`.
+    async def admit(self, request: GenerationRequest) -> Decision:
+        """Wait until the request may run, and return the decision to serve it.
 
-        Cancelling the call withdraws the job.
+        The request then holds a slot until `release`. Cancelling the call withdraws the request.
 
         Raises:
-            Refused: no choice meets the objectives, there is no place to wait, or the wait was too long.
+            Refused: no choice meets the objectives, the queue is full, or the wait was too long.
+            KvpoolError: the decision failed.
         """
-        is_free = self._queue.outranks_all(job.priority) and self.active < self._limits.max_active
-        if not is_free and not self._queue.has_place(job.priority):
-            # Nothing else was computed for it: this is what a flood costs.
-            self._refuse(job, "queue_full", self._queue.wait_s(job.priority))
+        is_free = (
+            self._queue.outranks_all(request.priority) and self.active < self._limits.max_active
+        )
+        if not is_free and not self._queue.has_place(request.priority):
+            # Refuse before any other work, so that a flood of requests stays cheap.
+            self._refuse(request, "queue_full", self._queue.wait_s(request.priority))
         if is_free:
-            self._active.add(job.request_id)
+            self._active.add(request.request_id)
         try:
-            decision = await self._decide(job)
+            decision = await self._decide(request)
             if is_free and not decision.is_refused:
                 self._cluster.in_flight.assigned(decision, self._cluster.clock())
                 return decision
         except BaseException:
-            self.release(job)
+            self.release(request)
             raise
-        self.release(job)
-        if decision.is_refused and not self._may_pass(decision):
+        self.release(request)
+        if decision.is_refused and not self._is_transient(decision):
             raise Refused(decision)
-        return await self._wait(job, decision)
+        return await self._wait(request, decision)
 
-    def release(self, job: Job) -> None:
-        """The job ended, or will not run: its slot is free. Releasing twice is allowed."""
-        self._cluster.in_flight.finished(job.request_id)
-        if job.request_id in self._active:
-            self._active.remove(job.request_id)
+    def release(self, request: GenerationRequest) -> None:
+        """Free the slot of a request that ended or will not run. Releasing twice is allowed."""
+        self._cluster.in_flight.finished(request.request_id)
+        if request.request_id in self._active:
+            self._active.remove(request.request_id)
             self._changed.set()
 
     async def close(self) -> None:
-        """Turn away whoever waits."""
+        """Refuse all queued requests."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        self._turn_all_away(Unavailable("the conductor is stopping"))
+        self._fail_all(Unavailable("the conductor is stopping"))
 
     # ------------------------------------------------------------ waiting
 
-    async def _wait(self, job: Job, decision: Decision) -> Decision:
+    async def _wait(self, request: GenerationRequest, decision: Decision) -> Decision:
         now = self._cluster.clock()
-        start_by = min(now + self._limits.max_wait_s, job.deadline)
+        start_by = min(now + self._limits.max_wait_s, request.deadline)
         if self._limits.ttft_s:
-            start_by = min(start_by, job.received_at + self._limits.ttft_s - decision.ttft_s)
+            start_by = min(start_by, request.received_at + self._limits.ttft_s - decision.ttft_s)
         if self._limits.max_waiting and start_by <= now:
             self._refuse(
-                job, decision.reason if decision.is_refused else "queue_slow", 0.0, decision
+                request, decision.reason if decision.is_refused else "queue_slow", 0.0, decision
             )
-        entry = self._queue.enter(Ticket(job.request_id, job.priority, now, start_by), now)
+        entry = self._queue.enqueue(
+            Ticket(request.request_id, request.priority, now, start_by), now
+        )
         if entry.refused:
-            # Without a queue it is the scheduler's reason that counts, not that there is no queue.
+            # Without a queue, give the scheduler's reason instead of "queue_full".
             is_queue = self._limits.max_waiting or not decision.is_refused
             reason = entry.refused if is_queue else decision.reason
-            self._refuse(job, reason, entry.retry_after_s, decision)
+            self._refuse(request, reason, entry.retry_after_s, decision)
         if entry.displaced is not None:
-            self._turn_away(entry.displaced, "displaced")
+            self._refuse_queued(entry.displaced, "displaced")
         self._cluster.counters["queued"] += 1
-        waiter = _Waiter(job, asyncio.get_running_loop().create_future(), decision)
-        self._waiters[job.request_id] = waiter
+        waiter = _Waiter(request, asyncio.get_running_loop().create_future(), decision)
+        self._waiters[request.request_id] = waiter
         self._changed.set()
-        self._on_wait(job, decision)
+        self._on_wait(request, decision)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._serve(), name="admission queue")
         try:
             return await waiter.decided
         except asyncio.CancelledError:
-            self.release(job)  # it may have been let in just now
+            self.release(request)  # it may have been admitted just now
             raise
         finally:
-            self._waiters.pop(job.request_id, None)
-            self._queue.leave(job.request_id)
+            self._waiters.pop(request.request_id, None)
+            self._queue.leave(request.request_id)
 
     async def _serve(self) -> None:
-        """Let in whoever can start, for as long as somebody waits."""
+        """Admit queued requests as they become able to start, until the queue is empty."""
         try:
             while self._waiters:
                 self._changed.clear()
                 for late in self._queue.expire(self._cluster.clock()):
-                    self._turn_away(late, "queue_deadline")
+                    self._refuse_queued(late, "queue_deadline")
                 for ticket in self._queue.in_order(LOOK_AHEAD):
                     if self.active >= self._limits.max_active:
                         break
-                    await self._try(ticket)
+                    await self._try_admit(ticket)
                 await self._pause()
         except Exception as error:
-            self._turn_all_away(error)
+            self._fail_all(error)
             raise
 
     async def _pause(self) -> None:
@@ -189,55 +196,67 @@ class Entrance:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), left_s)
 
-    async def _try(self, ticket: Ticket) -> None:
+    async def _try_admit(self, ticket: Ticket) -> None:
         waiter = self._waiters.get(ticket.request_id)
         if waiter is None:
             return
-        job = waiter.job
-        self._active.add(job.request_id)
-        decision = await self._decide(job)
-        if waiter.decided.done() or job.request_id not in self._waiters:
-            self.release(job)
+        request = waiter.request
+        self._active.add(request.request_id)
+        try:
+            decision = await self._decide(request)
+        except Exception as error:  # noqa: BLE001 - this request's `admit` raises it
+            # The failure belongs to this request alone; the others stay queued.
+            self.release(request)
+            self._queue.leave(request.request_id)
+            if not waiter.decided.done():
+                waiter.decided.set_exception(error)
+            return
+        if waiter.decided.done() or request.request_id not in self._waiters:
+            self.release(request)
             return
         waiter.last = decision
         now = self._cluster.clock()
         if not decision.is_refused:
             self._cluster.in_flight.assigned(decision, now)
-            self._queue.started(job.request_id, now)
+            self._queue.started(request.request_id, now)
             waiter.decided.set_result(decision)
             return
-        self._active.discard(job.request_id)  # not a release: nothing has changed for the others
-        if not self._may_pass(decision):
-            self._queue.leave(job.request_id)
+        self._active.discard(request.request_id)  # no `release`: nothing changed for the others
+        if not self._is_transient(decision):
+            self._queue.leave(request.request_id)
             waiter.decided.set_exception(Refused(decision))
 
-    def _may_pass(self, decision: Decision) -> bool:
-        """The reason is load, and there is some that will end."""
+    def _is_transient(self, decision: Decision) -> bool:
+        """Whether the refusal is due to load that will end."""
         is_busy = len(self._cluster.in_flight) > 0 or any(
             worker.report is not None and worker.report.running for worker in self._cluster.workers
         )
-        return decision.reason in PASSING and is_busy
+        return decision.reason in TRANSIENT_REASONS and is_busy
 
     # ------------------------------------------------------------ refusing
 
-    def _turn_away(self, ticket: Ticket, reason: str) -> None:
+    def _refuse_queued(self, ticket: Ticket, reason: str) -> None:
         waiter = self._waiters.get(ticket.request_id)
         if waiter is not None and not waiter.decided.done():
-            error = self._refusal(waiter.job, reason, 0.0, waiter.last)
+            error = self._refusal(waiter.request, reason, 0.0, waiter.last)
             waiter.decided.set_exception(error)
 
-    def _turn_all_away(self, error: Exception) -> None:
+    def _fail_all(self, error: Exception) -> None:
         for waiter in self._waiters.values():
             if not waiter.decided.done():
                 waiter.decided.set_exception(error)
 
     def _refuse(
-        self, job: Job, reason: str, retry_after_s: float, last: Decision | None = None
+        self,
+        request: GenerationRequest,
+        reason: str,
+        retry_after_s: float,
+        last: Decision | None = None,
     ) -> None:
-        raise self._refusal(job, reason, retry_after_s, last)
+        raise self._refusal(request, reason, retry_after_s, last)
 
     def _refusal(
-        self, job: Job, reason: str, retry_after_s: float, last: Decision | None
+        self, request: GenerationRequest, reason: str, retry_after_s: float, last: Decision | None
     ) -> Refused:
         config = self._cluster.scheduler_config
         retry_after_s = max(
@@ -247,22 +266,22 @@ class Entrance:
             retry_after_s = max(retry_after_s, last.retry_after_s)
         return Refused(
             Decision(
-                job.request_id,
+                request.request_id,
                 *("refused", None, None, 0, None),
                 last.ttft_s if last else 0.0,
                 last.tpot_s if last else 0.0,
                 reason,
                 last.candidates if last else (),
                 retry_after_s,
-                len(job.prompt),
-                job.sampling.max_tokens,
+                len(request.prompt),
+                request.sampling.max_tokens,
                 strategy=last.strategy if last else config.strategy,
             )
         )
 
 
 class Refused(Overloaded):
-    """A request that is not let in; `decision` is the record of it."""
+    """The request was refused; `decision` records why."""
 
     def __init__(self, decision: Decision) -> None:
         super().__init__(

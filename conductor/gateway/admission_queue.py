@@ -1,8 +1,7 @@
-"""Who waits for a place, in which order, and for how long at most: the queue before the gateway. Pure.
+"""The gateway's queue: which requests wait, in which order and for how long. Pure; `now` is monotonic seconds.
 
-A request that cannot start now waits when it is predicted to start in time. It is served by priority, then
-by arrival; when the queue is full, a higher class takes the place of the last one of a lower class. It
-decides nothing about workers (`conductor.scheduling.scheduler`). `now` is monotonic seconds.
+A request that cannot start now waits if it is predicted to start in time. Requests leave the queue by priority
+class, then by arrival. If the queue is full, a request of a higher class displaces the last one of a lower class.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from kvpool.smoothing import smoothed
 
 Priority = Literal["low", "normal", "high"]
 PRIORITIES: tuple[Priority, ...] = ("low", "normal", "high")
-SMOOTHING = 0.2  # weight of the last interval between two starts
+SMOOTHING = 0.2  # weight of the newest interval between two starts in the moving average
 
 
 def priority_of(
     asked: Priority | None, tenant: str, of_tenants: Mapping[str, Priority], default: Priority
 ) -> Priority:
-    """The class of a request: what it asks for, but never above that of its tenant, where that has one."""
+    """The class that a request asks for, limited to its tenant's class if the tenant has one."""
     given = of_tenants.get(tenant)
     if asked is None:
         return given or default
@@ -34,7 +33,7 @@ def priority_of(
 
 @dataclass(slots=True, frozen=True)
 class Ticket:
-    """One waiting request. `start_by`: when it is too late to start, for its objective or its deadline."""
+    """A queued request. After `start_by` it cannot meet its objective or its deadline any more."""
 
     request_id: str
     priority: Priority
@@ -43,10 +42,11 @@ class Ticket:
 
 
 @dataclass(slots=True, frozen=True)
-class Entry:
-    """What came of entering. `refused`: "" when it waits now, else "queue_full" or "queue_slow".
+class EnqueueResult:
+    """The result of `AdmissionQueue.enqueue`.
 
-    `displaced`: who lost its place for it. `retry_after_s`: when a place may be expected.
+    `refused` is "" if the request waits, otherwise "queue_full" or "queue_slow". `displaced` is the request that
+    left the queue for it. `retry_after_s` is when a place is expected.
     """
 
     refused: str = ""
@@ -55,10 +55,10 @@ class Entry:
 
 
 class AdmissionQueue:
-    """Tickets in the order in which they are to be served.
+    """Queued requests in the order in which they will be served.
 
     Args:
-        capacity: tickets at most; 0: nobody waits.
+        capacity: maximum number of queued requests; 0 turns the queue off.
 
     Raises:
         InvalidArgument: the capacity is negative.
@@ -66,27 +66,27 @@ class AdmissionQueue:
 
     def __init__(self, capacity: int) -> None:
         if capacity < 0:
-            raise InvalidArgument(f"a queue for {capacity} requests")
+            raise InvalidArgument(f"the queue's capacity is {capacity}", hint="0 or more")
         self._capacity = capacity
         self._order: list[tuple[int, int, str]] = []  # (class, highest first; arrival; id)
         self._tickets: dict[str, tuple[tuple[int, int, str], Ticket]] = {}
         self._arrivals = 0
-        self._interval_s = 0.0  # between two starts while others waited; 0: not known yet
+        self._interval_s = 0.0  # mean time between two starts while others waited; 0: unknown
         self._last_start: float | None = None
 
-    def enter(self, ticket: Ticket, now: float) -> Entry:
-        """Wait from now on, unless there is no place or the wait is predicted to be too long.
+    def enqueue(self, ticket: Ticket, now: float) -> EnqueueResult:
+        """Add a request, unless the queue is full or the predicted wait is too long.
 
         Raises:
-            InvalidArgument: a request with this id waits already.
+            InvalidArgument: a request with this id is queued already.
         """
         if ticket.request_id in self._tickets:
-            raise InvalidArgument(f"request {ticket.request_id} waits already")
+            raise InvalidArgument(f"request {ticket.request_id} is queued already")
         wait_s = self.wait_s(ticket.priority)
         if not self.has_place(ticket.priority):
-            return Entry("queue_full", retry_after_s=wait_s)
+            return EnqueueResult("queue_full", retry_after_s=wait_s)
         if now + wait_s > ticket.start_by:
-            return Entry("queue_slow", retry_after_s=now + wait_s - ticket.start_by)
+            return EnqueueResult("queue_slow", retry_after_s=now + wait_s - ticket.start_by)
         displaced = None
         if len(self._order) >= self._capacity:
             displaced = self._tickets[self._order[-1][2]][1]
@@ -96,30 +96,30 @@ class AdmissionQueue:
         insort(self._order, key)
         self._tickets[ticket.request_id] = (key, ticket)
         if len(self._order) == 1:
-            self._last_start = None  # what passed while nobody waited says nothing of the pace
-        return Entry(displaced=displaced)
+            self._last_start = None  # time with an empty queue does not measure the pace
+        return EnqueueResult(displaced=displaced)
 
     def has_place(self, priority: Priority) -> bool:
-        """Whether a request of this class would be taken: there is room, or somebody of a lower class."""
+        """Whether a request of this class would get a place, if need be by displacing one of a lower class."""
         if len(self._order) < self._capacity:
             return True
         return bool(self._order) and -self._order[-1][0] < PRIORITIES.index(priority)
 
     def outranks_all(self, priority: Priority) -> bool:
-        """Nobody who waits would be served before a newcomer of this class."""
+        """Whether a new request of this class would be first in the queue."""
         return not self._order or -self._order[0][0] < PRIORITIES.index(priority)
 
     def wait_s(self, priority: Priority) -> float:
-        """Predicted wait of a newcomer of this class, by the pace of late; 0 while that is unknown."""
+        """Predicted wait of a new request of this class, from the recent pace; 0 while the pace is unknown."""
         ahead = bisect_left(self._order, (-PRIORITIES.index(priority) + 1,))
         return (ahead + 1) * self._interval_s
 
     def in_order(self, limit: int) -> list[Ticket]:
-        """The next `limit` to be served."""
+        """The first `limit` requests of the queue."""
         return [self._tickets[request_id][1] for _, _, request_id in self._order[:limit]]
 
     def started(self, request_id: str, now: float) -> None:
-        """It was served; unknown ids are ignored."""
+        """Remove a request that starts now, and update the pace. Unknown ids are ignored."""
         if self.leave(request_id) is None:
             return
         if self._last_start is not None:
@@ -128,7 +128,7 @@ class AdmissionQueue:
         self._last_start = now
 
     def leave(self, request_id: str) -> Ticket | None:
-        """It gave up or was given up; None when it did not wait."""
+        """Remove a request; None if it was not queued."""
         found = self._tickets.pop(request_id, None)
         if found is None:
             return None
@@ -137,7 +137,7 @@ class AdmissionQueue:
         return ticket
 
     def expire(self, now: float) -> list[Ticket]:
-        """Take out those for which it is too late, in order."""
+        """Remove and return the requests whose `start_by` has passed, in queue order."""
         late = [ticket for _, ticket in self._tickets.values() if ticket.start_by <= now]
         late.sort(key=lambda ticket: self._tickets[ticket.request_id][0])
         for ticket in late:
@@ -145,11 +145,11 @@ class AdmissionQueue:
         return late
 
     def next_expiry(self) -> float | None:
-        """When the first of them is too late; None when nobody waits."""
+        """The earliest `start_by`; None if the queue is empty."""
         return min((ticket.start_by for _, ticket in self._tickets.values()), default=None)
 
     def by_priority(self) -> dict[Priority, int]:
-        """How many wait, of each class."""
+        """The number of queued requests of each class."""
         counts = dict.fromkeys(PRIORITIES, 0)
         for _, ticket in self._tickets.values():
             counts[ticket.priority] += 1

@@ -1,6 +1,6 @@
-"""Has a decode worker generate, and takes in what it reports: tokens, times, and blocks that it could not read.
+"""Streams a generation from a decode worker and records what the worker reports: tokens, times, unreadable blocks.
 
-It either streams to the end or raises; whom to try next is the gateway's business.
+It streams to the end or raises. The gateway decides which worker to try next.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator, Sequence
 from conductor.cluster.cluster import Cluster
 from conductor.cluster.connections import Connections
 from conductor.gateway.miss_reasons import READ
-from conductor.gateway.request import Job, Result
-from conductor.gateway.request_recorder import Recorder
+from conductor.gateway.request import GenerationRequest, GenerationResult
+from conductor.gateway.request_recorder import RequestRecorder
 from conductor.scheduling.cost_model import CostModel
 from conductor.scheduling.decision import Decision
 from kvpool.blocks.hashing import pack_hashes, token_bytes
@@ -21,17 +21,17 @@ from kvpool.wire import messages as m
 
 
 class Decoding:
-    """Streams from the worker that a decision names.
+    """Streams from the decode worker of a decision.
 
     Args:
-        first_token_timeout_s: longest wait for its first token.
+        first_token_timeout_s: longest wait for the first token.
     """
 
     def __init__(
         self,
         cluster: Cluster,
         connections: Connections,
-        recorder: Recorder,
+        recorder: RequestRecorder,
         first_token_timeout_s: float,
     ) -> None:
         self._cluster = cluster
@@ -41,60 +41,60 @@ class Decoding:
 
     async def run(
         self,
-        job: Job,
+        request: GenerationRequest,
         decision: Decision,
         segments: list[m.Segment],
-        result: Result,
+        result: GenerationResult,
         *,
         is_last: bool,
     ) -> AsyncGenerator[m.GenerateChunk, None]:
-        """Tokens that follow the prompt and what was already given out.
+        """Generate the tokens after the prompt and after those already sent to the client.
 
         Args:
-            segments: what the worker should read of the prompt.
-            is_last: nobody else would be tried: all time that is left may be spent here.
+            segments: the blocks of the prompt that the worker should read.
+            is_last: no other worker would be tried, so this attempt may use all the time that is left.
 
         Raises:
-            Unavailable, EngineFailed, Overloaded, DeadlineExceeded: the text is not complete.
+            Unavailable, EngineFailed, Overloaded, DeadlineExceeded: the response is not complete.
         """
         assert decision.decode is not None
         worker = self._cluster.workers.get(decision.decode)
         if worker is None:
-            raise Unavailable(f"worker {decision.decode} left meanwhile")
-        tokens = job.prompt + result.token_ids
-        left = job.sampling.max_tokens - len(result.token_ids)
+            raise Unavailable(f"worker {decision.decode} has left")
+        tokens = request.prompt + result.token_ids
+        left = request.sampling.max_tokens - len(result.token_ids)
         if left <= 0:
             result.finish_reason = "length"
             return
         sampling = m.Sampling(
             left,
-            job.sampling.temperature,
-            job.sampling.top_p,
-            job.sampling.seed,
-            job.sampling.ignore_eos,
+            request.sampling.temperature,
+            request.sampling.top_p,
+            request.sampling.seed,
+            request.sampling.ignore_eos,
         )
-        left_s = job.left_s()
+        left_s = request.left_s()
         message = m.Generate(
-            job.request_id,
-            job.namespace.namespace_id,
+            request.request_id,
+            request.namespace.namespace_id,
             bytes(token_bytes(tokens)),
-            pack_hashes(job.hashes),
+            pack_hashes(request.hashes),
             segments,
-            self._cluster.live_nodes(job.namespace.tenant),
+            self._cluster.live_nodes(request.namespace.tenant),
             sampling,
             left_s,
-            use_pool=job.pool == "on",
-            local_prefix=job.pool == "local",
-            local_prefix_tokens=job.local_prefix_tokens,
-            max_wait_s=self._cluster.worthwhile_s(worker, job.namespace, len(tokens), segments),
+            use_pool=request.pool == "on",
+            local_prefix=request.pool == "local",
+            local_prefix_tokens=request.local_prefix_tokens,
+            max_wait_s=self._cluster.worthwhile_s(worker, request.namespace, len(tokens), segments),
         )
         first_within_s = self._first_token_timeout_s
         if not is_last and self._connections.has_other(worker):
-            first_within_s = min(first_within_s, left_s / 2)  # the rest is for the other
+            first_within_s = min(first_within_s, left_s / 2)  # keep the rest for another worker
         reply: m.GenerateReply | None = None
         is_complete = False
         try:
-            stream = self._connections.stream(worker, message, job.deadline, first_within_s)
+            stream = self._connections.stream(worker, message, request.deadline, first_within_s)
             async with contextlib.aclosing(stream) as items:
                 async for item in items:
                     if isinstance(item, m.GenerateChunk):
@@ -104,32 +104,34 @@ class Decoding:
                         reply, is_complete = item, True
         finally:
             if reply is not None:
-                self._take(job, decision.decode, segments, reply, result)
+                self._record(request, decision.decode, segments, reply, result)
         if not is_complete:
             raise Unavailable(f"worker {decision.decode} ended the stream without a result")
 
-    def _take(
+    def _record(
         self,
-        job: Job,
+        request: GenerationRequest,
         worker_id: str,
         segments: Sequence[m.Segment],
         reply: m.GenerateReply,
-        result: Result,
+        result: GenerationResult,
     ) -> None:
-        result.take(reply)
+        result.add_generation(reply)
         if reply.fallback_reason:
             self._recorder.fell_back(result, reply.fallback_reason)
         if reply.fallback_reason and reply.fallback_reason.removeprefix(READ) not in m.DECLINED:
-            size = job.namespace.layout.block_bytes
+            size = request.namespace.layout.block_bytes
             read = sum(reply.bytes_read.values()) // size
             for segment in segments:
                 if segment.start + segment.count > read:
                     first = max(segment.start, read)
                     self._cluster.record_misses(
-                        segment.node_id, job.namespace.namespace_id, job.hashes[first : first + 1]
+                        segment.node_id,
+                        request.namespace.namespace_id,
+                        request.hashes[first : first + 1],
                     )
                     break
-        learn(
+        observe_costs(
             self._cluster.cost,
             worker_id,
             reply.computed_tokens,
@@ -139,7 +141,7 @@ class Decoding:
         )
 
 
-def learn(
+def observe_costs(
     cost: CostModel,
     worker_id: str,
     computed: int,
@@ -147,7 +149,7 @@ def learn(
     phases: dict[str, float],
     bytes_read: dict[str, int],
 ) -> None:
-    """Feed what a worker measured of one request to the cost model."""
+    """Give the times that a worker measured for one request to the cost model."""
     if phases.get("prefill_compute_time"):
         prefill_s = phases["prefill_compute_time"] + phases.get("kv_cache_pack_time", 0.0)
         cost.observe_prefill(worker_id, computed, reused, prefill_s)

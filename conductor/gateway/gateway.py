@@ -1,8 +1,8 @@
-"""The life of one request: decide, reserve, prefill, decode, stream; fall back when anything fails.
+"""Runs one request: decide, reserve, prefill, decode, stream; fall back if a step fails.
 
-KV never passes through here. The gateway only plans which worker reads and writes which blocks where, and
-relays tokens. Whatever fails before the answer is complete is done again on a decode worker alone, from
-the tokens that were already given out: a request is never lost.
+KV does not pass through the gateway. The gateway plans which worker reads and writes which blocks, and relays
+tokens. If a step fails before the response is complete, a decode worker alone continues from the tokens already
+sent to the client, so no request is lost.
 """
 
 from __future__ import annotations
@@ -16,21 +16,24 @@ import structlog
 
 from conductor.cluster.cluster import Cluster
 from conductor.cluster.connections import Connections
-from conductor.gateway.admission import Entrance, Limits, Refused
-from conductor.gateway.decider import Decider
-from conductor.gateway.decode import Decoding, learn
-from conductor.gateway.hot_replication import Replicator
-from conductor.gateway.prefetch import Prefetcher
+from conductor.gateway.admission import Admission, AdmissionLimits, Refused
+from conductor.gateway.decode import Decoding, observe_costs
+from conductor.gateway.hot_replication import HotReplication
+from conductor.gateway.prefetch import SessionPrefetch
 from conductor.gateway.remote_prefill import RemotePrefill
-from conductor.gateway.request import Job, Result
+from conductor.gateway.request import GenerationRequest, GenerationResult
 from conductor.gateway.request_log import RequestLog
-from conductor.gateway.request_recorder import Recorder
+from conductor.gateway.request_recorder import RequestRecorder
 from conductor.gateway.sessions import Sessions
-from conductor.gateway.slo_attainment import Judge, OnOutcome
+from conductor.gateway.slo_attainment import OnSloRecorded, SloAttainment
 from conductor.index.segments import cut
+from conductor.routing.rules import Facts
 from conductor.routing.rules_file import RulesFile
+from conductor.routing.service import pool_facts
 from conductor.scheduling.decision import Decision
+from conductor.scheduling.scheduler import ScheduleRequest, SchedulingInputs, schedule
 from conductor.scheduling.strategies.candidates import NO_PLACE
+from kvpool.blocks.hashing import hash_chain
 from kvpool.errors import (
     DeadlineExceeded,
     EngineFailed,
@@ -44,25 +47,26 @@ from kvpool.wire import messages as m
 log = structlog.get_logger(__name__)
 
 MAX_ATTEMPTS = 3
-PLACE_POLL_S = 0.05
-NOBODY = frozenset(("no_decode_worker", "no_prefill_choice", "prompt_too_long"))
+RETRY_POLL_S = 0.05
+NO_WORKER_REASONS = frozenset(("no_decode_worker", "no_prefill_choice", "prompt_too_long"))
 WAIT_S = 60.0  # default of the longest waits for a prefill and for a first token
+MODES = {"auto": "", "remote": "disaggregated", "local": "local"}
 
 
 class Gateway:
-    """Serves jobs over a cluster.
+    """Serves requests over a cluster.
 
     Args:
-        default_ttft_s, default_tpot_s: objectives of requests that name none.
-        limits: how many requests are in work at once, and how many wait for how long.
+        default_ttft_s, default_tpot_s: objectives of every request; 0 means none.
+        limits: bounds of admission.
         prefill_timeout_s: longest wait for a remote prefill.
         first_token_timeout_s: longest wait for a decode worker's first token.
-        replications_at_once: copies of hot prefixes under way in the background.
-        rules: the routing rules; None: empty ones.
-        on_outcome: told of every request served or refused whether prefill and decode met its objectives.
-        credentials: shown to workers and nodes.
+        replications_at_once: maximum number of concurrent copies of hot prefixes.
+        rules: the routing rules; None means none.
+        on_slo_recorded: called once per request with whether prefill and decode met its objectives.
+        credentials: presented to workers and nodes.
         prefetches: whether blocks are moved ahead of their reads.
-        sessions: what is remembered of conversations; None: as much as usual.
+        sessions: the table of conversations; None means one with default bounds.
     """
 
     def __init__(
@@ -72,12 +76,12 @@ class Gateway:
         *,
         default_ttft_s: float,
         default_tpot_s: float,
-        limits: Limits,
+        limits: AdmissionLimits,
         prefill_timeout_s: float = WAIT_S,
         first_token_timeout_s: float = WAIT_S,
         replications_at_once: int = 0,
         rules: RulesFile | None = None,
-        on_outcome: OnOutcome = lambda _ttft, _tpot: None,
+        on_slo_recorded: OnSloRecorded = lambda _ttft, _tpot: None,
         credentials: Credentials = NO_CREDENTIALS,
         prefetches: bool = True,
         sessions: Sessions | None = None,
@@ -85,85 +89,85 @@ class Gateway:
         self.cluster = cluster
         self.rules = rules or RulesFile()
         self.request_log = request_log
-        self._recorder = Recorder(cluster, request_log, default_ttft_s, default_tpot_s)
-        self._judge = Judge(default_ttft_s, default_tpot_s, on_outcome)
-        self._decider = Decider(cluster, self.rules, default_ttft_s, default_tpot_s)
+        self._recorder = RequestRecorder(cluster, request_log, default_ttft_s, default_tpot_s)
+        self._slo = SloAttainment(default_ttft_s, default_tpot_s, on_slo_recorded)
+        self._ttft_s = default_ttft_s
+        self._tpot_s = default_tpot_s
         self._place_wait_s = limits.max_wait_s
         self.connections = Connections(cluster, credentials)
         self._decoding = Decoding(cluster, self.connections, self._recorder, first_token_timeout_s)
         self._remote_prefill = RemotePrefill(cluster, self.connections, prefill_timeout_s)
-        self._replicator = Replicator(cluster, self.connections, replications_at_once)
-        self.prefetcher = Prefetcher(cluster, self.connections, is_active=prefetches)
+        self._hot_replication = HotReplication(cluster, self.connections, replications_at_once)
+        self.prefetch = SessionPrefetch(cluster, self.connections, is_active=prefetches)
         self.sessions = sessions or Sessions()
-        self.entrance = Entrance(
-            cluster, limits, self._decider.decide, self.prefetcher.while_waiting
-        )
+        self.admission = Admission(cluster, limits, self._decide, self.prefetch.while_waiting)
 
     @property
     def active(self) -> int:
-        """Requests in work."""
-        return self.entrance.active
+        """The number of requests being served."""
+        return self.admission.active
 
     async def close(self) -> None:
-        """Turn away who waits, give up background copies, close connections to workers and nodes."""
-        await self.entrance.close()
-        await self.prefetcher.close()
-        await self._replicator.close()
+        """Refuse queued requests, cancel background work, and close connections to workers and nodes."""
+        await self.admission.close()
+        await self.prefetch.close()
+        await self._hot_replication.close()
+        await self._recorder.close()
         await self.connections.close()
 
-    async def admit(self, job: Job, result: Result) -> Decision:
-        """Decide where the job runs, before anything is sent to the caller; it may wait for that.
+    async def admit(self, request: GenerationRequest, result: GenerationResult) -> Decision:
+        """Decide where the request runs, before anything is sent to the client. It may wait in the queue.
 
-        The job holds a slot until `run` ends or `release` is called.
+        The request holds a slot until `run` ends or `release` is called.
 
         Raises:
-            Overloaded: no choice meets the objectives, or too many requests are in work and waiting.
-            Unavailable: there is no worker for this namespace.
+            Overloaded: no choice meets the objectives, or too many requests are active and queued.
+            Unavailable: no worker serves this namespace.
         """
         try:
-            decision = await self.entrance.admit(job)
+            decision = await self.admission.admit(request)
         except Refused as refused:
             result.decision = refused.decision
-            self._recorder.refused(job, refused.decision)
-            self._judge.refused(refused.reason)
-            if refused.reason in NOBODY:
+            self._recorder.refused(request, refused.decision)
+            self._slo.refused(refused.reason)
+            if refused.reason in NO_WORKER_REASONS:
                 raise Unavailable(
-                    f"nobody can serve this: {refused.reason}", hint="kvpool stats"
+                    f"no worker can serve this request: {refused.reason}", hint="kvpool stats"
                 ) from None
             raise
-        try:
-            result.decision = decision
-            now = self.cluster.clock()
-            waited_s = max(0.0, now - (job.received_at or now))
-            result.phases = {"admission_wait": waited_s, "request_queue_wait": waited_s}
-            await self._recorder.decided(job, result, decision)
-        except BaseException:
-            self.release(job)
-            raise
-        self._replicator.offer(job, decision)
-        self.prefetcher.offer(job, decision)
-        if job.pool == "on":
-            self.sessions.note(job.namespace.namespace_id, job.key, job.hashes, now)
+        result.decision = decision
+        now = self.cluster.clock()
+        waited_s = max(0.0, now - (request.tokenized_at or now))
+        result.phases = {
+            "request_read_time": max(0.0, request.tokenized_at - request.received_at),
+            "admission_wait": waited_s,
+            "request_queue_wait": waited_s,
+        }
+        self._recorder.decided(request, result, decision)
+        self._hot_replication.offer(request, decision)
+        self.prefetch.offer(request, decision)
+        if request.pool == "on":
+            self.sessions.record(request.namespace.namespace_id, request.key, request.hashes, now)
         return decision
 
-    def release(self, job: Job) -> None:
-        """The job will not run, or has run: give its slot back. Releasing twice is allowed."""
-        self.entrance.release(job)
+    def release(self, request: GenerationRequest) -> None:
+        """Free the slot of a request that has run or will not run. Releasing twice is allowed."""
+        self.admission.release(request)
 
     async def run(
-        self, job: Job, result: Result, received_at: float
+        self, request: GenerationRequest, result: GenerationResult
     ) -> AsyncGenerator[m.GenerateChunk, None]:
-        """Tokens as they come. Call `admit` first.
+        """Stream the tokens. Call `admit` first.
 
-        A reader that leaves early has cancelled the request, unless it called `result.stop()`.
+        Closing the stream early cancels the request, unless `result.stop()` was called before.
 
         Raises:
-            DeadlineExceeded, Unavailable, EngineFailed: nothing worked, with the last reason.
+            DeadlineExceeded, Unavailable, EngineFailed: every attempt failed; this is the last failure.
         """
         status = "cancelled"
-        self._judge.began(job.request_id, result, received_at)
+        self._slo.began(request.request_id, result, request.received_at)
         try:
-            async with contextlib.aclosing(self._attempts(job, result, received_at)) as pieces:
+            async with contextlib.aclosing(self._attempts(request, result)) as pieces:
                 async for piece in pieces:
                     yield piece
             status = "ok"
@@ -172,106 +176,112 @@ class Gateway:
             self.cluster.counters[f"failed:{error.code}"] += 1
             raise
         finally:
-            self.release(job)
-            self._judge.ended(job.request_id)
+            self.release(request)
+            self._slo.ended(request.request_id)
             status = "ok" if result.is_stopped else status
             if status == "ok":
-                self._judge.judge(result)
-            self._recorder.ended(job, result, status)
+                self._slo.record(result)
+            self._recorder.ended(request, result, status)
 
     async def _attempts(
-        self, job: Job, result: Result, received_at: float
+        self, request: GenerationRequest, result: GenerationResult
     ) -> AsyncGenerator[m.GenerateChunk, None]:
         tried: set[str] = set()
         decision = result.decision
         assert decision is not None
         failures = 0
-        full_until = float("inf")  # how long a worker without a place is asked again
+        full_until = float("inf")  # until when a full worker is asked again
         while True:
             self.cluster.in_flight.assigned(decision, self.cluster.clock())
             try:
-                segments = await self._prepare(job, decision, result)
-                self.cluster.in_flight.prefilled(job.request_id, self.cluster.clock())
+                segments = await self._segments_to_read(request, decision, result)
+                self.cluster.in_flight.prefilled(request.request_id, self.cluster.clock())
                 is_last = failures == MAX_ATTEMPTS - 1
-                decoded = self._decoding.run(job, decision, segments, result, is_last=is_last)
+                decoded = self._decoding.run(request, decision, segments, result, is_last=is_last)
                 async with contextlib.aclosing(decoded) as pieces:
                     async for piece in pieces:
-                        result.add_tokens(piece.token_ids, time.monotonic() - received_at)
-                        self._judge.progressed(result)
+                        result.add_tokens(piece.token_ids, time.monotonic() - request.received_at)
+                        self._slo.progressed(result)
                         yield piece
                 return
             except (Unavailable, EngineFailed, Overloaded, DeadlineExceeded) as error:
                 assert decision.decode is not None
                 tried.add(decision.decode)
-                self.cluster.in_flight.finished(job.request_id)
+                self.cluster.in_flight.finished(request.request_id)
                 is_full = isinstance(error, Overloaded)
-                if not is_full or full_until == float("inf"):  # asked again, it is no news
+                if not is_full or full_until == float("inf"):  # report a full worker once
                     self._recorder.fell_back(result, f"decode:{error.code}")
                     log.warning(
                         "decode failed",
-                        request_id=job.request_id,
+                        request_id=request.request_id,
                         worker=decision.decode,
                         error=str(error),
                     )
-                if is_full:  # its places are others': of another conductor, say
+                if is_full:  # other requests, perhaps of another conductor, hold its places
                     full_until = min(full_until, time.monotonic() + self._place_wait_s)
                 else:
                     failures += 1
                 now = time.monotonic()
-                if failures == MAX_ATTEMPTS or now >= min(job.deadline, full_until):
+                if failures == MAX_ATTEMPTS or now >= min(request.deadline, full_until):
                     raise
-                # Go on from what the caller has already got, on another worker if there is one.
-                job.pin_decode = None
-                retry = await self._elsewhere(job, tried, min(job.deadline, full_until))
+                # Continue after the tokens that the client already has, on another worker if possible.
+                request.pin_decode = None
+                retry = await self._decide_retry(request, tried, min(request.deadline, full_until))
                 if retry.is_refused:
                     raise
                 decision = result.decision = retry
 
-    async def _elsewhere(self, job: Job, tried: set[str], until: float) -> Decision:
-        """Where to go on: a worker not tried, else one again, a moment later; a place there is waited for."""
-        retry = await self._decider.decide(job, frozenset(tried), mode="local")
+    async def _decide_retry(
+        self, request: GenerationRequest, tried: set[str], until: float
+    ) -> Decision:
+        """Choose a worker that was not tried; if there is none, wait until `until` for any that has a place."""
+        retry = await self._decide(request, frozenset(tried), mode="local")
         if not retry.is_refused:
             return retry
         while True:
-            await asyncio.sleep(PLACE_POLL_S)
-            retry = await self._decider.decide(job, mode="local")
-            if retry.reason != NO_PLACE or time.monotonic() >= min(until, job.deadline):
+            await asyncio.sleep(RETRY_POLL_S)
+            retry = await self._decide(request, mode="local")
+            if retry.reason != NO_PLACE or time.monotonic() >= min(until, request.deadline):
                 return retry
 
-    # ------------------------------------------------------------ prefill elsewhere
+    # ------------------------------------------------------------ remote prefill
 
-    async def _prepare(self, job: Job, decision: Decision, result: Result) -> list[m.Segment]:
-        """Have the prompt's KV put where the decode worker can read it; returns what it should read."""
+    async def _segments_to_read(
+        self, request: GenerationRequest, decision: Decision, result: GenerationResult
+    ) -> list[m.Segment]:
+        """Run the remote prefill if there is one; return the blocks that the decode worker should read."""
         assert decision.decode is not None
-        if job.pool != "on":
+        if request.pool != "on":
             return []
         decoder = self.cluster.workers.get(decision.decode)
         host = decoder.descriptor.host if decoder else ""
-        layout = job.namespace.layout
+        layout = request.namespace.layout
         if decision.mode == "disaggregated":
             try:
-                segments, reply = await self._remote_prefill.run(job, decision, host, result)
+                segments, reply = await self._remote_prefill.run(request, decision, host, result)
                 result.planned_blocks = sum(segment.count for segment in segments)
                 self._learn_prefill(decision, reply)
                 return segments
             except KvpoolError as error:
                 self._recorder.fell_back(result, f"prefill:{error.code}")
                 log.warning(
-                    "remote prefill failed, going local",
-                    request_id=job.request_id,
+                    "remote prefill failed; the decode worker prefills",
+                    request_id=request.request_id,
                     error=str(error),
                 )
-        found = await self.cluster.find(job.namespace.namespace_id, job.hashes)
+        found = await self.cluster.find(request.namespace.namespace_id, request.hashes)
         limit = decision.reuse_blocks
-        if decision.mode != "local" or limit == (len(job.prompt) - 1) // layout.block_tokens:
-            limit = len(job.hashes)  # all: of a prompt of whole blocks the last token is recomputed
+        if decision.mode != "local" or limit == (len(request.prompt) - 1) // layout.block_tokens:
+            limit = len(
+                request.hashes
+            )  # read all; if the prompt is whole blocks, its last token is recomputed
         segments = cut(found.segments(host), limit)
         result.planned_blocks = sum(segment.count for segment in segments)
         return segments
 
     def _learn_prefill(self, decision: Decision, reply: m.PrefillReply) -> None:
         assert decision.prefill is not None
-        learn(
+        observe_costs(
             self.cluster.cost,
             decision.prefill,
             reply.computed_tokens,
@@ -280,6 +290,71 @@ class Gateway:
             reply.bytes_read,
         )
 
-    def judge_overdue(self) -> None:
-        """See `Judge.judge_overdue`."""
-        self._judge.judge_overdue()
+    def record_overdue_slo(self) -> None:
+        """Record requests that still wait for their first token after the TTFT objective as late."""
+        self._slo.record_overdue()
+
+    # ------------------------------------------------------------ deciding
+
+    async def _decide(
+        self,
+        request: GenerationRequest,
+        excluded: frozenset[str] = frozenset(),
+        mode: str = "",
+    ) -> Decision:
+        """Ask the scheduler where the request should run now.
+
+        Args:
+            excluded: workers that may not decode.
+            mode: "local" or "disaggregated" overrides the request and the routing rules; "" does not.
+        """
+        if not request.hashes:
+            request.hashes = hash_chain(request.namespace, request.prompt)
+        layout = request.namespace.layout
+        namespace_id = request.namespace.namespace_id
+        uses_pool = request.pool == "on"
+        found = await self.cluster.find(namespace_id, request.hashes) if uses_pool else None
+        # No await below this line, so that the decision matches one state of the cluster.
+        inputs = self.cluster.scheduling_inputs(request.namespace.tenant)
+        hosts = {worker.host for worker in inputs.workers.values()}
+        segments = {host: found.segments(host) for host in hosts} if found else {}
+        request.found_blocks = max(
+            (sum(s.count for s in run) for run in segments.values()), default=0
+        )
+        schedule_request = ScheduleRequest(
+            request.request_id,
+            namespace_id,
+            len(request.prompt),
+            layout.block_tokens,
+            layout.block_bytes,
+            layout.layers,
+            segments,
+            engine_blocks=self.cluster.engine_feeds.leading(namespace_id, request.hashes),
+            output_tokens=request.sampling.max_tokens,
+            ttft_s=self._ttft_s,
+            tpot_s=self._tpot_s,
+            mode=mode or self._routed_mode(request, inputs),
+            pin_decode=request.pin_decode,
+            excluded=excluded,
+        )
+        return schedule(schedule_request, inputs, self.cluster.clock())
+
+    def _routed_mode(self, request: GenerationRequest, inputs: SchedulingInputs) -> str:
+        """The mode set by the request or by the routing rules; "" leaves the choice to the scheduler."""
+        if request.pool != "on":
+            return "local"
+        facts = Facts(
+            model=request.model,
+            tenant=request.namespace.tenant,
+            endpoint=request.endpoint,
+            key=request.key or request.request_id,
+            prompt_tokens=len(request.prompt),
+            found_tokens=request.found_blocks * request.namespace.layout.block_tokens,
+            output_tokens=request.sampling.max_tokens,
+        )
+        verdict = self.rules.choose(pool_facts(inputs, facts))
+        request.transfer_timeout_s = verdict.transfer_timeout_s
+        request.routing = f"{verdict.rule}:{verdict.reason}"
+        asked = MODES[request.prefill]
+        # A rollback overrides the request; any other rule does not.
+        return verdict.mode if self.rules.is_rolled_back or not asked else asked

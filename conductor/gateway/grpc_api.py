@@ -1,4 +1,4 @@
-"""The conductor's gRPC face: a thin adapter over `Cluster`."""
+"""The conductor's gRPC API: a thin adapter over `Cluster`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvpool.wire.json_view import named
 
 
 class ConductorGrpc(pb_grpc.ConductorServicer):
-    """gRPC face of a `Cluster`."""
+    """The gRPC API of a `Cluster`."""
 
     def __init__(self, cluster: Cluster, gate: Gate) -> None:
         self._cluster = cluster
@@ -69,7 +69,7 @@ class ConductorGrpc(pb_grpc.ConductorServicer):
 def grpc_server(
     cluster: Cluster, max_message_bytes: int, gate: Gate, tls: ServerTls | None = None
 ) -> GrpcServer:
-    """The conductor's gRPC server, not started."""
+    """Build the conductor's gRPC server without starting it."""
     servicer = ConductorGrpc(cluster, gate)
     return GrpcServer(
         lambda server: pb_grpc.add_ConductorServicer_to_server(servicer, server),

@@ -1,6 +1,6 @@
-"""Has nodes copy the hot prefixes that decisions name, in the background and a few at a time.
+"""Hot replication: has nodes copy the hot prefixes that decisions name, in the background, a few at a time.
 
-Nobody waits for a copy, and one that fails costs nothing but the chance.
+No request waits for a copy. A copy that fails is counted and forgotten.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import structlog
 
 from conductor.cluster.cluster import Cluster
 from conductor.cluster.connections import Connections
-from conductor.gateway.request import Job
+from conductor.gateway.request import GenerationRequest
 from conductor.scheduling.decision import Decision, PrefixReplication
 from conductor.scheduling.hot_blocks import HotBlocks
 from kvpool.blocks.hash_check import proof_of
@@ -25,11 +25,12 @@ COPY_TIMEOUT_S = 30.0
 ANSWER_MARGIN_S = 2.0
 
 
-class Replicator:
+class HotReplication:
     """Carries out `Decision.replicate`.
 
     Args:
-        at_once: copies under way; more are declined, for the next request will ask again. 0: none.
+        at_once: maximum number of concurrent copies; 0 turns replication off. Further copies are declined, because
+            the next request asks again.
     """
 
     def __init__(self, cluster: Cluster, connections: Connections, at_once: int) -> None:
@@ -39,10 +40,10 @@ class Replicator:
         self._hot = HotBlocks()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def offer(self, job: Job, decision: Decision) -> None:
-        """Copy what this decision wants copied, as far as others wanted it, too."""
+    def offer(self, request: GenerationRequest, decision: Decision) -> None:
+        """Start the copies that this decision asks for and that earlier decisions asked for, too."""
         for copy in decision.replicate if self._at_once else ():
-            run = job.hashes[copy.start : copy.start + copy.count]
+            run = request.hashes[copy.start : copy.start + copy.count]
             now = self._cluster.clock()
             start, count = self._hot.requested(copy.target, run, now)
             if not count:
@@ -52,37 +53,39 @@ class Replicator:
                 continue
             self._hot.copying(copy.target, run[start : start + count], now)
             hot = PrefixReplication(copy.source, copy.target, copy.start + start, count)
-            task = asyncio.create_task(self._copy(job, hot), name="replication")
+            task = asyncio.create_task(self._copy(request, hot), name="replication")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel the copies under way."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _copy(self, job: Job, copy: PrefixReplication) -> None:
+    async def _copy(self, request: GenerationRequest, copy: PrefixReplication) -> None:
         counters = self._cluster.counters
         source = self._cluster.nodes.get(copy.source)
         target = self._cluster.nodes.get(copy.target)
         if source is None or target is None:
             counters["replications:failed"] += 1
             return
-        request = m.Replicate(
-            job.namespace.namespace_id,
-            pack_hashes(job.hashes[copy.start : copy.start + copy.count]),
-            job.hashes[copy.start - 1] if copy.start else b"",
+        message = m.Replicate(
+            request.namespace.namespace_id,
+            pack_hashes(request.hashes[copy.start : copy.start + copy.count]),
+            request.hashes[copy.start - 1] if copy.start else b"",
             source.descriptor,
             COPY_TIMEOUT_S,
         )
         counters["replications:asked"] += 1
         try:
             await self._connections.call_node(
-                target, m.RegisterNamespace(job.namespace, proof_of(job.namespace)), ANSWER_MARGIN_S
+                target,
+                m.RegisterNamespace(request.namespace, proof_of(request.namespace)),
+                ANSWER_MARGIN_S,
             )
             reply: m.ReplicateReply = await self._connections.call_node(
-                target, request, COPY_TIMEOUT_S + ANSWER_MARGIN_S
+                target, message, COPY_TIMEOUT_S + ANSWER_MARGIN_S
             )
         except KvpoolError as error:
             counters["replications:failed"] += 1

@@ -1,4 +1,4 @@
-"""The conductor's HTTP face: the OpenAI-compatible gateway and the pool's own routes."""
+"""The conductor's HTTP API: the OpenAI-compatible gateway and the pool's own routes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from conductor.cluster.cluster import Cluster
 from conductor.gateway.admission_queue import priority_of
@@ -25,10 +27,9 @@ from conductor.gateway.openai_schema import (
     read_prompt,
     read_request,
 )
-from conductor.gateway.prefetch import report as prefetch_report
-from conductor.gateway.request import Job, Result, check_prompt
+from conductor.gateway.request import GenerationRequest, GenerationResult, check_prompt
 from conductor.gateway.request_log import RequestLog
-from conductor.gateway.response import Answer, EventResponse, unless_left
+from conductor.gateway.response import CompletionResponse, EventStreamResponse, unless_disconnected
 from conductor.gateway.tokenizer import Tokenizer
 from conductor.members.membership import State
 from conductor.roles.actuator import RoleActuator
@@ -45,19 +46,20 @@ DEFAULT_MAX_TOKENS = 128
 MAX_KEY_CHARS = 512
 KEY_HEADER = "x-kvpool-key"
 STREAMED = answers(application_json=OBJECT, text_event_stream=EVENTS)
-MAX_LISTED = 1000  # records of requests in one answer
+MAX_LISTED = 1000  # records in one response
 NO_WORKER = (
-    "start one: kvpool worker; what keeps conductor.engines away stands in the conductor's log"
+    "start one with kvpool worker; if conductor.engines is set, the conductor's log says why"
+    " those engines have not joined"
 )
-CLIENT_LEFT = 499  # nginx's status for it; nobody reads it
+CLIENT_LEFT = 499  # nginx's status for a client that disconnected; nobody receives it
 
 
 class HttpApi:
-    """Routes over a gateway.
+    """The HTTP routes of a conductor.
 
     Args:
-        tokenizer: None where no model is configured; then prompts must come as token ids.
-        gate: looks at the token of every request; default: everybody may do everything.
+        tokenizer: None without a configured model; prompts must then be token ids.
+        gate: authorizes every request; None allows everything.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class HttpApi:
         self._roles = roles
 
     def app(self, registry: CollectorRegistry, not_ready: Callable[[], str]) -> FastAPI:
-        """The FastAPI application."""
+        """Build the FastAPI application."""
         app = base_app(
             "kvpool conductor",
             registry,
@@ -90,31 +92,32 @@ class HttpApi:
             notice=self._cluster.notice,
             gate=self._gate,
         )
-
+        app.add_middleware(ArrivalClock)  # outermost: reading the body counts
+        page = (Path(__file__).parent / "static" / "index.html").read_text()
         schemas = add_bodies(app, ChatRequest, CompletionRequest, PrefetchRequest)
 
         @app.post("/v1/chat/completions", responses=STREAMED, openapi_extra=schemas[ChatRequest])
-        async def chat(request: Request) -> Response:
-            body = read_request(await request.body(), ChatRequest)
+        async def chat(http_request: Request) -> Response:
+            body = read_request(await http_request.body(), ChatRequest)
             prompt = await self._chat_tokens(body.messages)
             limit = body.max_completion_tokens or body.max_tokens
-            return await self._serve(body, prompt, limit, request)
+            return await self._serve(body, prompt, limit, http_request)
 
         @app.post("/v1/completions", responses=STREAMED, openapi_extra=schemas[CompletionRequest])
-        async def completions(request: Request) -> Response:
-            body = read_request(await request.body(), CompletionRequest)
+        async def completions(http_request: Request) -> Response:
+            body = read_request(await http_request.body(), CompletionRequest)
             prompt = await self._prompt_tokens(body.prompt)
-            return await self._serve(body, prompt, body.max_tokens, request)
+            return await self._serve(body, prompt, body.max_tokens, http_request)
 
         @app.post(
             "/v1/prefetch",
             responses=answers(application_json=OBJECT),
             openapi_extra=schemas[PrefetchRequest],
         )
-        async def prefetch(request: Request) -> Response:
-            """Begin to move blocks toward the worker that would serve what is about to come."""
-            body = read_request(await request.body(), PrefetchRequest)
-            return _json(await self._prefetch(body, request))
+        async def prefetch(http_request: Request) -> Response:
+            """Start to move blocks toward the worker that would serve the announced request."""
+            body = read_request(await http_request.body(), PrefetchRequest)
+            return _json(await self._prefetch(body, http_request))
 
         @app.get("/v1/models")
         async def models() -> dict[str, Any]:
@@ -131,7 +134,7 @@ class HttpApi:
 
         @app.get("/v1/scaling", responses=answers(application_json=OBJECT))
         async def scaling() -> Response:
-            """Instances by role, how many there should be and why; for a HPA or KEDA."""
+            """Instances by role, the advised number and the reason; for an HPA or KEDA."""
             return _json(self._roles.advice())
 
         @app.get("/v1/nodes", responses=answers(application_json=OBJECT))
@@ -141,7 +144,7 @@ class HttpApi:
         @app.get("/v1/requests", responses=answers(application_json=OBJECT))
         async def last_requests(limit: int = 20) -> Response:
             if not 1 <= limit <= MAX_LISTED:
-                raise InvalidArgument(f"limit is {limit}", hint=f"1 to {MAX_LISTED}")
+                raise InvalidArgument(f"limit is {limit}", hint=f"use 1 to {MAX_LISTED}")
             caller = CALLER.get()
             tenant = None if caller.sees_all else caller.tenant
             return _json({"requests": self._request_log.recent(limit, tenant)})
@@ -152,13 +155,14 @@ class HttpApi:
             caller = CALLER.get()
             if record is None or not (caller.sees_all or record.tenant == caller.tenant):
                 raise NotFound(
-                    f"request {brief(request_id)!r} is not among the last ones decided here"
+                    f"this conductor has no record of request {brief(request_id)!r}",
+                    hint="it keeps the last ones only",
                 )
             return _json(record)
 
         @app.get("/", response_class=HTMLResponse)
-        async def page() -> str:
-            return _PAGE
+        async def index() -> str:
+            return page
 
         return app
 
@@ -176,17 +180,21 @@ class HttpApi:
             raise no_tokenizer()
         return await asyncio.to_thread(self._tokenizer.encode, prompt)
 
-    async def _prefetch(self, body: PrefetchRequest, request: Request) -> dict[str, Any]:
+    async def _prefetch(self, body: PrefetchRequest, http_request: Request) -> dict[str, Any]:
         given = body.given()
-        key = body.key or (request.headers.get(KEY_HEADER, "")[:MAX_KEY_CHARS] if not given else "")
+        key = body.key or (
+            http_request.headers.get(KEY_HEADER, "")[:MAX_KEY_CHARS] if not given else ""
+        )
         if len(given) > 1 or not (given or key):
-            raise InvalidArgument("name one of key, messages and prompt")
+            raise InvalidArgument("give exactly one of key, messages and prompt")
         namespace = self._worker_for(body.model).namespace
         if key:
             now = self._cluster.clock()
             hashes = self._gateway.sessions.get(namespace.namespace_id, key, now)
             if not hashes:
-                raise NotFound(f"nothing is remembered of session {brief(key)!r}")
+                raise NotFound(
+                    f"session {brief(key)!r} is not known", hint="it has no request yet, or expired"
+                )
         else:
             tokens = await (
                 self._chat_tokens(body.messages)
@@ -195,16 +203,17 @@ class HttpApi:
             )
             check_prompt(tokens, self._config.max_prompt_tokens, 0, len(tokens))
             hashes = hash_chain(namespace, tokens)
-        return prefetch_report(await self._gateway.prefetcher.hint(namespace, hashes))
+        return (await self._gateway.prefetch.hint(namespace, hashes)).document()
 
     async def _serve(
         self,
         body: ChatRequest | CompletionRequest,
         prompt: list[int],
         max_tokens: int | None,
-        request: Request,
+        http_request: Request,
     ) -> Response:
-        received_at = time.monotonic()
+        tokenized_at = time.monotonic()
+        received_at: float = http_request.state.received_at
         worker = self._worker_for(body.model)
         request_id = uuid.uuid4().hex
         limit = worker.max_model_tokens
@@ -212,11 +221,11 @@ class HttpApi:
         if wanted > self._config.max_output_tokens:
             raise InvalidArgument(
                 f"max_tokens is {wanted}",
-                hint=f"the limit here is {self._config.max_output_tokens}",
+                hint=f"the limit is {self._config.max_output_tokens}",
             )
         check_prompt(prompt, self._config.max_prompt_tokens, wanted, limit)
         options = body.kvpool
-        job = Job(
+        request = GenerationRequest(
             request_id,
             worker.namespace,
             prompt,
@@ -233,8 +242,8 @@ class HttpApi:
             options.decode_worker,
             options.local_prefix_tokens,
             model=worker.model,
-            endpoint=request.url.path,
-            key=request.headers.get(KEY_HEADER, "")[:MAX_KEY_CHARS] or body.user,
+            endpoint=http_request.url.path,
+            key=http_request.headers.get(KEY_HEADER, "")[:MAX_KEY_CHARS] or body.user,
             priority=priority_of(
                 options.priority,
                 worker.namespace.tenant,
@@ -242,41 +251,46 @@ class HttpApi:
                 self._config.default_priority,
             ),
             received_at=received_at,
+            tokenized_at=tokenized_at,
         )
-        result = Result()
+        result = GenerationResult()
         is_handed_on = False
         try:
-            if await unless_left(request, self._gateway.admit(job, result)) is None:
+            if (
+                await unless_disconnected(http_request, self._gateway.admit(request, result))
+                is None
+            ):
                 return Response(status_code=CLIENT_LEFT)
-            answer = Answer(
+            response = CompletionResponse(
                 self._gateway,
                 self._metrics,
                 self._tokenizer,
                 body,
-                job,
+                request,
                 result,
                 worker.model,
-                received_at,
             )
-            headers = answer.headers()
+            headers = response.headers()
             if body.stream:
                 is_handed_on = True
-                return EventResponse(answer.events(), headers, lambda: self._gateway.release(job))
-            document = await unless_left(request, answer.whole())
+                return EventStreamResponse(
+                    response.events(), headers, lambda: self._gateway.release(request)
+                )
+            document = await unless_disconnected(http_request, response.document())
         except KvpoolError as error:
             refusal = error_response(error)
             refusal.headers["X-Request-Id"] = request_id  # for `kvpool explain`
             return refusal
         finally:
             if not is_handed_on:
-                self._gateway.release(job)
+                self._gateway.release(request)
         if document is None:
             return Response(status_code=CLIENT_LEFT)
         return JSONResponse(document, headers=headers)
 
     def _worker_for(self, model: str) -> m.WorkerDescriptor:
         members = self._cluster.workers_of(CALLER.get())
-        members.sort(key=lambda worker: worker.state is not State.LIVE)  # who works now comes first
+        members.sort(key=lambda worker: worker.state is not State.LIVE)  # live workers first
         workers = [worker.descriptor for worker in members]
         if not workers:
             raise Unavailable("no worker has joined yet", hint=NO_WORKER)
@@ -284,11 +298,11 @@ class HttpApi:
             if not model or worker.model == model:
                 return worker
         served = ", ".join(sorted({worker.model for worker in workers}))
-        raise NotFound(f"model {brief(model)!r} is not served here", hint=f"served: {served}")
+        raise NotFound(f"no worker serves model {brief(model)!r}", hint=f"served: {served}")
 
 
 def no_tokenizer() -> Unavailable:
-    """What a conductor says that was started without a model's directory."""
+    """The error of a conductor without `conductor.model_path`."""
     return Unavailable(
         "this conductor has no tokenizer",
         hint="set conductor.model_path, or send token ids to /v1/completions",
@@ -299,26 +313,16 @@ def _json(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-_PAGE = """<!doctype html><meta charset="utf-8"><title>kvpool</title>
-<style>body{font:15px system-ui;margin:2rem;max-width:70rem}table{border-collapse:collapse;margin:1rem 0}
-td,th{padding:.3rem .8rem;border-bottom:1px solid #ddd;text-align:left}code{background:#f4f4f4}</style>
-<h1>kvpool</h1><p>Routes: <a href="/docs">API</a>, <a href="/metrics">metrics</a>,
-<a href="/v1/stats">stats</a>, <a href="/v1/nodes">nodes</a>.</p><div id="s">loading</div>
-<script>
-const esc=t=>String(t).replace(/[&<>"]/g,c=>({"&":"&amp;","<":"&lt;",">":"&gt;",'"':"&quot;"}[c]));
-const row=c=>"<tr>"+c.map(x=>"<td>"+esc(x)+"</td>").join("")+"</tr>";
-const mib=b=>(b/1048576).toFixed(0)+" MiB";
-let token=sessionStorage.getItem("token");
-async function stats(){const r=await fetch("/v1/stats",{headers:token?{Authorization:"Bearer "+token}:{}});
-if(r.status!=401)return r.json();
-token=prompt("Token");if(!token)throw "no token";sessionStorage.setItem("token",token);return stats()}
-async function show(){const s=await stats();
-let h="<h2>Nodes</h2><table><tr><th>node<th>host<th>state<th>tier<th>blocks<th>used<th>size</tr>";
-for(const n of s.nodes)for(const t of n.tiers)h+=row([n.node_id.slice(0,8),n.host,
-s.node_states[n.node_id]||"gone",t.tier,t.blocks,mib(t.capacity_bytes-t.free_bytes),mib(t.capacity_bytes)]);
-h+="</table><h2>Workers</h2><table><tr><th>worker<th>role<th>host<th>state<th>running</tr>";
-for(const w of s.workers)h+=row([w.descriptor.worker_id.slice(0,8),w.descriptor.role,w.descriptor.host,
-w.state,w.load.running]);
-h+="</table><h2>Counters</h2><table>"+Object.entries(s.counters).map(e=>row(e)).join("")+"</table>";
-document.getElementById("s").innerHTML=h}
-(async()=>{for(;;){await show();await new Promise(r=>setTimeout(r,2000))}})()</script>"""
+class ArrivalClock:
+    """Middleware that sets `request.state.received_at` (monotonic seconds) before the body is read.
+
+    TTFT and the deadline of a request count from there.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope.setdefault("state", {})["received_at"] = time.monotonic()
+        await self._app(scope, receive, send)

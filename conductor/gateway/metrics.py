@@ -1,4 +1,4 @@
-"""The conductor's figures for Prometheus."""
+"""The conductor's Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from conductor.cluster.cluster import Cluster
 from conductor.gateway.gateway import Gateway
-from conductor.gateway.request import Result
+from conductor.gateway.request import GenerationResult
 from conductor.roles.actuator import RoleActuator
 from kvpool.serving.metrics import LATENCY_BUCKETS
 
@@ -34,27 +34,27 @@ class RequestMetrics:
         )
         self._phase = Histogram(
             "kvpool_request_phase_seconds",
-            "Seconds of a request by phase",
+            "Seconds per request and phase",
             ["phase"],
             buckets=LATENCY_BUCKETS,
             registry=registry,
         )
         self._source = Counter(
             "kvpool_prompt_tokens",
-            "Tokens of prompts by where their KV came from: a tier of the pool, the engine, or computed",
+            "Prompt tokens by source of their KV: a tier of the pool, the engine's own cache, or computed",
             ["source"],
             registry=registry,
         )
         self._error = Histogram(
             "kvpool_prediction_error_ratio",
-            "Predicted over measured: 1 is right, 2 is twice too much",
+            "Predicted over measured time: 1 is exact, 2 means that the prediction was twice the measured time",
             ["what"],
             buckets=(0.1, 0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0, 10.0),
             registry=registry,
         )
 
-    def observe(self, result: Result, prompt_tokens: int) -> None:
-        """Take in one request, however it ended."""
+    def observe(self, result: GenerationResult, prompt_tokens: int) -> None:
+        """Count one request, however it ended."""
         decision = result.decision
         if decision is None or not result.ttft_s:
             return
@@ -96,22 +96,22 @@ class ConductorCollector(Collector):
             "kvpool_index_blocks", "Blocks in the index", value=self._cluster.index_blocks()
         )
         yield GaugeMetricFamily(
-            "kvpool_active_requests", "Requests in work", value=self._gateway.active
+            "kvpool_active_requests", "Requests being served", value=self._gateway.active
         )
         waiting = GaugeMetricFamily(
             "kvpool_waiting_requests", "Requests in the admission queue", labels=["priority"]
         )
-        for priority, count in self._gateway.entrance.queue.by_priority().items():
+        for priority, count in self._gateway.admission.queue.by_priority().items():
             waiting.add_metric([priority], count)
         yield waiting
         yield CounterMetricFamily(
             "kvpool_goodput_requests",
-            "Requests that met both their objectives",
+            "Requests that met both objectives",
             value=float(self._cluster.counters["goodput_requests"]),
         )
         decoding = GaugeMetricFamily(
             "kvpool_decode_active_sequences",
-            "Sequences being decoded, as workers last reported",
+            "Sequences being decoded, by the workers' last report",
             labels=["worker"],
         )
         for worker in self._cluster.workers:
@@ -120,7 +120,7 @@ class ConductorCollector(Collector):
         yield decoding
         scaling = GaugeMetricFamily(
             "kvpool_instances",
-            "Workers by role, as they are and as advised",
+            "Workers by role: current (instances) and advised (desired)",
             labels=["role", "which"],
         )
         advice = self._roles.advice()

@@ -1,17 +1,17 @@
-"""Why blocks of a prompt were not reused: a reason for each that had to be computed. Pure.
+"""Why blocks of a prompt were not reused: a reason for each block that had to be computed. Pure.
 
-    never_stored      nobody has told of it, or so long ago that it was forgotten
-    other_namespace   the same tokens stand under another revision, layout or hash algorithm of this model
-    evicted           it was removed where it stood
-    node_gone         the node that had it left, fell silent, or could not be reached
-    suspect           a read of it failed a moment ago, and it is not planned again yet
-    after_gap         it stands somewhere, but a block before it does not
-    declined_cost     computing it was predicted, or found, to be faster than reading it
-    deadline          there was no time left to read it, or the lease ended first
-    checksum          its bytes were not those committed; it was dropped
-    read_failed       the read failed for another reason (named in `detail`)
+    never_stored      no node ever reported the block, or too long ago to remember
+    other_namespace   the pool has the same tokens under another revision, layout or hash algorithm of this model
+    evicted           the node evicted the block
+    node_gone         the node that had the block left, went silent or could not be reached
+    suspect           a read of the block failed recently, so it is not planned again yet
+    after_gap         the pool has the block, but not a block before it
+    declined_cost     computing the block was predicted, or measured, to be faster than reading it
+    deadline          no time was left to read the block, or its lease ended first
+    checksum          the block's bytes did not match its checksum; the block was dropped
+    read_failed       the read failed for another reason (see `detail`)
 
-Other namespaces are looked at only where tenant and salt are the same: nobody learns what others stored.
+Only namespaces of the same tenant and salt are searched, so that nobody learns what others stored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OF_READ = {
     "deadline": "deadline",
     "lease_expired": "deadline",
     "evicted": "evicted",
-    "never_stored": "evicted",  # the index knew it: it went in between
+    "never_stored": "evicted",  # the index had it: it left in between
     "miss": "evicted",
     "not_in_index": "evicted",
     "unavailable": "node_gone",
@@ -39,28 +39,28 @@ _OF_READ = {
     "draining": "node_gone",
     "failed_recently": "suspect",
 }
-READ = "pool_read:"  # how a worker begins its reason for reading less than planned
+READ = "pool_read:"  # prefix of a worker's reason for reading less than planned
 
 
 @dataclass(slots=True, frozen=True)
 class Miss:
-    """So many blocks of a prompt, in order, that were missed for one reason."""
+    """A run of blocks of a prompt that were missed for one reason."""
 
     reason: str
     blocks: int
     detail: str = ""
 
 
-def unknown(
+def of_unknown_blocks(
     hashes: Sequence[bytes],
     found: int,
     news: Callable[[bytes], LastEvent | None],
     is_readable: Callable[[str], bool],
 ) -> list[Miss]:
-    """Reasons for the blocks behind the leading run of `found`, by what was last heard of each.
+    """Reasons for the blocks after the first `found`, from the last event of each block.
 
     Args:
-        is_readable: whether a node could be read from now.
+        is_readable: whether a node can be read from now.
     """
 
     def reason(number: int) -> str:
@@ -77,16 +77,16 @@ def unknown(
     return [Miss(name, sum(1 for _ in run)) for name, run in reasons]
 
 
-def elsewhere(misses: Sequence[Miss], fields: str) -> list[Miss]:
-    """The same, when the first block stands in another namespace that differs in `fields`."""
+def in_other_namespace(misses: Sequence[Miss], fields: str) -> list[Miss]:
+    """Replace "never_stored" by "other_namespace"; `fields` names how the other namespace differs."""
     return [
         Miss("other_namespace", miss.blocks, fields) if miss.reason == "never_stored" else miss
         for miss in misses
     ]
 
 
-def differing(ours: Namespace, theirs: Namespace) -> str:
-    """Names of the fields in which they differ, without values. Tenant and salt are never compared."""
+def differing_fields(ours: Namespace, theirs: Namespace) -> str:
+    """Names of the fields that differ, without values. Tenant and salt are never compared."""
     fields = [f for f in ("revision", "hash_algorithm") if getattr(ours, f) != getattr(theirs, f)]
     fields += [
         f"layout.{field}"
@@ -96,14 +96,14 @@ def differing(ours: Namespace, theirs: Namespace) -> str:
     return ", ".join(fields)
 
 
-def not_reused(found: int, planned: int, reused: int, fallback: str) -> list[Miss]:
-    """Reasons for the blocks that the pool had: declined by plan, or planned and not read.
+def of_known_blocks(found: int, planned: int, reused: int, fallback: str) -> list[Miss]:
+    """Reasons for blocks that the pool had: not planned, or planned but not read.
 
     Args:
-        found: leading blocks that the pool had when it was decided.
-        planned: of them, those that were to be reused.
-        reused: those that were.
-        fallback: the worker's reason for reading less than it was told to, if it did.
+        found: leading blocks that the pool had at the decision.
+        planned: how many of them the decision planned to reuse.
+        reused: how many were reused.
+        fallback: the worker's reason for reading less than planned, or "".
     """
     misses = []
     lost = min(planned, found) - reused

@@ -1,7 +1,7 @@
-"""The OpenAI-compatible request and response shapes that the gateway understands. No logic of serving.
+"""The OpenAI-compatible requests and responses of the gateway.
 
-Requests are decoded by msgspec, which ends at the first mistake: a body with half a million of them costs
-no more than one with one, and the error quotes none of it.
+msgspec decodes requests and stops at the first mistake, so a body full of mistakes costs no more than a body with
+one, and the error does not quote the body.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ Natural = Annotated[int, Meta(ge=0)]
 
 
 class PoolOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The `kvpool` field of a request: how the pool is to be used for it.
+    """The `kvpool` field of a request: how to use the pool for it.
 
-    `pool`: "on" (default); "off" recomputes everything; "local" uses the decode engine's own prefix
-    cache instead (a reference to compare with), at most `local_prefix_tokens` of it when that is not 0.
-    `prefill`: "remote" or "local" takes the choice from the scheduler, as does `decode_worker`.
-    `priority`: whose place in the queue comes first; never above that of the tenant, where it has one.
+    `pool`: "on" (default) uses the pool; "off" recomputes everything; "local" uses the decode engine's own prefix
+    cache instead (a baseline), at most `local_prefix_tokens` of it unless that is 0.
+    `prefill`: "remote" or "local" overrides the scheduler.
+    `decode_worker`: overrides the scheduler's choice.
+    `priority`: class in the admission queue, limited to the tenant's class if it has one.
     """
 
     pool: Literal["on", "off", "local"] = "on"
@@ -37,13 +38,13 @@ class PoolOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """`include_usage`: end the stream with a report."""
+    """`include_usage`: end the stream with token usage and the pool's report."""
 
     include_usage: bool | None = None
 
 
 class _Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """What both endpoints share. Fields that we do not know are ignored, as OpenAI's clients expect."""
+    """Fields of both endpoints. Unknown fields are ignored, as OpenAI's clients expect."""
 
     model: Annotated[str, Meta(max_length=512)] = ""
     max_tokens: Positive | None = None
@@ -58,19 +59,19 @@ class _Completion(msgspec.Struct, frozen=True, kw_only=True):
     user: Annotated[str, Meta(max_length=512)] = ""
     kvpool: PoolOptions = PoolOptions()
 
-    def stops(self) -> tuple[str, ...]:
-        """Stop strings, none of them empty.
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stop strings without empty ones.
 
         Raises:
-            InvalidArgument: more than four, or one too long.
+            InvalidArgument: there are more than four, or one is too long.
         """
         given = [self.stop] if isinstance(self.stop, str) else (self.stop or [])
         if len(given) > 4 or any(len(text) > 256 for text in given):
-            raise InvalidArgument("stop takes at most 4 texts of at most 256 characters")
+            raise InvalidArgument("stop takes at most 4 strings of at most 256 characters")
         return tuple(text for text in given if text)
 
     def wants_usage(self) -> bool:
-        """Whether a stream is to end with usage and report."""
+        """Whether the stream ends with usage and report."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
@@ -84,7 +85,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
     content: str | list[TextPart]
 
     def plain(self) -> dict[str, str]:
-        """Role and text, as chat templates take them."""
+        """Role and text as chat templates expect them."""
         text = (
             self.content
             if isinstance(self.content, str)
@@ -99,13 +100,13 @@ class ChatRequest(_Completion, frozen=True, kw_only=True):
 
 
 class CompletionRequest(_Completion, frozen=True, kw_only=True):
-    """`prompt`, a text or a list of token ids, is decoded by `read_prompt`."""
+    """`read_prompt` decodes `prompt`, which is text or a list of token ids."""
 
     prompt: msgspec.Raw
 
 
 class PrefetchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A hint that a request is about to come: one of a session's key, a conversation, or a prompt."""
+    """Announces a request by exactly one of a session key, a conversation and a prompt."""
 
     model: Annotated[str, Meta(max_length=512)] = ""
     key: Annotated[str, Meta(max_length=512)] = ""
@@ -113,7 +114,7 @@ class PrefetchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
     def given(self) -> list[str]:
-        """Which of the three are there."""
+        """The names of the fields that are set."""
         ways = {"key": self.key, "messages": self.messages, "prompt": bytes(self.prompt)}
         return [name for name, value in ways.items() if value]
 
@@ -124,32 +125,32 @@ T = TypeVar("T")
 
 
 def read_request(raw: bytes, shape: type[R]) -> R:
-    """A request from its body.
+    """Decode a request's body.
 
     Raises:
-        InvalidArgument: it is not JSON, or the first field that is wrong.
+        InvalidArgument: the body is not JSON, or a field is wrong; the first one is named.
     """
     return _decode(raw, shape, "", strict=False)
 
 
 def read_prompt(raw: msgspec.Raw, max_tokens: int) -> str | list[int]:
-    """A completion's prompt: a text (perhaps alone in a list), or token ids.
+    """Decode a completion's prompt: text, a list with one text, or token ids.
 
     Raises:
-        InvalidArgument: anything else, more than one text, or more than `max_tokens` ids; which of a
-            list's items was wrong is named.
+        InvalidArgument: the prompt is something else, several texts, or more than `max_tokens` ids. If one item of
+            the list is wrong, the error names it.
     """
     prompt = bytes(raw)
     if prompt[:1] == b'"':
         return _decode(prompt, str, "prompt")
     if prompt[:1] != b"[":
-        raise InvalidArgument("prompt: neither a text nor a list of token ids")
+        raise InvalidArgument("prompt: expected text or a list of token ids")
     if prompt[1:].lstrip()[:1] == b'"':
         texts = _decode(prompt, list[str], "prompt")
         if len(texts) != 1:
             raise InvalidArgument(f"{len(texts)} prompts in one request", hint="send one")
         return texts[0]
-    # Commas are counted before numbers are made: of what is too long nothing is built.
+    # Count the commas first, so that a prompt that is too long is never decoded.
     count = prompt.count(b",") + 1
     if count > max_tokens:
         raise InvalidArgument(f"the prompt has {count} items", hint=f"the limit is {max_tokens}")
@@ -170,8 +171,8 @@ def _decode(
         raise InvalidArgument(f"the body is not JSON: {brief(error)}") from None
 
 
-class Shape:
-    """Builds the objects of one response: chat or plain, streamed or whole."""
+class ResponseFormat:
+    """Builds the JSON objects of one response: chat or completion, streamed or whole."""
 
     def __init__(self, request_id: str, model: str, *, is_chat: bool) -> None:
         self._is_chat = is_chat
@@ -197,8 +198,8 @@ class Shape:
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         return {**self._base, "object": kind, "choices": [], "usage": usage}
 
-    def whole(self, text: str, finish_reason: str, usage: dict[str, Any]) -> dict[str, Any]:
-        """The response of a request that does not stream."""
+    def document(self, text: str, finish_reason: str, usage: dict[str, Any]) -> dict[str, Any]:
+        """The response to a request that does not stream."""
         choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason, "logprobs": None}
         if self._is_chat:
             choice["message"] = {"role": "assistant", "content": text}

@@ -1,8 +1,8 @@
-"""Has blocks moved toward the worker that will read them, before it asks. Nobody waits for it.
+"""Session prefetch: moves blocks toward the worker that will read them, before it asks. No request waits for it.
 
-At decision time it promotes what a request is planned to read and what stands on disks, as far as there is
-time for it before the read. On a hint (`hint`) it promotes, and copies toward the host of the worker that
-would be chosen, what would then be cheaper to read than to compute. Each no has a reason and is counted.
+At decision time it promotes the blocks of a request's plan that are on disk, if there is time before the read. On a
+hint it promotes the blocks that would be cheaper to read than to compute, and copies them toward the host of the
+worker that the scheduler would choose. Every block that is not moved is counted with a reason.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import structlog
 from conductor.cluster.cluster import Cluster
 from conductor.cluster.connections import Connections
 from conductor.engine_servers.discovery import is_engine_server
-from conductor.gateway.request import Job
+from conductor.gateway.request import GenerationRequest
 from conductor.index.segments import cut
 from conductor.members.membership import Member, State
 from conductor.scheduling.decision import Decision
@@ -31,19 +31,19 @@ from kvpool.wire import messages as m
 
 log = structlog.get_logger(__name__)
 
-AT_ONCE = 64  # moves under way; more are declined
+MAX_MOVES = 64  # concurrent moves; more are declined
 CALL_TIMEOUT_S = 2.0
 COPY_TIMEOUT_S = 30.0
-MIN_LEAD_S = 0.005  # a read that comes sooner is not helped
+MIN_LEAD_S = 0.005  # a prefetch does not help a read that starts sooner
 
 Node = Member[m.NodeDescriptor, m.NodeStatsReply]
 
 
 @dataclass(slots=True)
-class Hinted:
-    """What became of a hint. Blocks are counted once: found = resident + promoting + copying + declined ones.
+class PrefetchReport:
+    """The result of a hint. Each block counts once: blocks = resident + promoting + copying + declined.
 
-    `reasons`: of the declined ones, those that the pool has not got included.
+    `reasons` counts the declined blocks by reason, including those that the pool does not have.
     """
 
     blocks: int
@@ -59,12 +59,16 @@ class Hinted:
     def declined(self) -> int:
         return sum(self.reasons.values())
 
+    def document(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        return {**msgspec.to_builtins(self), "declined": self.declined}
 
-class Prefetcher:
-    """See the module's docstring.
+
+class SessionPrefetch:
+    """Moves blocks ahead of their reads.
 
     Args:
-        is_active: False: every move is declined as "off".
+        is_active: if False, every move is declined with reason "off".
     """
 
     def __init__(
@@ -76,78 +80,78 @@ class Prefetcher:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel the moves under way."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # ------------------------------------------------------------ at decision time
 
-    def while_waiting(self, job: Job, decision: Decision) -> None:
-        """The job waits in the queue: what its best choice would read can be in memory until it starts."""
-        if decision.candidates and job.pool == "on":
+    def while_waiting(self, request: GenerationRequest, decision: Decision) -> None:
+        """Promote what the best candidate of a queued request would read."""
+        if decision.candidates and request.pool == "on":
             best = decision.candidates[0]
-            self._promote_for(job, best.prefill or best.decode, best.reuse_blocks)
+            self._promote_for(request, best.prefill or best.decode, best.reuse_blocks)
 
-    def offer(self, job: Job, decision: Decision) -> None:
-        """The job is sent: promote what is read only later than at once."""
-        if job.pool != "on" or not decision.reuse_blocks or not decision.candidates:
+    def offer(self, request: GenerationRequest, decision: Decision) -> None:
+        """Promote what a request that is sent now will read later."""
+        if request.pool != "on" or not decision.reuse_blocks or not decision.candidates:
             return
         chosen = decision.candidates[0]
         reader = self._cluster.workers.get(decision.prefills_on or "")
-        # Our workers pin what they read as soon as the request arrives; other engines when its turn comes.
+        # Our workers pin their blocks when the request arrives; other engines pin when the request is scheduled.
         reads_late = reader is not None and is_engine_server(reader.descriptor)
         if reads_late and chosen.queue_s >= MIN_LEAD_S:
-            self._promote_for(job, decision.prefills_on or "", decision.reuse_blocks)
+            self._promote_for(request, decision.prefills_on or "", decision.reuse_blocks)
         if decision.mode == "disaggregated" and chosen.work_s >= MIN_LEAD_S:
-            self._promote_for(job, decision.decode or "", decision.reuse_blocks)
+            self._promote_for(request, decision.decode or "", decision.reuse_blocks)
 
-    def _promote_for(self, job: Job, worker_id: str, blocks: int) -> None:
+    def _promote_for(self, request: GenerationRequest, worker_id: str, blocks: int) -> None:
         worker = self._cluster.workers.get(worker_id)
         if worker is None or not blocks:
             return
         host = worker.descriptor.host
 
         async def work() -> None:
-            found = await self._cluster.find(job.namespace.namespace_id, job.hashes)
-            hinted = Hinted(blocks)
+            found = await self._cluster.find(request.namespace.namespace_id, request.hashes)
+            report = PrefetchReport(blocks)
             for segment in cut(found.segments(host), blocks):
                 if segment.tier == "nvme":
-                    await self._promote(job.namespace, job.hashes, segment, hinted)
-            self._count(hinted)
+                    await self._promote(request.namespace, request.hashes, segment, report)
+            self._count(report)
 
-        self._spawn(work(), Hinted(blocks), blocks)
+        self._spawn(work(), PrefetchReport(blocks), blocks)
 
     # ------------------------------------------------------------ on a hint
 
-    async def hint(self, namespace: Namespace, hashes: Sequence[bytes]) -> Hinted:
-        """A request with this chain is about to come: begin to move its blocks. Returns at once."""
-        hinted = Hinted(len(hashes))
+    async def hint(self, namespace: Namespace, hashes: Sequence[bytes]) -> PrefetchReport:
+        """Start to move the blocks of an announced request, and report what was started."""
+        report = PrefetchReport(len(hashes))
         found = await self._cluster.find(namespace.namespace_id, hashes)
         segments = found.segments("")
-        hinted.found = sum(segment.count for segment in segments)
-        if hinted.found < len(hashes):
-            hinted.reasons["not_in_pool"] = len(hashes) - hinted.found
-        limit = hinted.found
-        if hinted.found:
+        report.found = sum(segment.count for segment in segments)
+        if report.found < len(hashes):
+            report.reasons["not_in_pool"] = len(hashes) - report.found
+        limit = report.found
+        if report.found:
             worker, limit = self._reader(namespace, hashes, found.segments)
             if worker is None:
                 limit = 0
-                hinted.reasons["no_worker"] = hinted.found
+                report.reasons["no_worker"] = report.found
             else:
-                hinted.worker, hinted.host = worker.member_id, worker.descriptor.host
-                if limit < hinted.found:
-                    hinted.reasons["not_worth"] = hinted.found - limit
-        for segment in cut(found.segments(hinted.host), limit):
-            await self._bring(namespace, hashes, segment, hinted)
+                report.worker, report.host = worker.member_id, worker.descriptor.host
+                if limit < report.found:
+                    report.reasons["not_worth"] = report.found - limit
+        for segment in cut(found.segments(report.host), limit):
+            await self._move_to_memory(namespace, hashes, segment, report)
         self._cluster.counters["prefetch:hints"] += 1
-        self._count(hinted)
-        return hinted
+        self._count(report)
+        return report
 
     def _reader(
         self, namespace: Namespace, hashes: Sequence[bytes], segments_at: Any
     ) -> tuple[Member[m.WorkerDescriptor, m.WorkerLoad] | None, int]:
-        """The worker that would read such a prompt, were it in memory, and how many blocks of it."""
+        """The worker that would read this prompt if its blocks were in memory, and how many blocks it would read."""
         inputs = self._cluster.scheduling_inputs()
         layout = namespace.layout
         hosts = {worker.host for worker in inputs.workers.values()}
@@ -155,7 +159,7 @@ class Prefetcher:
             host: [m.Segment(s.node_id, s.start, s.count, "dram") for s in segments_at(host)]
             for host in hosts
         }
-        request = ScheduleRequest(
+        schedule_request = ScheduleRequest(
             "prefetch",
             namespace.namespace_id,
             len(hashes) * layout.block_tokens + 1,
@@ -165,27 +169,33 @@ class Prefetcher:
             segments,
             engine_blocks=self._cluster.engine_feeds.leading(namespace.namespace_id, hashes),
         )
-        decision = schedule(request, inputs, self._cluster.clock())
+        decision = schedule(schedule_request, inputs, self._cluster.clock())
         reader, blocks = decision.prefills_on, decision.reuse_blocks
-        if decision.is_refused and decision.candidates:  # for now: it is meant for later
+        if (
+            decision.is_refused and decision.candidates
+        ):  # refused for now, but the hint is about later
             best = decision.candidates[0]
             reader, blocks = best.prefill or best.decode, best.reuse_blocks
         return (self._cluster.workers.get(reader) if reader else None), blocks
 
-    async def _bring(
-        self, namespace: Namespace, hashes: Sequence[bytes], segment: m.Segment, hinted: Hinted
+    async def _move_to_memory(
+        self,
+        namespace: Namespace,
+        hashes: Sequence[bytes],
+        segment: m.Segment,
+        report: PrefetchReport,
     ) -> None:
-        """One segment into memory, near the reader if a node stands there."""
+        """Move one segment into memory, on the reader's host if a node runs there."""
         holder = self._cluster.nodes.get(segment.node_id)
-        near = self._node_at(hinted.host)
-        if holder is None or near is None or holder.descriptor.host == hinted.host:
+        near = self._node_at(report.host)
+        if holder is None or near is None or holder.descriptor.host == report.host:
             if segment.tier == "nvme":
-                await self._promote(namespace, hashes, segment, hinted)
+                await self._promote(namespace, hashes, segment, report)
             else:
-                hinted.resident += segment.count
+                report.resident += segment.count
             return
-        if self._spawn(self._copy(namespace, hashes, segment, holder, near), hinted, segment.count):
-            hinted.copying += segment.count
+        if self._spawn(self._copy(namespace, hashes, segment, holder, near), report, segment.count):
+            report.copying += segment.count
 
     def _node_at(self, host: str) -> Node | None:
         nodes = [
@@ -198,27 +208,31 @@ class Prefetcher:
     # ------------------------------------------------------------ moves
 
     async def _promote(
-        self, namespace: Namespace, hashes: Sequence[bytes], segment: m.Segment, hinted: Hinted
+        self,
+        namespace: Namespace,
+        hashes: Sequence[bytes],
+        segment: m.Segment,
+        report: PrefetchReport,
     ) -> None:
-        """Ask the node that holds a segment to bring its slow part up."""
-        hinted.resident += segment.ready
+        """Ask the node that holds a segment to promote the part that is on disk."""
+        report.resident += segment.ready
         run = hashes[segment.start + segment.ready : segment.start + segment.count]
         node = self._cluster.nodes.get(segment.node_id)
         if not self._is_active or node is None:
-            hinted.reasons["off" if not self._is_active else "node_gone"] += len(run)
+            report.reasons["off" if not self._is_active else "node_gone"] += len(run)
             return
-        request = m.Prefetch(namespace.namespace_id, pack_hashes(run))
+        message = m.Prefetch(namespace.namespace_id, pack_hashes(run))
         try:
             reply: m.PrefetchReply = await self._connections.call_node(
-                node, request, CALL_TIMEOUT_S
+                node, message, CALL_TIMEOUT_S
             )
         except KvpoolError as error:
-            hinted.reasons[error.code] += len(run)
+            report.reasons[error.code] += len(run)
             return
-        hinted.promoting += reply.accepted
-        hinted.resident += reply.resident
+        report.promoting += reply.accepted
+        report.resident += reply.resident
         if reply.declined:
-            hinted.reasons[reply.reason or "declined"] += reply.declined
+            report.reasons[reply.reason or "declined"] += reply.declined
 
     async def _copy(
         self,
@@ -228,9 +242,9 @@ class Prefetcher:
         holder: Node,
         near: Node,
     ) -> None:
-        """Have the node near the reader pull a segment; its source promotes what stands on a disk."""
+        """Have the node on the reader's host copy a segment from its holder."""
         run = hashes[segment.start : segment.start + segment.count]
-        request = m.Replicate(
+        message = m.Replicate(
             namespace.namespace_id,
             pack_hashes(run),
             hashes[segment.start - 1] if segment.start else b"",
@@ -241,7 +255,7 @@ class Prefetcher:
         try:
             await self._connections.call_node(near, m.RegisterNamespace(namespace), CALL_TIMEOUT_S)
             reply: m.ReplicateReply = await self._connections.call_node(
-                near, request, COPY_TIMEOUT_S + CALL_TIMEOUT_S
+                near, message, COPY_TIMEOUT_S + CALL_TIMEOUT_S
             )
         except KvpoolError as error:
             counters[f"prefetch:declined:{error.code}"] += len(run)
@@ -251,36 +265,31 @@ class Prefetcher:
         if left:
             counters[f"prefetch:declined:{reply.reason}"] += left
 
-    def _spawn(self, work: Coroutine[Any, Any, None], hinted: Hinted, blocks: int) -> bool:
-        """Do it in the background; False when it is declined."""
+    def _spawn(self, work: Coroutine[Any, Any, None], report: PrefetchReport, blocks: int) -> bool:
+        """Run `work` in the background; return False if it is declined."""
         reason = "" if self._is_active else "off"
-        if len(self._tasks) >= AT_ONCE:
+        if len(self._tasks) >= MAX_MOVES:
             reason = "busy"
         if reason:
             work.close()
-            hinted.reasons[reason] += blocks
+            report.reasons[reason] += blocks
             return False
-        task = asyncio.create_task(_never_raise(work), name="prefetch")
+        task = asyncio.create_task(_log_errors(work), name="prefetch")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return True
 
-    def _count(self, hinted: Hinted) -> None:
+    def _count(self, report: PrefetchReport) -> None:
         counters = self._cluster.counters
         for name in ("resident", "promoting", "copying"):
-            if getattr(hinted, name):
-                counters[f"prefetch:{name}"] += getattr(hinted, name)
-        for reason, blocks in hinted.reasons.items():
+            if getattr(report, name):
+                counters[f"prefetch:{name}"] += getattr(report, name)
+        for reason, blocks in report.reasons.items():
             counters[f"prefetch:declined:{reason}"] += blocks
 
 
-async def _never_raise(work: Coroutine[Any, Any, None]) -> None:
+async def _log_errors(work: Coroutine[Any, Any, None]) -> None:
     try:
         await work
     except KvpoolError as error:
         log.warning("a prefetch failed", error=str(error))
-
-
-def report(hinted: Hinted) -> dict[str, Any]:
-    """For people and programs that gave a hint."""
-    return {**msgspec.to_builtins(hinted), "declined": hinted.declined}

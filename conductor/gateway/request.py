@@ -1,4 +1,4 @@
-"""One request as the gateway works on it, and what became of it. Plain values."""
+"""One generation request in the gateway, and its result. Plain values."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvpool.wire import messages as m
 
 
 @dataclass(slots=True)
-class Job:
-    """One request as the gateway works on it."""
+class GenerationRequest:
+    """One request in the gateway."""
 
     request_id: str
     namespace: Namespace
@@ -29,38 +29,43 @@ class Job:
     pin_decode: str | None = None
     local_prefix_tokens: int = 0
     priority: Priority = "normal"
-    received_at: float = 0.0  # monotonic seconds
+    received_at: float = (
+        0.0  # monotonic seconds at the first byte: TTFT and the deadline count from here
+    )
+    tokenized_at: float = 0.0  # monotonic seconds
     hashes: list[bytes] = field(default_factory=list)
-    found_blocks: int = 0  # leading ones that the pool had when it was last decided
+    found_blocks: int = 0  # leading blocks that the pool had at the last decision
     model: str = ""
     endpoint: str = ""
-    key: str = ""  # of the user or conversation: a canary treats equal keys alike
+    key: str = ""  # of the user or conversation: a canary rule routes equal keys alike
     transfer_timeout_s: float | None = (
-        None  # longest wait for a remote prefill, by the routing rules
+        None  # longest wait for a remote prefill, set by the routing rules
     )
-    routing: str = ""  # what the routing rules chose: "rule:reason"
+    routing: str = ""  # the routing rule that applied, as "rule:reason"
 
     def left_s(self) -> float:
         """Seconds to the deadline.
 
         Raises:
-            DeadlineExceeded: there are none.
+            DeadlineExceeded: the deadline has passed.
         """
         left_s = self.deadline - time.monotonic()
         if left_s <= 0:
-            raise DeadlineExceeded("the request's time is over", hint="conductor.request_timeout_s")
+            raise DeadlineExceeded(
+                "the request took too long", hint="conductor.request_timeout_s sets the limit"
+            )
         return left_s
 
 
 @dataclass(slots=True)
-class Result:
-    """What became of a request; filled in as it goes."""
+class GenerationResult:
+    """The result of a request, filled in while the request runs."""
 
     decision: Decision | None = None
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str = ""
-    is_judged: bool = False  # by its objectives, see `conductor.gateway.slo_attainment`
-    is_stopped: bool = False  # by whoever reads the tokens: it has all that it wanted
+    is_slo_recorded: bool = False  # `conductor.gateway.slo_attainment` records each request once
+    is_stopped: bool = False  # a stop string completed the response
     planned_blocks: int = 0
     pool_tokens: int = 0
     local_tokens: int = 0
@@ -70,46 +75,46 @@ class Result:
     tpot_s: float = 0.0
     verified_blocks: int = 0
     fallback_reason: str = ""
-    phases: dict[str, float] = field(
-        default_factory=dict
-    )  # seconds, see `conductor.gateway.timings`
+    phases: dict[str, float] = field(default_factory=dict)  # seconds (`conductor.gateway.timings`)
     tokens_by_tier: dict[str, int] = field(default_factory=dict)  # reused for the prompt
     bytes_read: dict[str, int] = field(default_factory=dict)
     bytes_written: dict[str, int] = field(default_factory=dict)
     is_prefilled_remotely: bool = False
-    prefill_fallback: str = ""  # why the prefill worker read less than it was told to
+    prefill_fallback: str = ""  # why the prefill worker read less than planned
     misses: list[Miss] = field(default_factory=list)
 
     def prediction_errors(self) -> tuple[float, float]:
-        """Predicted over measured TTFT and TPOT; 0 where there is nothing to compare.
+        """Predicted over measured TTFT and TPOT; 0 if they cannot be compared.
 
-        The wait before the decision was not part of the prediction; after another worker had to go on, or
-        a prefill was given up, neither was what happened.
+        The prediction covers the time after the decision. After a fallback the predicted plan did not happen.
         """
         decision = self.decision
         if decision is None or self.fallback_reason.startswith(("decode:", "prefill:")):
             return 0.0, 0.0
-        ttft_s = self.ttft_s - self.phases.get("admission_wait", 0.0)
+        ttft_s = self.ttft_s - sum(
+            self.phases.get(name, 0.0) for name in ("request_read_time", "admission_wait")
+        )
         ttft_error = decision.ttft_s / ttft_s if self.ttft_s and ttft_s > 0 else 0.0
         has_tpot = len(self.token_ids) > 1 and self.tpot_s > 0
         return ttft_error, decision.tpot_s / self.tpot_s if has_tpot else 0.0
 
     @property
     def reused_tokens(self) -> int:
-        """Prompt tokens that nobody computed for this request. What a prefill worker computed for it, and
-        the decode worker then read from the pool, was no hit.
+        """Prompt tokens that no worker computed for this request.
+
+        Tokens that a prefill worker computed and the decode worker then read are not hits.
         """
         if self.is_prefilled_remotely:
             return self.prefill_reused_tokens
         return max(self.pool_tokens, self.local_tokens)
 
     def stop(self) -> None:
-        """The answer is complete before the worker's stream is: a stop string was found."""
+        """Mark the response as complete before the worker's stream ends, at a stop string."""
         self.is_stopped = True
         self.finish_reason = "stop"
 
     def add_tokens(self, token_ids: Sequence[int], since_received_s: float) -> None:
-        """Tokens that came just now."""
+        """Add tokens that just arrived."""
         if not self.token_ids:
             self.ttft_s = since_received_s
         self.token_ids += token_ids
@@ -117,13 +122,13 @@ class Result:
             self.tpot_s = (since_received_s - self.ttft_s) / (len(self.token_ids) - 1)
 
     def add_bytes(self, read: dict[str, int], written: dict[str, int]) -> None:
-        """Count bytes moved, by transport."""
+        """Add bytes moved, by transport."""
         for target, source in ((self.bytes_read, read), (self.bytes_written, written)):
             for name, count in source.items():
                 target[name] = target.get(name, 0) + count
 
-    def take_prefill(self, reply: m.PrefillReply) -> None:
-        """Add what a prefill worker reports: what the decode worker reads then was no hit before."""
+    def add_prefill(self, reply: m.PrefillReply) -> None:
+        """Add a prefill worker's report."""
         self.is_prefilled_remotely = True
         self.prefill_reused_tokens = reply.reused_tokens
         self.prefill_fallback = reply.fallback_reason
@@ -131,8 +136,8 @@ class Result:
         self.add_bytes(reply.bytes_read, reply.bytes_written)
         timings.add(self.phases, timings.of_prefill(reply.phases))
 
-    def take(self, reply: m.GenerateReply) -> None:
-        """Add what a decode worker reports, at its end or as it was when the reader left."""
+    def add_generation(self, reply: m.GenerateReply) -> None:
+        """Add a decode worker's report, the last one before its stream ended or was closed."""
         self.finish_reason = reply.finish_reason or self.finish_reason
         self.pool_tokens = reply.pool_tokens
         self.local_tokens = reply.local_tokens
@@ -147,19 +152,19 @@ class Result:
 
 
 def check_prompt(prompt: Sequence[int], max_prompt_tokens: int, max_new: int, limit: int) -> None:
-    """Refuse prompts that no worker could take.
+    """Check that a prompt is within the limits.
 
     Raises:
-        InvalidArgument: empty, over the configured limit, or over the model's context.
+        InvalidArgument: the prompt is empty, over the configured limit, or over the model's context.
     """
     if not prompt:
         raise InvalidArgument("the prompt is empty")
     if len(prompt) > max_prompt_tokens:
         raise InvalidArgument(
-            f"the prompt has {len(prompt)} tokens", hint=f"the limit here is {max_prompt_tokens}"
+            f"the prompt has {len(prompt)} tokens", hint=f"the limit is {max_prompt_tokens}"
         )
     if len(prompt) + max_new > limit:
         raise InvalidArgument(
-            f"prompt and answer need {len(prompt)} + {max_new} tokens",
+            f"prompt and response need {len(prompt)} + {max_new} tokens",
             hint=f"the model's context is {limit}; shorten the prompt or lower max_tokens",
         )

@@ -1,4 +1,4 @@
-"""The answer to one request: its tokens as text, streamed or whole, with what the pool did for it."""
+"""The response to one request: its tokens as text, streamed or whole, with a report on what the pool did."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from starlette.types import Receive, Scope, Send
 
 from conductor.gateway.gateway import Gateway
 from conductor.gateway.metrics import RequestMetrics
-from conductor.gateway.openai_schema import ChatRequest, CompletionRequest, Shape, usage
-from conductor.gateway.request import Job, Result
-from conductor.gateway.stop_strings import StopText
+from conductor.gateway.openai_schema import ChatRequest, CompletionRequest, ResponseFormat, usage
+from conductor.gateway.request import GenerationRequest, GenerationResult
+from conductor.gateway.stop_strings import StopStrings
 from conductor.gateway.tokenizer import TextStream, Tokenizer
 from kvpool.errors import KvpoolError
 from kvpool.serving.http import error_response
@@ -26,12 +26,11 @@ from kvpool.wire import messages as m
 T = TypeVar("T")
 
 
-class Answer:
-    """Turns the tokens of one admitted job into a response.
+class CompletionResponse:
+    """Turns the tokens of one admitted request into a response.
 
     Args:
-        tokenizer: None: the answer has token ids and no text.
-        received_at: when the request came, in monotonic seconds.
+        tokenizer: None if the response has token ids and no text.
     """
 
     def __init__(
@@ -40,87 +39,87 @@ class Answer:
         metrics: RequestMetrics,
         tokenizer: Tokenizer | None,
         body: ChatRequest | CompletionRequest,
-        job: Job,
-        result: Result,
+        request: GenerationRequest,
+        result: GenerationResult,
         model: str,
-        received_at: float,
     ) -> None:
         self._gateway = gateway
         self._metrics = metrics
-        self._job = job
+        self._request = request
         self._result = result
-        self._received_at = received_at
-        self._shape = Shape(job.request_id, model, is_chat=isinstance(body, ChatRequest))
+        self._format = ResponseFormat(
+            request.request_id, model, is_chat=isinstance(body, ChatRequest)
+        )
         self._text = TextStream(tokenizer) if tokenizer is not None else None
-        self._stops = StopText(body.stops())
+        self._stop_strings = StopStrings(body.stop_strings())
         self._with_ids = body.kvpool.return_token_ids
         self._with_usage = body.wants_usage()
 
     def headers(self) -> dict[str, str]:
-        """The decision, for whoever wants to know."""
+        """Headers that describe the decision."""
         decision = self._result.decision
         assert decision is not None
         return {
-            "X-Request-Id": self._job.request_id,
+            "X-Request-Id": self._request.request_id,
             "X-Kvpool-Mode": decision.mode,
             "X-Kvpool-Prefill": decision.prefills_on or "",
             "X-Kvpool-Decode": decision.decode or "",
             "X-Kvpool-Planned-Reuse-Blocks": str(decision.reuse_blocks),
-            "X-Kvpool-Routing": self._job.routing,
+            "X-Kvpool-Routing": self._request.routing,
         }
 
     async def events(self) -> AsyncGenerator[str, None]:
-        """Server-sent events. Closing the iterator cancels everything down to the reservations."""
+        """Stream server-sent events. Closing the iterator cancels the request and its reservations."""
         is_first = True
         try:
             async with contextlib.aclosing(self._pieces()) as pieces:
                 async for text in pieces:
                     if text or is_first:
-                        yield _event(self._shape.chunk(text, None, is_first=is_first))
+                        yield _event(self._format.chunk(text, None, is_first=is_first))
                         is_first = False
         except KvpoolError as error:
             yield f"data: {bytes(error_response(error).body).decode()}\n\n"
             yield "data: [DONE]\n\n"
             return
-        yield _event(self._shape.chunk("", self._result.finish_reason, is_first=is_first))
-        last = self._shape.usage_chunk(self._usage())
+        yield _event(self._format.chunk("", self._result.finish_reason, is_first=is_first))
+        last = self._format.usage_chunk(self._usage())
         if self._with_usage or self._with_ids:
             yield _event({**last, "kvpool": self._report()})
         yield "data: [DONE]\n\n"
 
-    async def whole(self) -> dict[str, Any]:
-        """The complete response."""
+    async def document(self) -> dict[str, Any]:
+        """Wait for the complete response."""
         text = ""
         async with contextlib.aclosing(self._pieces()) as pieces:
             async for piece in pieces:
                 text += piece
         reason = self._result.finish_reason or "stop"
-        return {**self._shape.whole(text, reason, self._usage()), "kvpool": self._report()}
+        return {**self._format.document(text, reason, self._usage()), "kvpool": self._report()}
 
     async def _pieces(self) -> AsyncGenerator[str, None]:
-        """Text as it becomes certain, up to the first stop string.
+        """Stream the text as it becomes certain, up to the first stop string.
 
-        A piece may be empty: the first token is announced even when its text is still held back.
+        A piece may be empty: the first token is sent even while its text is held back.
         """
-        run = self._gateway.run(self._job, self._result, self._received_at)
+        run = self._gateway.run(self._request, self._result)
         try:
             async with contextlib.aclosing(run):
                 async for chunk in run:
-                    piece = self._stops.push(self._text_of(chunk))
-                    if self._stops.is_stopped:
+                    piece = self._stop_strings.push(self._text_of(chunk))
+                    if self._stop_strings.is_stopped:
                         self._result.stop()
                     yield piece
-                    if self._stops.is_stopped:
+                    if self._stop_strings.is_stopped:
                         return
-            piece = self._stops.finish(self._text.finish() if self._text else "")
-            if self._stops.is_stopped:
+            piece = self._stop_strings.finish(self._text.finish() if self._text else "")
+            if self._stop_strings.is_stopped:
                 self._result.stop()
             yield piece
         finally:
-            self._metrics.observe(self._result, len(self._job.prompt))
+            self._metrics.observe(self._result, len(self._request.prompt))
 
     def _text_of(self, chunk: m.GenerateChunk) -> str:
-        """Text that became certain, made here or by the engine."""
+        """The text that became certain, detokenized here or by the engine."""
         if self._text is None:
             return chunk.text or ""
         if chunk.text is None:
@@ -131,14 +130,14 @@ class Answer:
 
     def _usage(self) -> dict[str, Any]:
         result = self._result
-        return usage(len(self._job.prompt), len(result.token_ids), result.reused_tokens)
+        return usage(len(self._request.prompt), len(result.token_ids), result.reused_tokens)
 
     def _report(self) -> dict[str, Any]:
-        """What the pool did for this request."""
+        """Report what the pool did for this request."""
         result = self._result
         decision = result.decision
         report: dict[str, Any] = {
-            "request_id": self._job.request_id,
+            "request_id": self._request.request_id,
             "mode": decision.mode if decision else "",
             "prefill_worker": decision.prefills_on if decision else "",
             "decode_worker": decision.decode if decision else "",
@@ -158,14 +157,14 @@ class Answer:
         }
         if self._with_ids:
             report["token_ids"] = result.token_ids
-            report["prompt_tokens"] = len(self._job.prompt)
+            report["prompt_tokens"] = len(self._request.prompt)
         return report
 
 
-class EventResponse(StreamingResponse):
-    """A stream of events that is closed in order when its reader leaves, not when memory is tidied.
+class EventStreamResponse(StreamingResponse):
+    """A stream of events that closes its generator as soon as the client disconnects.
 
-    `on_end` is called in any case, also when the stream never began.
+    `on_end` is always called, also if the stream never started.
     """
 
     def __init__(
@@ -186,25 +185,25 @@ class EventResponse(StreamingResponse):
             self._on_end()
 
 
-async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`; None when the client left before, and `work` was cancelled.
+async def unless_disconnected(http_request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """Return the result of `work`, or None if the client disconnects first; `work` is then cancelled.
 
-    Call it when the request's body was read: it takes what the server says next.
+    Call it after the request's body was read: it consumes the server's next messages.
     """
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_left(request))
+    gone = asyncio.ensure_future(_disconnected(http_request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         return await task if task.done() else None
     finally:
         task.cancel()
         gone.cancel()
-        # The worker is told before anybody thinks that the request is over.
+        # Wait until the cancellation has reached the worker.
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def _left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _disconnected(http_request: Request) -> None:
+    while (await http_request.receive())["type"] != "http.disconnect":
         pass
 
 

@@ -1,7 +1,7 @@
-"""Which chain of blocks each conversation or agent had last, by the key that its requests carry. Soft state.
+"""The last chain of blocks of each conversation, by the key in its requests. Pure; `now` is monotonic seconds.
 
-Bounded in sessions, in blocks and in age; the one that rested longest goes first. It is a memory of hashes,
-no promise that the blocks still stand anywhere. Pure: `now` is monotonic seconds.
+The table is soft state, bounded in sessions, blocks and age; the session idle longest is dropped first. It holds
+hashes only: the blocks themselves may be gone.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class _Session:
 
 
 class Sessions:
-    """Chains by namespace and key; of one key, tenants and models know nothing of each other's.
+    """Chains by namespace and key, so that equal keys of two tenants or models stay apart.
 
     Args:
-        ttl_s: how long a session that rests is remembered.
-        max_sessions, max_blocks: bounds over all of them.
+        ttl_s: time after which an idle session is dropped.
+        max_sessions, max_blocks: bounds over all sessions.
 
     Raises:
         InvalidArgument: a bound is not positive.
@@ -39,15 +39,18 @@ class Sessions:
         self, ttl_s: float = 3600.0, max_sessions: int = 10_000, max_blocks: int = 2_000_000
     ) -> None:
         if min(ttl_s, max_sessions, max_blocks) <= 0:
-            raise InvalidArgument("bounds of sessions must be positive")
+            raise InvalidArgument("ttl_s, max_sessions and max_blocks must be positive")
         self._ttl_s = ttl_s
         self._max_sessions = max_sessions
         self._max_blocks = max_blocks
         self._sessions: OrderedDict[tuple[bytes, str], _Session] = OrderedDict()
         self._blocks = 0
 
-    def note(self, namespace_id: bytes, key: str, hashes: Sequence[bytes], now: float) -> None:
-        """A request with this key was served; its chain replaces the one before. No key, no session."""
+    def record(self, namespace_id: bytes, key: str, hashes: Sequence[bytes], now: float) -> None:
+        """Remember the chain of a request that is being served, in place of the session's earlier one.
+
+        An empty key is no session.
+        """
         if not key:
             return
         self._drop((namespace_id, key))
@@ -62,7 +65,7 @@ class Sessions:
             self._drop(oldest)
 
     def get(self, namespace_id: bytes, key: str, now: float) -> list[bytes]:
-        """The chain of its last request; empty when there is none, or it is too long ago."""
+        """The chain of the session's last request; empty if there is none or it is too old."""
         session = self._sessions.get((namespace_id, key))
         if session is None or now - session.seen_at >= self._ttl_s:
             return []
@@ -70,7 +73,7 @@ class Sessions:
 
     @property
     def blocks(self) -> int:
-        """Blocks remembered, over all sessions."""
+        """The number of blocks over all sessions."""
         return self._blocks
 
     def __len__(self) -> int:

@@ -1,68 +1,70 @@
-"""Which role served a request well: what the role controller learns from. Told once of each request."""
+"""SLO attainment: whether prefill and decode met the objectives of each request, for the role controller."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-from conductor.gateway.request import Result
+from conductor.gateway.request import GenerationResult
 
-JUDGE_AFTER_TOKENS = 16  # TPOT is known well enough by then
+TPOT_AFTER_TOKENS = 16  # enough tokens for a reliable TPOT
 
-OnOutcome = Callable[[bool, bool], None]  # whether prefill and decode met their objectives
+OnSloRecorded = Callable[
+    [bool, bool], None
+]  # (prefill met its objective, decode met its objective)
 
 
-class Judge:
-    """Requests in work, and who is told whether they met their objectives.
+class SloAttainment:
+    """Records once per request whether it met its objectives.
 
     Args:
-        ttft_s, tpot_s: the objectives; 0 is none.
-        on_outcome: told of every request served or refused.
+        ttft_s, tpot_s: the objectives; 0 means none.
+        on_slo_recorded: called once for every request that was served, or refused for an objective.
     """
 
-    def __init__(self, ttft_s: float, tpot_s: float, on_outcome: OnOutcome) -> None:
+    def __init__(self, ttft_s: float, tpot_s: float, on_slo_recorded: OnSloRecorded) -> None:
         self._ttft_s = ttft_s
         self._tpot_s = tpot_s
-        self._on_outcome = on_outcome
-        self._waiting: dict[str, tuple[Result, float]] = {}
+        self._on_slo_recorded = on_slo_recorded
+        self._active: dict[str, tuple[GenerationResult, float]] = {}
 
-    def began(self, request_id: str, result: Result, received_at: float) -> None:
-        """A request is in work from now on."""
-        self._waiting[request_id] = (result, received_at)
+    def began(self, request_id: str, result: GenerationResult, received_at: float) -> None:
+        """Track a request that starts to run."""
+        self._active[request_id] = (result, received_at)
 
     def ended(self, request_id: str) -> None:
-        """It is not any more."""
-        self._waiting.pop(request_id, None)
+        """Stop tracking a request."""
+        self._active.pop(request_id, None)
 
     def refused(self, reason: str) -> None:
-        """A request was refused; for want of an objective that could not be met counts as missed."""
+        """Record a refusal. It counts against the objective that could not be met."""
         if reason in ("ttft_slo", "tpot_slo"):
-            self._on_outcome(reason != "ttft_slo", reason != "tpot_slo")
+            self._on_slo_recorded(reason != "ttft_slo", reason != "tpot_slo")
 
-    def progressed(self, result: Result) -> None:
-        """Tokens came."""
-        if len(result.token_ids) >= JUDGE_AFTER_TOKENS:
-            self.judge(result)
+    def progressed(self, result: GenerationResult) -> None:
+        """Record the request if it has enough tokens for its TPOT."""
+        if len(result.token_ids) >= TPOT_AFTER_TOKENS:
+            self.record(result)
 
-    def judge_overdue(self) -> None:
-        """Count what waits for its first token beyond its objective as late now, not when it ends.
+    def record_overdue(self) -> None:
+        """Record requests that still wait for their first token after the TTFT objective as late.
 
-        A worker that is overwhelmed ends nothing: whoever waits for outcomes would learn of it last.
+        An overloaded worker finishes nothing, so waiting for completions would detect it too late.
         """
         now = time.monotonic()
-        for result, received_at in self._waiting.values():
+        for result, received_at in self._active.values():
             if self._ttft_s and not result.token_ids and now - received_at > self._ttft_s:
-                self.judge(result, is_late=True)
+                self.record(result, is_late=True)
 
-    def judge(self, result: Result, *, is_late: bool = False) -> None:
-        """Tell once of each request which role served it well; an objective of 0 is none.
+    def record(self, result: GenerationResult, *, is_late: bool = False) -> None:
+        """Report which role met its objective, once per request.
 
-        A decode worker that prefilled too late lacks help as much as one that decodes too slowly.
+        If a decode worker prefilled by itself and was late, decode missed its objective, not prefill.
         """
-        if result.is_judged:
+        if result.is_slo_recorded:
             return
-        result.is_judged = True
+        result.is_slo_recorded = True
         is_late = is_late or bool(self._ttft_s and result.ttft_s > self._ttft_s)
         is_slow = bool(self._tpot_s and result.tpot_s > self._tpot_s)
         is_local = result.decision is not None and result.decision.mode == "local"
-        self._on_outcome(not is_late or is_local, not is_slow and not (is_late and is_local))
+        self._on_slo_recorded(not is_late or is_local, not is_slow and not (is_late and is_local))

@@ -1,12 +1,12 @@
-"""Cuts a growing text at the first of some stop strings. Pure."""
+"""Cuts a growing text at the first stop string. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 
-class StopText:
-    """Holds back as much text as could be the beginning of a stop string."""
+class StopStrings:
+    """Holds back the end of the text as long as it could be the start of a stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stop for stop in stops if stop)
@@ -15,14 +15,14 @@ class StopText:
         self.is_stopped = False
 
     def push(self, text: str) -> str:
-        """The text that became certain with `text`; nothing more comes once `is_stopped`."""
-        return self._give(text, self._keep)
+        """Add `text` and return what is certain now. Returns nothing more once `is_stopped`."""
+        return self._release(text, self._keep)
 
     def finish(self, text: str = "") -> str:
-        """The rest, when `text` was the last; it may hold a stop string, too."""
-        return self._give(text, 0)
+        """Add the last `text` and return the rest, up to a stop string if there is one."""
+        return self._release(text, 0)
 
-    def _give(self, text: str, keep: int) -> str:
+    def _release(self, text: str, keep: int) -> str:
         if self.is_stopped:
             return ""
         self._held += text

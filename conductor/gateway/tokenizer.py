@@ -1,6 +1,6 @@
-"""Text to token ids and back, exactly as the model does it: its own tokenizer, its own chat template.
+"""Text to token ids and back with the model's own tokenizer and chat template.
 
-Equal ids are what equal hashes rest on, so nothing here is approximated.
+Block hashes are computed from token ids, so these must be exactly the engine's.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from typing import Any
 from kvpool.errors import ConfigError, InvalidArgument, ModelNotFound, brief
 
 _REPLACEMENT = "\ufffd"
-_FIRST_WORDS = ("a", "Z")  # of two conversations that have nothing but the system prompt in common
-MAX_HELD_TOKENS = 8  # a character never takes more; what is still broken then is shown as it is
+_FIRST_WORDS = ("a", "Z")  # of two conversations that share only the system prompt
+MAX_HELD_TOKENS = (
+    8  # a character never takes more tokens; a longer incomplete one is invalid and shown as is
+)
 
 
 class Tokenizer:
@@ -34,7 +36,8 @@ class Tokenizer:
             from transformers import AutoTokenizer
         except ImportError as error:
             raise ConfigError(
-                "tokenizing needs the package transformers", hint="pip install 'kvpool[demo]'"
+                "tokenizing needs the package transformers, which is not installed",
+                hint="pip install 'kvpool[demo]'",
             ) from error
         self._tokenizer: Any = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
 
@@ -42,19 +45,19 @@ class Tokenizer:
         """Token ids of a plain prompt.
 
         Raises:
-            InvalidArgument: it holds half of a surrogate pair, which is no text.
+            InvalidArgument: the text holds half of a surrogate pair.
         """
         _check_text(text)
         ids: list[int] = self._tokenizer.encode(text)
         return ids
 
     def encode_more(self, text: str) -> list[int]:
-        """Token ids of text that follows other text: nothing special is put before it."""
+        """Token ids of text that follows other text, without special tokens before it."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation through the model's chat template, ready for the answer.
+        """Token ids of a conversation in the model's chat template, up to where the response starts.
 
         Raises:
             InvalidArgument: the model has no chat template, or it refuses these messages.
@@ -63,9 +66,7 @@ class Tokenizer:
             text = self._tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True
             )
-        except (
-            Exception
-        ) as error:  # templates are programs of the model's; they raise what they like
+        except Exception as error:  # a template is a program of the model and may raise anything
             raise InvalidArgument(
                 f"the chat template refused the messages: {brief(error)}"
             ) from error
@@ -74,20 +75,21 @@ class Tokenizer:
         return ids
 
     def encode_system(self, text: str) -> list[int]:
-        """Token ids with which every conversation under this system prompt begins.
+        """The token ids that every conversation with this system prompt starts with.
 
-        Raises: as `encode_chat`.
+        Raises:
+            InvalidArgument: the model has no chat template, or it refuses a system prompt.
         """
         system = {"role": "system", "content": text}
         chats = [
             self.encode_chat([system, {"role": "user", "content": word}]) for word in _FIRST_WORDS
         ]
-        # A tokenizer may join what follows to the prompt's end, so that no place in the text is sure.
+        # A tokenizer may merge the prompt's end with the text after it, so compare token ids, not text.
         same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*chats, strict=False))
         return [token for token, _ in same]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, without special tokens."""
+        """The text of token ids, without special tokens."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
 
@@ -96,7 +98,7 @@ def _check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidArgument(f"the text is not Unicode: {brief(error)}") from None
+        raise InvalidArgument(f"the text is not valid Unicode: {brief(error)}") from None
 
 
 class TextStream:
@@ -105,11 +107,11 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._shown = 0  # ids whose text was given out
-        self._base = 0  # ids before the window that is decoded again and again
+        self._shown = 0  # number of ids whose text was returned
+        self._base = 0  # number of ids before the window that each push decodes again
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Text that became certain with these ids."""
+        """Add ids and return the text that became certain."""
         self._ids += token_ids
         before = self._tokenizer.decode(self._ids[self._base : self._shown])
         after = self._tokenizer.decode(self._ids[self._base :])
@@ -120,13 +122,13 @@ class TextStream:
         return after[len(before) :]
 
     def skip(self, token_ids: Sequence[int]) -> None:
-        """Ids whose text was given out by others; it counts as context of what follows."""
+        """Add ids whose text was returned elsewhere; they are context of the following ids."""
         self._base = len(self._ids)
         self._ids += token_ids
         self._shown = len(self._ids)
 
     def finish(self) -> str:
-        """What was held back."""
+        """Return the text that was held back."""
         before = self._tokenizer.decode(self._ids[self._base : self._shown])
         self._shown = len(self._ids)
         return self._tokenizer.decode(self._ids[self._base :])[len(before) :]

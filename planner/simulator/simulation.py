@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from conductor.gateway.admission import LOOK_AHEAD, PASSING
+from conductor.gateway.admission import LOOK_AHEAD, TRANSIENT_REASONS
 from conductor.gateway.admission_queue import AdmissionQueue, Ticket
 from conductor.index.segments import cut
 from conductor.roles.controller import Instance as RoleInstance
@@ -97,17 +97,21 @@ class Simulation:
             if not decision.is_refused:
                 self._start(outcome, decision)
                 return
-            if decision.reason not in PASSING or not self._active or not self.setup.max_waiting:
+            if (
+                decision.reason not in TRANSIENT_REASONS
+                or not self._active
+                or not self.setup.max_waiting
+            ):
                 self._refuse(outcome, decision.reason)
                 return
         self._wait(outcome)
 
     def _wait(self, outcome: Outcome) -> None:
-        """Stand in the queue, as the gateway's entrance has it."""
+        """Wait in the queue, as in the gateway's admission."""
         now, setup = self.loop.now, self.setup
         start_by = now + min(setup.max_wait_s, setup.slo_ttft_s or setup.max_wait_s)
         request_id = outcome.arrival.request_id
-        entry = self._queue.enter(Ticket(request_id, "normal", now, start_by), now)
+        entry = self._queue.enqueue(Ticket(request_id, "normal", now, start_by), now)
         if entry.refused:
             self._refuse(outcome, entry.refused)
             return
@@ -129,7 +133,7 @@ class Simulation:
                 del self._waiting[ticket.request_id]
                 outcome.waited_s = now - ticket.arrived_at
                 self._start(outcome, decision)
-            elif decision.reason not in PASSING:
+            elif decision.reason not in TRANSIENT_REASONS:
                 self._queue.leave(ticket.request_id)
                 del self._waiting[ticket.request_id]
                 self._refuse(outcome, decision.reason)

@@ -12,7 +12,7 @@ import httpx
 
 from conductor.cluster.cluster import Cluster
 from conductor.engine_servers.discovery import EngineServers
-from conductor.gateway.admission import Limits
+from conductor.gateway.admission import AdmissionLimits
 from conductor.gateway.gateway import Gateway
 from conductor.gateway.http_api import HttpApi
 from conductor.gateway.metrics import ConductorCollector, RequestMetrics
@@ -148,7 +148,7 @@ class Conductor:
             RequestLog(),
             default_ttft_s=settings.get("slo_ttft_s", 0.0),
             default_tpot_s=settings.get("slo_tpot_s", 0.0),
-            limits=Limits(
+            limits=AdmissionLimits(
                 self.config.max_active_requests,
                 self.config.max_queued_requests,
                 self.config.max_queue_wait_s,

@@ -1,4 +1,4 @@
-"""Requests that wait before the gateway: with scripted workers, real sockets."""
+"""Requests in the admission queue: with scripted workers, real sockets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from conductor.gateway.request import Job, Result
+from conductor.gateway.request import GenerationRequest, GenerationResult
 from conductor.scheduling.decision import Decision
 from kvpool.errors import Unavailable
 from kvpool.wire import messages as m
@@ -32,7 +32,7 @@ async def fill(running: Conductor, worker: ScriptedWorker) -> asyncio.Task[httpx
 
 
 def waiting(running: Conductor) -> int:
-    return len(running.gateway.entrance.queue)
+    return len(running.gateway.admission.queue)
 
 
 async def queue_up(
@@ -66,7 +66,7 @@ async def test_a_request_waits_for_a_slot_and_its_wait_is_in_the_report() -> Non
     assert document["kvpool"]["phases"]["admission_wait"] > 0
 
 
-async def test_those_who_wait_are_served_by_priority_then_by_arrival() -> None:
+async def test_queued_requests_are_served_by_priority_then_by_arrival() -> None:
     worker = busy_worker()
     async with conductor(worker, max_active_requests=1) as running:
         tasks = [await fill(running, worker)]
@@ -107,7 +107,7 @@ async def test_without_a_queue_a_request_too_many_is_refused_at_once() -> None:
         assert (await first).status_code == 200
 
 
-async def test_who_waited_too_long_is_refused_with_the_reason() -> None:
+async def test_a_request_that_waited_too_long_is_refused_with_the_reason() -> None:
     worker = busy_worker()
     async with conductor(worker, max_active_requests=1, max_queue_wait_s=0.2) as running:
         first = await fill(running, worker)
@@ -182,19 +182,45 @@ async def test_a_stream_that_waited_is_served() -> None:
         await until(lambda: running.gateway.active == 0, "no slot is held")
 
 
-async def test_a_conductor_that_stops_turns_away_who_waits() -> None:
+async def test_a_conductor_that_stops_refuses_queued_requests() -> None:
     worker = busy_worker()
     async with conductor(worker, max_active_requests=1) as running:
         first = await fill(running, worker)
-        job = Job("r", NAMESPACE, [65] * 10, m.Sampling(1), running.cluster.clock() + 60)
-        waits = asyncio.create_task(running.gateway.admit(job, Result()))
+        request = GenerationRequest(
+            "r", NAMESPACE, [65] * 10, m.Sampling(1), running.cluster.clock() + 60
+        )
+        waits = asyncio.create_task(running.gateway.admit(request, GenerationResult()))
         await until(lambda: waiting(running) == 1, "it waits")
-        await running.gateway.entrance.close()
+        await running.gateway.admission.close()
         with pytest.raises(Unavailable):
             await waits
         assert waiting(running) == 0
         let_go(worker)
         await first
+
+
+async def test_a_failed_decision_ends_its_own_request_and_no_other() -> None:
+    worker = busy_worker()
+    async with conductor(worker, max_active_requests=1) as running:
+        first = await fill(running, worker)
+        broken = await queue_up(running, "normal", 2)
+        others = [await queue_up(running, "normal", seed) for seed in (3, 4)]
+        decide = running.gateway.admission._decide
+
+        async def fail_one(request: GenerationRequest) -> Decision:
+            if request.sampling.seed == 2:
+                raise Unavailable("the index does not answer")
+            return await decide(request)
+
+        running.gateway.admission._decide = fail_one
+        let_go(worker)
+        assert [response.status_code for response in await asyncio.gather(first, *others)] == [
+            200,
+            200,
+            200,
+        ]
+        assert (await broken).status_code == 503
+        assert waiting(running) == running.gateway.active == 0
 
 
 async def test_a_tenants_class_bounds_what_its_requests_ask_for() -> None:
@@ -204,30 +230,32 @@ async def test_a_tenants_class_bounds_what_its_requests_ask_for() -> None:
     ) as running:
         first = await fill(running, worker)
         second = await queue_up(running, "high", 2)
-        assert running.gateway.entrance.queue.by_priority()["low"] == 1
+        assert running.gateway.admission.queue.by_priority()["low"] == 1
         let_go(worker)
         await asyncio.gather(first, second)
 
 
-async def test_who_leaves_in_the_moment_it_is_let_in_holds_no_slot() -> None:
+async def test_a_client_that_leaves_while_its_request_is_admitted_holds_no_slot() -> None:
     worker = busy_worker()
     async with conductor(worker, max_active_requests=1) as running:
-        entrance = running.gateway.entrance
+        admission = running.gateway.admission
         first = await fill(running, worker)
-        job = Job("r", NAMESPACE, [65] * 10, m.Sampling(1), running.cluster.clock() + 60)
-        waits = asyncio.create_task(entrance.admit(job))
+        request = GenerationRequest(
+            "r", NAMESPACE, [65] * 10, m.Sampling(1), running.cluster.clock() + 60
+        )
+        waits = asyncio.create_task(admission.admit(request))
         await until(lambda: waiting(running) == 1, "it waits")
-        decide = entrance._decide
+        decide = admission._decide
 
-        async def decide_and_leave(one: Job) -> Decision:
+        async def decide_and_leave(one: GenerationRequest) -> Decision:
             decision = await decide(one)
             asyncio.get_running_loop().call_soon(waits.cancel)  # before it learns of the decision
             return decision
 
-        entrance._decide = decide_and_leave
+        admission._decide = decide_and_leave
         let_go(worker)
         with pytest.raises(asyncio.CancelledError):
             await waits
         await first
-        assert entrance.active == 0
+        assert admission.active == 0
         assert len(running.cluster.in_flight) == 0

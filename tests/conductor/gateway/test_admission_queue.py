@@ -30,7 +30,7 @@ def names(queue: AdmissionQueue) -> list[str]:
 def test_it_serves_by_priority_then_by_arrival() -> None:
     queue = AdmissionQueue(9)
     for name, priority in (("a", "low"), ("b", "normal"), ("c", "high"), ("d", "normal")):
-        queue.enter(ticket(name, priority), 0.0)  # type: ignore[arg-type]
+        queue.enqueue(ticket(name, priority), 0.0)  # type: ignore[arg-type]
     assert names(queue) == ["c", "b", "d", "a"]
     assert queue.by_priority() == {"low": 1, "normal": 2, "high": 1}
     assert [one.request_id for one in queue.in_order(2)] == ["c", "b"]
@@ -38,20 +38,20 @@ def test_it_serves_by_priority_then_by_arrival() -> None:
 
 def test_a_full_queue_refuses_unless_somebody_of_a_lower_class_waits() -> None:
     queue = AdmissionQueue(2)
-    queue.enter(ticket("a", "low"), 0.0)
-    queue.enter(ticket("b", "normal"), 0.0)
-    assert queue.enter(ticket("c", "low"), 0.0).refused == "queue_full"
-    displaced = queue.enter(ticket("d", "normal"), 0.0).displaced
+    queue.enqueue(ticket("a", "low"), 0.0)
+    queue.enqueue(ticket("b", "normal"), 0.0)
+    assert queue.enqueue(ticket("c", "low"), 0.0).refused == "queue_full"
+    displaced = queue.enqueue(ticket("d", "normal"), 0.0).displaced
     assert displaced is not None
     assert displaced.request_id == "a"
-    assert queue.enter(ticket("e", "normal"), 0.0).refused == "queue_full"
-    assert queue.enter(ticket("f", "high"), 0.0).displaced == ticket("d", "normal")  # the later
+    assert queue.enqueue(ticket("e", "normal"), 0.0).refused == "queue_full"
+    assert queue.enqueue(ticket("f", "high"), 0.0).displaced == ticket("d", "normal")  # the later
     assert names(queue) == ["f", "b"]
 
 
 def test_with_a_capacity_of_zero_nobody_waits() -> None:
     queue = AdmissionQueue(0)
-    assert queue.enter(ticket("a", "high"), 0.0).refused == "queue_full"
+    assert queue.enqueue(ticket("a", "high"), 0.0).refused == "queue_full"
     assert not queue.has_place("high")
     with pytest.raises(InvalidArgument):
         AdmissionQueue(-1)
@@ -60,31 +60,31 @@ def test_with_a_capacity_of_zero_nobody_waits() -> None:
 def test_who_would_start_too_late_does_not_begin_to_wait() -> None:
     queue = AdmissionQueue(99)
     for number in range(6):
-        queue.enter(ticket(f"r{number}"), 0.0)
+        queue.enqueue(ticket(f"r{number}"), 0.0)
     queue.started("r0", 10.0)
     queue.started("r1", 12.0)  # one in two seconds
     assert queue.wait_s("normal") == pytest.approx(10.0)  # four before it
     assert queue.wait_s("high") == pytest.approx(2.0)
-    entry = queue.enter(ticket("late", start_by=15.0), 12.0)
+    entry = queue.enqueue(ticket("late", start_by=15.0), 12.0)
     assert entry.refused == "queue_slow"
     assert entry.retry_after_s == pytest.approx(7.0)
-    assert queue.enter(ticket("first", "high", start_by=15.0), 12.0).refused == ""
+    assert queue.enqueue(ticket("first", "high", start_by=15.0), 12.0).refused == ""
 
 
 def test_the_pace_is_not_that_of_an_empty_queue() -> None:
     queue = AdmissionQueue(99)
-    queue.enter(ticket("a"), 0.0)
+    queue.enqueue(ticket("a"), 0.0)
     queue.started("a", 1.0)
-    queue.enter(ticket("b"), 1000.0)
+    queue.enqueue(ticket("b"), 1000.0)
     queue.started("b", 1001.0)
     assert queue.wait_s("normal") == 0.0
 
 
 def test_those_too_late_are_taken_out_and_their_time_is_known_before() -> None:
     queue = AdmissionQueue(9)
-    queue.enter(ticket("a", start_by=5.0), 0.0)
-    queue.enter(ticket("b", start_by=3.0), 0.0)
-    queue.enter(ticket("c", "high", start_by=4.0), 0.0)
+    queue.enqueue(ticket("a", start_by=5.0), 0.0)
+    queue.enqueue(ticket("b", start_by=3.0), 0.0)
+    queue.enqueue(ticket("c", "high", start_by=4.0), 0.0)
     assert queue.next_expiry() == 3.0
     assert queue.expire(2.9) == []
     assert [one.request_id for one in queue.expire(4.0)] == ["c", "b"]
@@ -93,9 +93,9 @@ def test_those_too_late_are_taken_out_and_their_time_is_known_before() -> None:
 
 def test_leaving_twice_and_entering_twice() -> None:
     queue = AdmissionQueue(9)
-    queue.enter(ticket("a"), 0.0)
+    queue.enqueue(ticket("a"), 0.0)
     with pytest.raises(InvalidArgument):
-        queue.enter(ticket("a"), 0.0)
+        queue.enqueue(ticket("a"), 0.0)
     assert queue.leave("a") is not None
     assert queue.leave("a") is None
     queue.started("a", 1.0)
@@ -147,7 +147,7 @@ def test_whatever_happens_order_bounds_and_accounting_hold(
         if kind == "enter":
             one = Ticket(f"r{number}", what, now, now + patience_s)  # type: ignore[arg-type]
             wait_s = queue.wait_s(one.priority)
-            entry = queue.enter(one, now)
+            entry = queue.enqueue(one, now)
             lower = [t for t in model if _rank(t) < _rank(one)]
             if len(model) >= capacity and not lower:
                 assert entry.refused == "queue_full"

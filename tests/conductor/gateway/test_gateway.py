@@ -22,6 +22,7 @@ from tests.support.scripted import (
     MEMBERSHIP,
     NAMESPACE,
     Conductor,
+    LetterTokenizer,
     ScriptedWorker,
     asked,
     conductor,
@@ -166,6 +167,42 @@ async def test_an_answer_cut_by_its_deadline_is_an_error_and_not_complete() -> N
     assert response.status_code == 504
     assert response.json()["error"]["code"] == "deadline"
     assert counters["failed:deadline"] == 1
+
+
+# ---------------------------------------------------------------- the clock of a request
+
+
+class SlowTokenizer(LetterTokenizer):
+    def encode(self, text: str) -> list[int]:
+        time.sleep(0.3)
+        return super().encode(text)
+
+
+async def test_ttft_counts_the_time_of_tokenizing() -> None:
+    async with conductor(ScriptedWorker("w"), tokenizer=SlowTokenizer()) as running:
+        document = (await running.ask(prompt="A" * 10)).json()
+    assert document["kvpool"]["ttft_s"] >= 0.3
+    assert document["kvpool"]["phases"]["request_read_time"] >= 0.3
+
+
+async def test_the_deadline_counts_the_time_of_tokenizing() -> None:
+    only = ScriptedWorker("w")
+    async with conductor(only, tokenizer=SlowTokenizer(), request_timeout_s=0.2) as running:
+        response = await running.ask(prompt="A" * 10)
+    assert response.status_code == 504
+    assert only.seen == []
+
+
+async def test_ttft_counts_from_the_first_byte_not_from_the_last_byte_of_the_body() -> None:
+    async def slowly() -> AsyncIterator[bytes]:
+        body = json.dumps(asked()).encode()
+        yield body[:10]
+        await asyncio.sleep(0.3)
+        yield body[10:]
+
+    async with conductor(ScriptedWorker("w")) as running:
+        response = await running.http.post("/v1/completions", content=slowly())
+    assert response.json()["kvpool"]["ttft_s"] >= 0.29
 
 
 # ---------------------------------------------------------------- clients that leave

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.gateway.miss_reasons import Miss, differing, elsewhere, not_reused, unknown
+from conductor.gateway.miss_reasons import (
+    Miss,
+    differing_fields,
+    in_other_namespace,
+    of_known_blocks,
+    of_unknown_blocks,
+)
 from conductor.index.block_history import BlockHistory, LastEvent
 from kvpool.blocks.hashing import hash_chain, pack_hashes
 from kvpool.blocks.layout import Layout, Namespace
@@ -80,7 +88,7 @@ def test_blocks_that_the_index_lacks_are_told_apart_by_the_last_news() -> None:
         CHAIN[3]: LastEvent("stored", "dead"),
         CHAIN[4]: LastEvent("stored", "live"),
     }
-    found = unknown(CHAIN[:6], 1, heard.get, lambda node: node == "live")
+    found = of_unknown_blocks(CHAIN[:6], 1, heard.get, lambda node: node == "live")
     assert found == [
         Miss("suspect", 1),
         Miss("evicted", 1),
@@ -88,7 +96,7 @@ def test_blocks_that_the_index_lacks_are_told_apart_by_the_last_news() -> None:
         Miss("after_gap", 1),
         Miss("never_stored", 1),
     ]
-    assert unknown(CHAIN, 8, heard.get, lambda _: True) == []
+    assert of_unknown_blocks(CHAIN, 8, heard.get, lambda _: True) == []
 
 
 @pytest.mark.parametrize(
@@ -108,14 +116,14 @@ def test_blocks_that_the_index_lacks_are_told_apart_by_the_last_news() -> None:
 def test_blocks_that_the_pool_had_were_declined_or_not_read(
     found: int, planned: int, reused: int, fallback: str, expected: list[Miss]
 ) -> None:
-    assert not_reused(found, planned, reused, fallback) == expected
+    assert of_known_blocks(found, planned, reused, fallback) == expected
 
 
 def test_only_fields_that_the_caller_may_know_are_named() -> None:
     ours = Namespace("m", "r1", Layout("bfloat16", 2, 2, 8), "t", "s")
     theirs = Namespace("m", "r2", Layout("float16", 2, 2, 8), "t2", "s2", "sha256")
-    assert differing(ours, theirs) == "revision, hash_algorithm, layout.dtype"
-    told = elsewhere([Miss("never_stored", 2), Miss("evicted", 1)], "revision")
+    assert differing_fields(ours, theirs) == "revision, hash_algorithm, layout.dtype"
+    told = in_other_namespace([Miss("never_stored", 2), Miss("evicted", 1)], "revision")
     assert told == [Miss("other_namespace", 2, "revision"), Miss("evicted", 1)]
 
 
@@ -149,6 +157,24 @@ async def test_the_same_prompt_under_another_revision_is_found_and_the_field_nam
         assert await missed(running) == [Miss("other_namespace", 2, "revision")]
 
 
+async def test_a_look_up_for_a_miss_reason_does_not_delay_the_request() -> None:
+    async with conductor(ScriptedWorker("w")) as running:
+        other = Namespace("m", "r2", NAMESPACE.layout)
+        running.cluster.register_namespace(m.RegisterNamespace(other))
+        find, asked = running.cluster.find, asyncio.Event()
+
+        async def find_slowly(namespace_id: bytes, hashes: Sequence[bytes]) -> Any:
+            if namespace_id == other.namespace_id:
+                asked.set()
+                await asyncio.Event().wait()
+            return await find(namespace_id, hashes)
+
+        running.cluster.find = find_slowly  # type: ignore[method-assign]
+        async with asyncio.timeout(5):
+            assert await missed(running) == [Miss("never_stored", 2)]
+        assert asked.is_set()
+
+
 async def test_nobody_learns_what_another_tenant_or_salt_stored() -> None:
     async with conductor(ScriptedWorker("w")) as running:
         for tenant, salt in (("else", ""), ("", "pepper")):
@@ -171,9 +197,10 @@ async def test_a_report_says_how_far_the_prediction_was_off() -> None:
         response = await running.ask()
         record = (await running.http.get(f"/v1/requests/{response.headers['X-Request-Id']}")).json()
         predicted, outcome = record["decision"], record["outcome"]
-        wait_s = outcome["phases"]["admission_wait"]
+        phases = outcome["phases"]
+        before_s = phases["request_read_time"] + phases["admission_wait"]  # before the decision
         assert outcome["ttft_error_ratio"] == pytest.approx(
-            predicted["ttft_s"] / (outcome["ttft_s"] - wait_s)
+            predicted["ttft_s"] / (outcome["ttft_s"] - before_s)
         )
         assert outcome["tpot_error_ratio"] == pytest.approx(predicted["tpot_s"] / outcome["tpot_s"])
         metrics = (await running.http.get("/metrics")).text

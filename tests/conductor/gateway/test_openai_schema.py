@@ -29,8 +29,8 @@ def refusal(raw: bytes, limit: int = 1_000_000) -> str:
         ('["a",1]', "prompt[1]: expected `str`"),
         ("[4294967296]", "prompt[0]: expected `int`"),
         ('["a","b"]', "2 prompts"),
-        ("{}", "neither a text nor"),
-        ("null", "neither a text nor"),
+        ("{}", "expected text or a list"),
+        ("null", "expected text or a list"),
         ('"\\ud800 alone"', "not JSON"),
     ],
 )

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from conductor.gateway.prefetch import Hinted
-from conductor.gateway.request import Job
+from conductor.gateway.prefetch import PrefetchReport
+from conductor.gateway.request import GenerationRequest
 from conductor.scheduling.decision import Candidate, Decision
 from kvpool.blocks.hashing import hash_chain, pack_hashes, unpack_hashes
 from kvpool.wire import WireServer
@@ -73,8 +73,8 @@ async def pool(
                 await node.wire.close()
 
 
-async def hint(running: Conductor) -> Hinted:
-    return await running.gateway.prefetcher.hint(NAMESPACE, HASHES)
+async def hint(running: Conductor) -> PrefetchReport:
+    return await running.gateway.prefetch.hint(NAMESPACE, HASHES)
 
 
 # ---------------------------------------------------------------- hints
@@ -131,7 +131,7 @@ async def test_each_no_has_its_reason() -> None:
     async with pool(
         (node := ScriptedNode("n"), "nvme", HASHES), worker=ScriptedWorker("w")
     ) as running:
-        running.gateway.prefetcher._is_active = False
+        running.gateway.prefetch._is_active = False
         assert (await hint(running)).reasons == {"off": 10}
     assert node.prefetched == []
 
@@ -220,17 +220,17 @@ def decision(mode: Any, **parts: Any) -> Decision:
     return Decision("r", mode, prefill, "w", 10, None, 1.0, 0.01, "by_cost", (chosen,))
 
 
-def job() -> Job:
-    return Job("r", NAMESPACE, PROMPT, m.Sampling(4), 1e9, hashes=HASHES)
+def request() -> GenerationRequest:
+    return GenerationRequest("r", NAMESPACE, PROMPT, m.Sampling(4), 1e9, hashes=HASHES)
 
 
 async def test_the_decode_workers_reads_are_prepared_while_another_prefills() -> None:
     node = ScriptedNode("n")
     async with pool((node, "nvme", HASHES), worker=ScriptedWorker("w")) as running:
-        offer = running.gateway.prefetcher.offer
-        offer(job(), decision("local", queue_s=1.0))  # our worker pins at once: nothing to gain
-        offer(job(), decision("disaggregated", prefill_s=0.001))  # over before it could help
-        offer(job(), decision("disaggregated", prefill_s=0.5))
+        offer = running.gateway.prefetch.offer
+        offer(request(), decision("local", queue_s=1.0))  # our worker pins at once: nothing to gain
+        offer(request(), decision("disaggregated", prefill_s=0.001))  # over before it could help
+        offer(request(), decision("disaggregated", prefill_s=0.5))
         await until(lambda: node.prefetched, "asked while the prefill computes")
         assert node.prefetched == HASHES
 
@@ -241,10 +241,10 @@ async def test_an_engine_server_with_a_queue_reads_later_so_it_is_prepared() -> 
         settings = {"engines": [server.entry()], "engine_check_s": 0.05}
         async with pool((node, "nvme", HASHES), worker=None, **settings) as running:
             await until(lambda: len(running.cluster.workers), "joined")
-            offer = running.gateway.prefetcher.offer
+            offer = running.gateway.prefetch.offer
             chosen = Candidate("local", None, server.worker_id, 10, 1.0, 0.01, queue_s=0.5)
             offer(
-                job(),
+                request(),
                 Decision("r", "local", None, server.worker_id, 10, None, 1.0, 0.01, "", (chosen,)),
             )
             await until(lambda: node.prefetched, "asked while it waits in the server's queue")

@@ -5,18 +5,18 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.gateway.stop_strings import StopText
+from conductor.gateway.stop_strings import StopStrings
 
 
 def test_a_stop_completed_by_the_last_piece_ends_the_text() -> None:
-    text = StopText(["END"])
+    text = StopStrings(["END"])
     assert text.push("some E") == "some"[:4]
     assert text.finish("ND more") == " "
     assert text.is_stopped
 
 
 def test_what_could_begin_a_stop_is_held_and_given_when_it_does_not() -> None:
-    text = StopText(["stop"])
+    text = StopStrings(["stop"])
     assert text.push("a sto") == "a "
     assert text.push("ry") == "stor"[:2]
     assert text.finish() == "ory"
@@ -24,7 +24,7 @@ def test_what_could_begin_a_stop_is_held_and_given_when_it_does_not() -> None:
 
 
 def test_without_stops_nothing_is_held_back() -> None:
-    text = StopText([])
+    text = StopStrings([])
     assert (text.push("abc"), text.finish("d"), text.is_stopped) == ("abc", "d", False)
 
 
@@ -35,7 +35,7 @@ def test_without_stops_nothing_is_held_back() -> None:
 def test_the_pieces_given_are_the_text_before_the_first_stop(
     pieces: list[str], stops: list[str]
 ) -> None:
-    text = StopText(stops)
+    text = StopStrings(stops)
     given_out = ""
     for piece in pieces:
         given_out += text.push(piece)

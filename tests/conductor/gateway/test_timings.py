@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from conductor.gateway.request import Result
+from conductor.gateway.request import GenerationResult
 from kvpool.wire import messages as m
 
 
@@ -17,8 +17,8 @@ def generated(**reported: float) -> m.GenerateReply:
 
 
 def test_seconds_of_two_workers_add_up_and_each_wait_has_its_name() -> None:
-    result = Result(phases={"request_queue_wait": 1.0})
-    result.take_prefill(
+    result = GenerationResult(phases={"request_queue_wait": 1.0})
+    result.add_prefill(
         prefilled(
             request_queue_wait=2.0,
             prefill_compute_time=4.0,
@@ -27,7 +27,7 @@ def test_seconds_of_two_workers_add_up_and_each_wait_has_its_name() -> None:
             kv_cache_send_time=3.0,
         )
     )
-    result.take(
+    result.add_generation(
         generated(
             request_queue_wait=0.25,
             decode_queue_wait=0.5,
@@ -45,16 +45,16 @@ def test_seconds_of_two_workers_add_up_and_each_wait_has_its_name() -> None:
 
 
 def test_a_worker_that_prefills_for_itself_waits_as_a_prefill_does() -> None:
-    result = Result()
-    result.take(generated(request_queue_wait=0.25, decode_queue_wait=0.5))
+    result = GenerationResult()
+    result.add_generation(generated(request_queue_wait=0.25, decode_queue_wait=0.5))
     assert result.phases == {"request_queue_wait": 0.25, "decode_queue_wait": 0.5}
     assert result.tokens_by_tier == {"dram": 96}
 
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_second_attempt_adds_its_seconds_but_has_its_own_rate(times: int) -> None:
-    result = Result()
+    result = GenerationResult()
     for at in range(times):
-        result.take(generated(prefill_compute_time=1.0, per_token_decode_time=float(at)))
+        result.add_generation(generated(prefill_compute_time=1.0, per_token_decode_time=float(at)))
     assert result.phases["prefill_compute_time"] == times
     assert result.tpot_s == result.phases["per_token_decode_time"] == times - 1
