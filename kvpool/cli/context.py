@@ -1,4 +1,4 @@
-"""What the global options of the command line say, and the settings that follow from them.
+"""The global options of the command line, and the settings that follow from them.
 
 A command takes `ctx: typer.Context` and calls `invocation(ctx)`.
 """
@@ -28,12 +28,14 @@ class Invocation:
     def load(
         self, extra: Iterable[Override] = (), *, config_path: Path | None = None
     ) -> LoadedSettings:
-        """Load all settings; `extra` comes from a command's own flags and wins over `--set`.
+        """Load all settings.
 
-        `config_path` stands in for `--config`.
+        Args:
+            extra: from the command's own flags; it wins over `--set`.
+            config_path: replaces `--config`.
 
         Raises:
-            ConfigError: see `kvpool.config.loader.load_settings`.
+            ConfigError: a source has an unknown or wrong setting.
         """
         overrides = [parse_override(text) for text in self.sets]
         if self.log_level is not None:
@@ -44,7 +46,7 @@ class Invocation:
         """Load the settings and set up logging for a long-running command; return the settings.
 
         Raises:
-            ConfigError: see `load`.
+            ConfigError: as `load`.
         """
         settings = self.load(extra).settings
         setup_logging(settings.log.level, settings.log.format, process)
@@ -58,10 +60,10 @@ def invocation(ctx: typer.Context) -> Invocation:
 
 
 def overrides(**flags: tuple[str, object | None]) -> list[Override]:
-    """Overrides from a command's own flags; those that are None were not given.
+    """Overrides from a command's own flags. A value of None means that the flag was not given.
 
     Args:
-        flags: name of the flag (underscores for dashes) to (dotted key, value), e.g.
+        flags: (dotted key, value) by the name of the flag, with underscores for dashes, as in
             `overrides(host_label=("node.host_label", host_label))`.
     """
     return [

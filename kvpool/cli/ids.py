@@ -1,4 +1,4 @@
-"""Ids of members on the command line: found by their beginning, and shown short."""
+"""Ids of nodes and workers on the command line: completed from a prefix, and shortened for tables."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ from kvpool.errors import InvalidArgument, NotFound
 
 
 def full_id(given: str, known: list[str]) -> str:
-    """The one node id that `given` is or begins.
+    """The one known node id that equals `given` or starts with it.
 
     Raises:
-        InvalidArgument: it begins several. NotFound: it begins none.
+        InvalidArgument: several ids start with it.
+        NotFound: none does.
     """
     if given in known:
         return given
     found = [node_id for node_id in known if node_id.startswith(given)]
     if len(found) > 1:
-        raise InvalidArgument(f"{given!r} begins the ids of {len(found)} nodes: {sorted(found)}")
+        raise InvalidArgument(
+            f"the ids of {len(found)} nodes start with {given!r}: {sorted(found)}"
+        )
     if not found or not given:
         raise NotFound(f"the pool has no node {given!r}", hint="see `kvpool stats`")
     return found[0]
 
 
 def short_id(member_id: str, length: int) -> str:
-    """As much of a node's or worker's id as a table shows: of a plain engine server its whole address."""
+    """The first `length` characters of an id; for an engine server its whole address."""
     address = member_id.removeprefix("engine-")
     return address if address != member_id else member_id[:length]

@@ -1,34 +1,37 @@
 """How commands print: tables and short units for people, one JSON document for programs.
 
-Results go to stdout; errors and progress go to stderr.
+Results go to stdout, errors and progress to stderr.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
 
 def console() -> Console:
-    """Where results go; made per call, so that a redirected stdout is honoured."""
+    """A console on stdout. It is made anew for each call, so a redirected stdout is respected."""
     return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
 
 
 def error_console() -> Console:
-    """Where errors and progress go."""
+    """A console on stderr."""
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def print_json(value: Any) -> None:
-    """Print `value` as one JSON document, two spaces deep.
+    """Print `value` as one JSON document, indented by two spaces.
 
-    Anything that msgspec can encode is taken: dataclasses, Structs, paths are texts.
+    It may hold anything that msgspec can encode, such as dataclasses and Structs. All else becomes its `str`.
     """
     encoded = msgspec.json.encode(value, enc_hook=str)
     sys.stdout.write(msgspec.json.format(encoded, indent=2).decode() + "\n")
@@ -42,11 +45,11 @@ def print_table(
     right: Sequence[str] = (),
     styles: Mapping[str, str] | None = None,
 ) -> None:
-    """Print a table without lines around it.
+    """Print a table without borders.
 
     Args:
-        right: names of the columns that hold numbers.
-        styles: a colour by the text of a cell, e.g. `{"fail": "red"}`.
+        right: names of the columns to align on the right.
+        styles: the colour of a cell by its text, e.g. `{"fail": "red"}`.
     """
     table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
     for column in columns:
@@ -58,7 +61,7 @@ def print_table(
 
 
 def print_error(message: str) -> None:
-    """One red line on stderr."""
+    """Print one red line on stderr."""
     error_console().print(Text(f"error: {' '.join(message.split())}", style="red"))
 
 
@@ -86,7 +89,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_rate(bytes_moved: float, seconds: float) -> str:
-    """A bandwidth in decimal GB/s, the unit of the literature; "-" when no time passed."""
+    """A bandwidth in decimal GB/s, the unit of the literature; "-" if no time passed."""
     return f"{bytes_moved / seconds / 1e9:.2f} GB/s" if seconds > 0 else "-"
 
 

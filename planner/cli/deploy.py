@@ -1,4 +1,4 @@
-"""`kvpool plan deploy`: which placement of so many GPUs to start from, with its reasons and files."""
+"""`kvpool plan deploy`: a placement of the given GPUs to start from, with reasons and configuration files."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvpool.cli.output import (
+    AsJson,
     console,
     error_console,
     format_bytes,
@@ -16,32 +17,36 @@ from kvpool.cli.output import (
     print_table,
 )
 from kvpool.errors import ConfigError
-from planner.cli.read_trace import say_wrong
+from planner.cli.read_trace import warn_of_bad_lines
 from planner.traces import load_requests
 
 
 def deploy(
-    trace: Annotated[Path, typer.Argument(help="Trace in Mooncake's format.")],
-    gpus: Annotated[int, typer.Option(min=1, max=4096, help="GPUs that there are.")],
-    slo_ttft: Annotated[float, typer.Option(min=0.001, help="Milliseconds.")],
-    slo_tpot: Annotated[float, typer.Option(min=0.001, help="Milliseconds.")],
-    model: Annotated[str, typer.Option(help="Preset or config.json.")] = "llama-3-70b",
-    gpu: Annotated[str, typer.Option(help="a100, h100, h200, ...")] = "h100",
-    link: Annotated[str, typer.Option(help="Of each host.")] = "8x100Gb",
-    kv_dtype: Annotated[str, typer.Option(help="dtype of the KV.")] = "fp16",
-    weights: Annotated[str, typer.Option(help="dtype of the weights.")] = "fp16",
-    dram: Annotated[str, typer.Option(help="That each host can lend to the pool.")] = "512GiB",
-    requests: Annotated[int, typer.Option(min=10, help="Sample that is simulated.")] = 400,
-    gpu_hour: Annotated[float | None, typer.Option(min=0, help="Dollars per GPU and hour.")] = None,
-    speed: Annotated[float, typer.Option(help="Times as fast as recorded.")] = 1.0,
-    eviction: Annotated[str, typer.Option(help="The nodes' eviction policy.")] = "prefix-lru",
+    trace: Annotated[Path, typer.Argument(help="Trace in Mooncake's format (JSON lines).")],
+    gpus: Annotated[int, typer.Option(min=1, max=4096, help="Number of GPUs.")],
+    slo_ttft: Annotated[float, typer.Option(min=0.001, help="Objective for TTFT, in ms.")],
+    slo_tpot: Annotated[float, typer.Option(min=0.001, help="Objective for TPOT, in ms.")],
+    model: Annotated[
+        str, typer.Option(help="Model: a preset such as llama-3-70b, or a config.json.")
+    ] = "llama-3-70b",
+    gpu: Annotated[str, typer.Option(help="GPU: a100, h100, h200, ...")] = "h100",
+    link: Annotated[str, typer.Option(help="Link of each host.")] = "8x100Gb",
+    kv_dtype: Annotated[str, typer.Option(help="Data type of the KV.")] = "fp16",
+    weights: Annotated[str, typer.Option(help="Data type of the weights.")] = "fp16",
+    dram: Annotated[str, typer.Option(help="DRAM of each host for the pool.")] = "512GiB",
+    requests: Annotated[int, typer.Option(min=10, help="Requests of the trace to simulate.")] = 400,
+    gpu_hour: Annotated[
+        float | None, typer.Option(min=0, help="Price of a GPU in dollars per hour.")
+    ] = None,
+    speed: Annotated[float, typer.Option(help="Factor on the recorded request rate.")] = 1.0,
+    eviction: Annotated[str, typer.Option(help="Eviction policy of the nodes.")] = "prefix-lru",
     out: Annotated[
         Path | None, typer.Option(help="Directory to write rules.yaml and kvpool.yaml to.")
     ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Fail on a bad line.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail at the first bad line.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Say whether to disaggregate, how many instances of which size, how much pool, and at what cost."""
+    """Print whether to disaggregate, the number and size of instances, the size of the pool, and the cost."""
     from planner.cli.simulate import size_option
     from planner.simulator import advice, placement_search, pool_size
     from planner.simulator.policy_cache import cache_factory
@@ -62,28 +67,28 @@ def deploy(
     )
     make_cache = cache_factory(eviction)
     recorded, report = load_requests(str(trace), is_strict=strict)
-    say_wrong(str(trace), report, "sorted")
-    came = arrivals(recorded, speed=speed, trace_block_tokens=report.block_tokens)
+    warn_of_bad_lines(str(trace), report, "sorted")
+    arrived = arrivals(recorded, speed=speed, trace_block_tokens=report.block_tokens)
 
     def progress(text: str) -> None:
         error_console().print(text, markup=False)
 
-    found = placement_search.search(base, gpus, came[:requests], make_cache, progress)
-    hits = pool_size.curve(came, make_cache)
-    answer = advice.advise(base, gpus, came[:requests], found, hits, gpu_hour)
-    answer |= {"trace": str(trace), "model": base.model.name, "gpu": gpu}
-    answer |= {"requests": min(requests, len(came)), "skipped_lines": report.skipped}
-    answer["files"] = _write(out, answer, advice, base) if out is not None else []
+    found = placement_search.search(base, gpus, arrived[:requests], make_cache, progress)
+    hits = pool_size.curve(arrived, make_cache)
+    plan = advice.advise(base, gpus, arrived[:requests], found, hits, gpu_hour)
+    plan |= {"trace": str(trace), "model": base.model.name, "gpu": gpu}
+    plan |= {"requests": min(requests, len(arrived)), "skipped_lines": report.skipped}
+    plan["files"] = _write(out, plan, advice, base) if out is not None else []
     if as_json:
-        print_json(answer)
+        print_json(plan)
         return
-    _print(answer)
+    _print(plan)
 
 
-def _write(out: Path, answer: dict[str, Any], advice: Any, base: Any) -> list[str]:
+def _write(out: Path, plan: dict[str, Any], advice: Any, base: Any) -> list[str]:
     files = {
-        "rules.yaml": advice.rules_yaml(answer),
-        "kvpool.yaml": advice.settings_yaml(answer, base),
+        "rules.yaml": advice.rules_yaml(plan),
+        "kvpool.yaml": advice.settings_yaml(plan, base),
     }
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -94,14 +99,14 @@ def _write(out: Path, answer: dict[str, Any], advice: Any, base: Any) -> list[st
     return [str(out / name) for name in files]
 
 
-def _print(answer: dict[str, Any]) -> None:
+def _print(plan: dict[str, Any]) -> None:
     out = console()
-    verdict = "disaggregate" if answer["disaggregate"] else "do not disaggregate"
-    out.print(f"{verdict}: {answer['placement']}", markup=False)
-    for reason in answer["reasons"]:
+    advised = "disaggregate" if plan["disaggregate"] else "do not disaggregate"
+    out.print(f"{advised}: {plan['placement']}", markup=False)
+    for reason in plan["reasons"]:
         out.print(f"  {reason}", markup=False)
     print_table(
-        ("placement", "rate carried", "in SLO", "TTFT", "TPOT"),
+        ("placement", "highest rate", "in SLO", "TTFT", "TPOT"),
         (
             (
                 row["placement"],
@@ -110,23 +115,25 @@ def _print(answer: dict[str, Any]) -> None:
                 format_seconds(row["ttft_s"]),
                 format_seconds(row["tpot_s"]),
             )
-            for row in answer["alternatives"]
+            for row in plan["alternatives"]
         ),
-        right=("rate carried", "in SLO", "TTFT", "TPOT"),
+        right=("highest rate", "in SLO", "TTFT", "TPOT"),
     )
-    pool = answer["pool"]
+    pool = plan["pool"]
     out.print(
         f"pool: {format_bytes(pool['dram_bytes'])} of DRAM"
         + (f", {format_bytes(pool['nvme_bytes'])} of NVMe" if pool["nvme_bytes"] else ""),
         markup=False,
     )
     for point in pool["curve"]:
-        out.print(f"  {format_bytes(point['bytes'])}: hits {point['hit_ratio']:.1%}", markup=False)
+        out.print(
+            f"  {format_bytes(point['bytes'])}: hit ratio {point['hit_ratio']:.1%}", markup=False
+        )
     out.print(
-        f"at ${answer['dollars_per_gpu_hour']:g} a GPU and hour: "
-        f"${answer['dollars_per_million_tokens']} per million tokens at the recorded rate, "
-        f"${answer['dollars_per_million_tokens_at_capacity']} at the highest",
+        f"at ${plan['dollars_per_gpu_hour']:g} per GPU and hour: "
+        f"${plan['dollars_per_million_tokens']} per million tokens at the recorded rate, "
+        f"${plan['dollars_per_million_tokens_at_capacity']} at the highest",
         markup=False,
     )
-    for name in answer["files"]:
+    for name in plan["files"]:
         out.print(f"wrote {name}", markup=False)

@@ -1,4 +1,4 @@
-"""`kvpool plan`: questions to ask before buying: how large KV is, what a link does, what a log says."""
+"""`kvpool plan`: KV sizes, link speeds, deployments, and the profile of a request log."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from kvpool.cli.output import (
+    AsJson,
     console,
     format_bytes,
     format_seconds,
@@ -17,29 +18,37 @@ from kvpool.cli.output import (
 )
 from planner.cli.deploy import deploy
 from planner.cli.plots import check_plot, draw_crossover
-from planner.cli.read_trace import say_wrong
+from planner.cli.read_trace import warn_of_bad_lines
 from planner.traces import open_trace
 
 app = typer.Typer(help="Size KV, links and deployments.", no_args_is_help=True)
 app.command()(deploy)
 LENGTHS = (256, 1024, 4096, 16384, 65536)
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-GpuName = Annotated[str, typer.Option("--gpu", help="a100, a800, h100, h200, h20, b200, l40s, ...")]
-Tp = Annotated[
-    int | None, typer.Option("--tp", min=1, max=64, help="GPUs per instance; default: what fits.")
+GpuName = Annotated[
+    str, typer.Option("--gpu", help="GPU: a100, a800, h100, h200, h20, b200, l40s, ...")
 ]
-Weights = Annotated[str, typer.Option("--weights", help="dtype of the weights.")]
-Mfu = Annotated[float, typer.Option(min=0.01, max=1, help="Share of peak that prefill reaches.")]
+Tp = Annotated[
+    int | None,
+    typer.Option(
+        "--tp", min=1, max=64, help="GPUs per instance; default: as many as the model needs."
+    ),
+]
+Weights = Annotated[str, typer.Option("--weights", help="Data type of the weights.")]
+Mfu = Annotated[
+    float, typer.Option(min=0.01, max=1, help="Share of the GPU's peak FLOPS that prefill reaches.")
+]
 
 
 @app.command()
 def size(
-    model: Annotated[str, typer.Argument(help="A preset (llama-3-70b), or a config.json.")],
-    tokens: Annotated[int, typer.Option(help="Length of the prompt.")] = 8192,
-    dtype: Annotated[str, typer.Option(help="dtype of the KV: fp16, bf16, fp8, ...")] = "fp16",
+    model: Annotated[
+        str, typer.Argument(help="Model: a preset such as llama-3-70b, or a config.json.")
+    ],
+    tokens: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 8192,
+    dtype: Annotated[str, typer.Option(help="Data type of the KV: fp16, bf16, fp8, ...")] = "fp16",
     link: Annotated[
-        str, typer.Option(help="Links, with commas: 400Gb, 8x400Gb, 100GbE, 25GB/s.")
+        str, typer.Option(help="Links, separated by commas: 400Gb, 8x400Gb, 100GbE, 25GB/s.")
     ] = "100GbE,400Gb,8x400Gb",
     gpu: GpuName = "h100",
     tp: Tp = None,
@@ -47,7 +56,7 @@ def size(
     mfu: Mfu = 0.5,
     as_json: AsJson = False,
 ) -> None:
-    """Say how many bytes a prompt's KV is, and whether a layer-wise transfer hides behind its prefill."""
+    """Print the size of a prompt's KV, and whether prefill hides its transfer layer by layer."""
     from planner.sizing import hardware
     from planner.sizing.model_presets import model_named
     from planner.sizing.transfer_size import size_report
@@ -72,19 +81,23 @@ def size(
 
 @app.command()
 def crossover(
-    model: Annotated[str, typer.Argument(help="A preset, or a config.json.")],
-    link: Annotated[str, typer.Option(help="Links, with commas.")] = "25GbE,100GbE,400Gb",
-    batch: Annotated[int, typer.Option(min=0, help="Sequences that decode beside it.")] = 32,
-    context: Annotated[int, typer.Option(min=0, help="Tokens of KV of each of them.")] = 4096,
-    chunk: Annotated[int, typer.Option(min=64, help="Tokens of a mixed step.")] = 2048,
-    dtype: Annotated[str, typer.Option(help="dtype of the KV.")] = "fp16",
+    model: Annotated[
+        str, typer.Argument(help="Model: a preset such as llama-3-70b, or a config.json.")
+    ],
+    link: Annotated[str, typer.Option(help="Links, separated by commas.")] = "25GbE,100GbE,400Gb",
+    batch: Annotated[int, typer.Option(min=0, help="Sequences that decode at the same time.")] = 32,
+    context: Annotated[int, typer.Option(min=0, help="Tokens of each decoding sequence.")] = 4096,
+    chunk: Annotated[
+        int, typer.Option(min=64, help="Tokens per mixed prefill and decode step.")
+    ] = 2048,
+    dtype: Annotated[str, typer.Option(help="Data type of the KV.")] = "fp16",
     gpu: GpuName = "h100",
     tp: Tp = None,
     weights: Weights = "fp16",
-    plot: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the result to this image file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say from which prompt length and bandwidth on prefilling elsewhere gives the better TTFT."""
+    """Print the prompt lengths and bandwidths above which a remote prefill improves TTFT."""
     from planner.sizing import crossover as curves
     from planner.sizing import hardware
     from planner.sizing.model_presets import model_named
@@ -118,7 +131,7 @@ def crossover(
         print_json(document)
         return
     console().print(
-        f"{machine.model.name} on {machine.tp} x {machine.gpu.name}, beside {batch} sequences of "
+        f"{machine.model.name} on {machine.tp} x {machine.gpu.name}, with {batch} decoding sequences of "
         f"{context} tokens",
         markup=False,
     )
@@ -148,19 +161,19 @@ def _print_size(report: dict[str, Any]) -> None:
     machine = report["machine"]
     out.print(f"{report['model']} ({report['source']})", markup=False)
     out.print(
-        f"{report['bytes_per_token']:,} B a token in {report['dtype']}; {report['tokens']:,} tokens: "
+        f"{report['bytes_per_token']:,} B per token in {report['dtype']}; {report['tokens']:,} tokens: "
         f"{report['kv_bytes']:,} B ({format_bytes(report['kv_bytes'])})",
         markup=False,
     )
     if report["window_tokens"]:
-        out.print(f"some layers keep only their last {report['window_tokens']:,} tokens")
+        out.print(f"some layers keep only the last {report['window_tokens']:,} tokens")
     out.print(
-        f"prefill on {machine['tp']} x {machine['gpu']} at {machine['mfu']:.0%} of its peak: "
+        f"prefill on {machine['tp']} x {machine['gpu']} at {machine['mfu']:.0%} of peak: "
         f"{format_seconds(machine['prefill_s'])}",
         markup=False,
     )
     print_table(
-        ("link", "GB/s", "transfer", "prefill", "shows, layer by layer", "verdict"),
+        ("link", "GB/s", "transfer", "prefill", "exposed", "verdict"),
         (
             (
                 row["link"],
@@ -172,27 +185,33 @@ def _print_size(report: dict[str, Any]) -> None:
             )
             for row in report["links"]
         ),
-        right=("GB/s", "transfer", "prefill", "shows, layer by layer"),
+        right=("GB/s", "transfer", "prefill", "exposed"),
     )
 
 
 @app.command()
 def profile(
-    log: Annotated[Path, typer.Argument(help="Request log or trace (also .gz), or - for stdin.")],
-    rag_min_input: Annotated[int, typer.Option(help="RAG by rule: prompt tokens at least.")] = 2000,
-    rag_min_ratio: Annotated[float, typer.Option(help="And prompt over output at least.")] = 10.0,
-    rag_match: Annotated[str | None, typer.Option(help="Or this pattern in its text.")] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Fail on a bad line.")] = False,
+    log: Annotated[Path, typer.Argument(help="Request log or trace, also as .gz; - reads stdin.")],
+    rag_min_input: Annotated[
+        int, typer.Option(help="A request counts as RAG from this many prompt tokens on, ...")
+    ] = 2000,
+    rag_min_ratio: Annotated[
+        float, typer.Option(help="... and from this ratio of prompt to output tokens on.")
+    ] = 10.0,
+    rag_match: Annotated[
+        str | None, typer.Option(help="It also counts as RAG if its text matches this pattern.")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail at the first bad line.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Take the baseline before disaggregating: lengths, RAG share, turns, streaming, TTFT and TPOT."""
+    """Profile a request log: lengths, RAG share, turns, streaming, TTFT and TPOT."""
     from planner.sizing.log_profile import RagRule, profile_log, report
 
     rule = RagRule(rag_min_input, rag_min_ratio)
     if rag_match is not None:
         rule = RagRule(rag_min_input, rag_min_ratio, rag_match)
     found = profile_log(open_trace(str(log)), str(log), rule, is_strict=strict)
-    say_wrong(str(log), found.read, "taken as they stand")
+    warn_of_bad_lines(str(log), found.read, "kept in their order")
     document = report(found)
     if as_json:
         print_json(document)
@@ -213,9 +232,9 @@ def profile(
     rates = document["rate_per_s"]
     if rates:
         console().print(
-            f"requests a second: {rates['mean']}, busiest minute {rates['busiest_minute']}"
+            f"requests per second: {rates['mean']}, in the busiest minute {rates['busiest_minute']}"
         )
     for name in shares:
         value = document[name]
-        text = "unknown: the log does not say" if value is None else f"{value:.1%}"
+        text = "unknown: not in the log" if value is None else f"{value:.1%}"
         console().print(f"{name.replace('_', ' ')}: {text}", markup=False)

@@ -1,4 +1,4 @@
-"""Pictures of simulations, by matplotlib; loaded only when one is asked for."""
+"""Charts of simulations and crossovers. matplotlib is imported only when one is drawn."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ GREEN = "#2e9e5b"
 
 
 def check_plot(path: Path) -> None:
-    """To be asked before the work whose result is drawn.
+    """Check that a chart can be drawn, before the work whose result it shows.
 
     Raises:
-        ConfigError: matplotlib is missing, or no picture can be written there.
+        ConfigError: matplotlib is not installed, or a chart cannot be written to `path`.
     """
     try:
         from matplotlib.backend_bases import FigureCanvasBase
@@ -22,15 +22,15 @@ def check_plot(path: Path) -> None:
         hint = "pip install 'kvpool[plot]'"
         raise ConfigError("--plot needs matplotlib, which is not installed", hint=hint) from None
     if not path.absolute().parent.is_dir():
-        raise ConfigError(f"cannot write {path}: there is no directory {path.absolute().parent}")
+        raise ConfigError(f"cannot write {path}: {path.absolute().parent} is not a directory")
     known = FigureCanvasBase.get_supported_filetypes()
     if path.suffix and path.suffix[1:].lower() not in known:
-        hint = f"end its name in .png or .{', .'.join(sorted(known.keys() - {'png'}))}"
-        raise ConfigError(f"cannot draw {path}: {path.suffix} is no picture", hint=hint)
+        hint = f"use .png or .{', .'.join(sorted(known.keys() - {'png'}))}"
+        raise ConfigError(f"cannot draw {path}: {path.suffix} is not an image format", hint=hint)
 
 
 def draw_simulation(document: dict[str, Any], path: Path) -> None:
-    """TTFT and goodput of each row; of a ratio sweep the band of splits that meet both objectives.
+    """Draw TTFT and goodput of each row; for a ratio sweep, TTFT and TPOT and the splits that meet both objectives.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -48,7 +48,7 @@ def draw_simulation(document: dict[str, Any], path: Path) -> None:
 
 
 def draw_crossover(document: dict[str, Any], path: Path) -> None:
-    """What transfers add and what they remove, by length of the prompt.
+    """Draw the time that transfers add and the interference that they remove, by prompt length.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -79,7 +79,7 @@ def draw_crossover(document: dict[str, Any], path: Path) -> None:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a picture. Raises ConfigError: the file cannot be written."""
+    """Write a chart. Raises ConfigError if the file cannot be written."""
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:

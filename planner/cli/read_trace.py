@@ -1,4 +1,4 @@
-"""What the commands that read a trace share: reading the file, and telling what was wrong with it."""
+"""Reading a trace for a command, and reporting its bad lines."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ TIME_UNITS = {"auto": None, "ms": 1e-3, "s": 1.0}
 def load(
     path: str, block_tokens: int | None, time_unit: str, is_strict: bool, tokenizer: str | None
 ) -> tuple[CompactTrace, TraceReport]:
-    """The trace, with a warning on stderr where lines of it were wrong.
+    """The trace and a report on its lines. Bad lines cause a warning on stderr.
 
     Raises:
-        ConfigError: it cannot be read, holds nothing, or a line is wrong and `is_strict`.
+        ConfigError: the trace cannot be read or is empty, or a line is bad and `is_strict` is set.
     """
     from planner.replay import load_trace
 
     if time_unit not in TIME_UNITS:
-        raise ConfigError(f"unknown unit of time {time_unit!r}", hint=", ".join(TIME_UNITS))
+        raise ConfigError(
+            f"unknown unit of time {time_unit!r}", hint=f"use {', '.join(TIME_UNITS)}"
+        )
     if block_tokens is not None and not 1 <= block_tokens <= 65_536:
-        raise ConfigError(f"blocks of {block_tokens} tokens", hint="1 to 65,536")
+        raise ConfigError(f"--block-tokens {block_tokens} is out of range", hint="1 to 65,536")
     trace, report = load_trace(
         path,
         block_tokens=block_tokens,
@@ -36,22 +38,22 @@ def load(
         is_strict=is_strict,
         tokenize=None if tokenizer is None else _tokenize(tokenizer),
     )
-    say_wrong(path, report, "sorted")
+    warn_of_bad_lines(path, report, "sorted")
     return trace, report
 
 
-def say_wrong(path: str, report: TraceReport, became: str) -> None:
-    """A warning on stderr where lines were wrong or out of order: how many, and the first of them by number.
+def warn_of_bad_lines(path: str, report: TraceReport, unsorted_were: str) -> None:
+    """Print a warning on stderr if lines were bad or out of order: how many, and the first ones by number.
 
     Args:
-        became: what became of those out of order.
+        unsorted_were: what was done with lines out of order, e.g. "sorted".
     """
-    wrong = report.skipped + report.unsorted
-    if not wrong:
+    count = report.skipped + report.unsorted
+    if not count:
         return
-    more = f"; and {wrong - len(report.first):,} more" if wrong > len(report.first) else ""
+    more = f"; and {count - len(report.first):,} more" if count > len(report.first) else ""
     error_console().print(
-        f"{path}: {report.skipped:,} lines skipped, {report.unsorted:,} out of order and {became}:"
+        f"{path}: {report.skipped:,} lines skipped, {report.unsorted:,} out of order and {unsorted_were}:"
         f" {'; '.join(report.first)}{more}",
         style="yellow",
         markup=False,

@@ -1,4 +1,4 @@
-"""`kvpool replay`: what caches of given sizes would have hit on a recorded trace, policy by policy."""
+"""`kvpool replay`: the hit ratios of eviction policies and cache sizes on a recorded trace."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvpool.cli.output import console, print_json, print_table
+from kvpool.cli.output import AsJson, console, print_json, print_table
 from kvpool.config.settings import parse_bytes
 from kvpool.errors import ConfigError, did_you_mean
 from planner.cli.plots import check_plot, save
@@ -16,49 +16,54 @@ from planner.cli.read_trace import load
 if TYPE_CHECKING:
     from planner.replay import CompactTrace, Replay, TierSize
 
-WINDOWS = 60  # over a trace's time, where none is given
+WINDOWS = 60  # that a trace is divided into by default
 
 
 def replay(
-    trace: Annotated[str, typer.Argument(help="JSONL file (also .gz), or - for stdin.")],
+    trace: Annotated[str, typer.Argument(help="JSON-lines file, also as .gz; - reads stdin.")],
     policy: Annotated[
-        str, typer.Option(help="Policies, comma-separated, or all of them: all.")
+        str, typer.Option(help="Eviction policies, separated by commas, or all.")
     ] = "prefix-lru,lru",
     capacity: Annotated[
-        str, typer.Option(help="Cache sizes in blocks, comma-separated.")
+        str, typer.Option(help="Cache sizes in blocks, separated by commas.")
     ] = "1000,3000,10000,30000,50000",
     tiers: Annotated[
         str | None,
         typer.Option(
             metavar="NAME=SIZE,...",
-            help="Tiers, fastest first, in place of --capacity: dram=1000,nvme=9000 in blocks, or in"
-            " bytes (dram=64GiB) with --block-bytes.",
+            help="Tiers, fastest first, instead of --capacity: in blocks (dram=1000,nvme=9000), or in"
+            " bytes (dram=64GiB) together with --block-bytes.",
         ),
     ] = None,
     block_bytes: Annotated[
-        str | None, typer.Option(help="Size of a block, for tiers given in bytes.")
+        str | None, typer.Option(help="Bytes per block, for tiers given in bytes.")
     ] = None,
     block_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of a block; found out where not given.")
+        int | None, typer.Option(help="Tokens per block; default: derived from the trace.")
     ] = None,
-    time_unit: Annotated[str, typer.Option(help="Of timestamps: ms, s or auto.")] = "auto",
+    time_unit: Annotated[str, typer.Option(help="Unit of the timestamps: ms, s or auto.")] = "auto",
     window: Annotated[
-        float | None, typer.Option(help="Seconds of each step of the ratios over time.")
+        float | None, typer.Option(help="Seconds per point of the hit ratio over time.")
     ] = None,
     as_node: Annotated[
         bool,
-        typer.Option("--as-node", help="Keep parents while their children stand, as nodes do."),
+        typer.Option(
+            "--as-node", help="Keep a block while its children are cached, as pool nodes do."
+        ),
     ] = False,
     tokenizer: Annotated[
-        str | None, typer.Option(help="Directory of a tokenizer for texts; else 4 bytes a token.")
+        str | None,
+        typer.Option(help="Tokenizer directory, for traces with text; default: 4 bytes per token."),
     ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Fail at the first wrong line.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw hit ratios by capacity to a PNG.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail at the first bad line.")] = False,
+    as_json: AsJson = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw hit ratios by capacity to this image file.")
+    ] = None,
 ) -> None:
-    """Replay a trace against eviction policies, beside Belady's optimum.
+    """Replay a trace against eviction policies, and compare them with Belady's optimum.
 
-    The hit ratio is that of prefixes: leading blocks found, of all blocks; in tokens the same.
+    The hit ratio counts prefixes: the leading blocks found, divided by all blocks.
     """
     from planner.replay import belady_hits
     from planner.replay import replay as replay_one
@@ -67,7 +72,7 @@ def replay(
     policies = _policies(policy, bool(levels) or as_node)
     capacities = [sum(level.capacity_blocks for level in levels)] if levels else _sizes(capacity)
     if window is not None and not window > 0:
-        raise ConfigError(f"a window of {window} s", hint="windows are longer than nothing")
+        raise ConfigError(f"--window {window} is out of range", hint="give seconds above 0")
     if plot is not None:
         check_plot(plot)
     loaded, report = load(trace, block_tokens, time_unit, strict, tokenizer)
@@ -104,7 +109,7 @@ def _policies(text: str, is_in_parts: bool) -> list[str]:
 
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
-        raise ConfigError("--policy names none", hint=f"of {', '.join(REPLAYABLE)}, or all")
+        raise ConfigError("--policy names no policy", hint=f"use {', '.join(REPLAYABLE)}, or all")
     for name in names:
         if name not in (*REPLAYABLE, "all"):
             hint = did_you_mean(name, (*REPLAYABLE, "all"))
@@ -122,7 +127,7 @@ def _size(text: str) -> int:
     digits = text.strip().replace("_", "")
     if not (digits.isascii() and digits.isdigit()) or not 0 < int(digits[:19]) < 1 << 48:
         raise ConfigError(
-            f"a capacity of {text.strip()!r}", hint="whole numbers of blocks, above 0"
+            f"{text.strip()!r} is not a capacity", hint="give a whole number of blocks above 0"
         )
     return int(digits)
 
@@ -134,12 +139,12 @@ def _tiers(text: str | None, block_bytes: str | None) -> list[TierSize]:
     for piece in text.split(",") if text is not None else ():
         name, equals, size = (part.strip() for part in piece.partition("="))
         if not name or not equals or any(level.name == name for level in levels):
-            raise ConfigError(f"a tier of {piece.strip()!r}", hint="as in dram=1000,nvme=9000")
+            raise ConfigError(f"{piece.strip()!r} is not a tier", hint="write dram=1000,nvme=9000")
         if size.isdigit():
             levels.append(TierSize(name, _size(size)))
             continue
         if block_bytes is None:
-            raise ConfigError(f"tier {name} is given as {size!r}", hint="say --block-bytes as well")
+            raise ConfigError(f"tier {name} is given in bytes: {size!r}", hint="add --block-bytes")
         try:
             blocks = parse_bytes(size) // max(1, parse_bytes(block_bytes))
         except ValueError as error:
@@ -177,7 +182,7 @@ def _row(
 def _show(document: dict[str, Any]) -> None:
     rows = document["rows"]
     names = [level["tier"] for level in rows[0].get("tiers", ())]
-    columns = ("policy", "blocks", "hit ratio", *names, "of tokens", "optimum", "M uses/s")
+    columns = ("policy", "blocks", "hit ratio", *names, "of tokens", "optimum", "M lookups/s")
     cells = [
         [
             row["policy"],

@@ -1,4 +1,4 @@
-"""`kvpool simulate`: what a cluster would do with a trace, by the real scheduler on a virtual clock."""
+"""`kvpool simulate`: run a trace through a simulated cluster, with the real scheduler and a virtual clock."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from kvpool.cli.output import console, error_console, format_seconds, print_json, print_table
+from kvpool.cli.output import (
+    AsJson,
+    console,
+    error_console,
+    format_seconds,
+    print_json,
+    print_table,
+)
 from kvpool.config.settings import parse_bytes
 from kvpool.errors import ConfigError
 from planner.cli.plots import check_plot, draw_simulation
-from planner.cli.read_trace import say_wrong
+from planner.cli.read_trace import warn_of_bad_lines
 from planner.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest, load_requests
 
 if TYPE_CHECKING:
@@ -27,54 +34,84 @@ SWEEPS = ("ratio", "bandwidth", "roles")
 
 def simulate(
     trace: Annotated[
-        Path | None, typer.Argument(help="Trace in Mooncake's format; or none, with --load.")
+        Path | None, typer.Argument(help="Trace in Mooncake's format (JSON lines); or use --load.")
     ] = None,
     load: Annotated[
         list[str] | None,
         typer.Option(
             metavar="RATE,PROMPT,OUTPUT,SECONDS",
-            help="Synthetic Poisson load instead of a trace; several follow on each other.",
+            help="Synthetic Poisson load instead of a trace; repeat for phases that follow each other.",
         ),
     ] = None,
-    model: Annotated[str, typer.Option(help="Preset or config.json.")] = "llama-3-70b",
-    gpu: Annotated[str, typer.Option(help="a100, h100, h200, ...")] = "h100",
+    model: Annotated[
+        str, typer.Option(help="Model: a preset such as llama-3-70b, or a config.json.")
+    ] = "llama-3-70b",
+    gpu: Annotated[str, typer.Option(help="GPU: a100, h100, h200, ...")] = "h100",
     tp: Annotated[int | None, typer.Option(min=1, max=64, help="GPUs per instance.")] = None,
-    prefill: Annotated[str, typer.Option(help="As 8, or 4@h100:8,4@a100:8 for mixed GPUs.")] = "8",
-    decode: Annotated[str, typer.Option(help="Decode instances, written alike.")] = "8",
-    hosts: Annotated[int, typer.Option(min=0, help="Hosts; 0: one for each instance.")] = 0,
+    prefill: Annotated[
+        str, typer.Option(help="Prefill instances: 8, or 4@h100:8,4@a100:8 for mixed GPUs.")
+    ] = "8",
+    decode: Annotated[str, typer.Option(help="Decode instances, in the same form.")] = "8",
+    hosts: Annotated[int, typer.Option(min=0, help="Number of hosts; 0: one per instance.")] = 0,
     serving: Annotated[
-        str, typer.Option(help="pooled, disaggregated, coupled; several with commas.")
+        str, typer.Option(help="pooled, disaggregated or coupled; several are separated by commas.")
     ] = "pooled",
-    strategy: Annotated[str, typer.Option(help="Strategies, with commas.")] = "kv-centric",
+    strategy: Annotated[
+        str, typer.Option(help="Scheduling strategies, separated by commas.")
+    ] = "kv-centric",
     admission: Annotated[
-        str, typer.Option(help="none, late, arrival, predicted; several with commas.")
+        str,
+        typer.Option(
+            help="Admission: none, late, arrival or predicted; several are separated by commas."
+        ),
     ] = "none",
-    link: Annotated[str, typer.Option(help="Of each host; several for --sweep bandwidth.")] = (
+    link: Annotated[str, typer.Option(help="Link of each host; several for --sweep bandwidth.")] = (
         "8x100Gb"
     ),
-    overlap: Annotated[bool, typer.Option(help="Send layers while others compute.")] = True,
-    dram: Annotated[str, typer.Option(help="That each host lends to the pool.")] = "512GiB",
-    nvme: Annotated[str, typer.Option(help="That each host lends besides.")] = "0",
-    eviction: Annotated[str, typer.Option(help="The nodes' eviction policy.")] = "prefix-lru",
-    kv_dtype: Annotated[str, typer.Option(help="dtype of the KV.")] = "fp16",
-    weights: Annotated[str, typer.Option(help="dtype of the weights.")] = "fp16",
-    block_tokens: Annotated[int, typer.Option(help="Must divide the trace's, 512 mostly.")] = 512,
-    chunk: Annotated[int, typer.Option(min=0, help="Tokens of a mixed step; 0: no chunks.")] = 2048,
-    slo_ttft: Annotated[float, typer.Option(min=0, help="Milliseconds; 0: none.")] = 0.0,
-    slo_tpot: Annotated[float, typer.Option(min=0, help="Milliseconds; 0: none.")] = 0.0,
-    requests: Annotated[int | None, typer.Option(min=1, help="At most so many.")] = None,
-    speed: Annotated[float, typer.Option(help="Times as fast as recorded.")] = 1.0,
-    rules: Annotated[Path | None, typer.Option(help="Routing rules, YAML.")] = None,
-    profile: Annotated[Path | None, typer.Option(help="Measured costs of an instance.")] = None,
-    roles: Annotated[bool, typer.Option("--roles", help="Let instances change role.")] = False,
-    waiting: Annotated[int, typer.Option(min=0, help="Places in the admission queue.")] = 0,
-    sweep: Annotated[str | None, typer.Option(help="ratio, bandwidth or roles.")] = None,
-    seed: Annotated[int, typer.Option(help="Of synthetic loads and random choices.")] = 0,
-    strict: Annotated[bool, typer.Option("--strict", help="Fail on a bad line.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    overlap: Annotated[
+        bool, typer.Option(help="Send finished layers while later ones compute.")
+    ] = True,
+    dram: Annotated[str, typer.Option(help="DRAM of each host for the pool.")] = "512GiB",
+    nvme: Annotated[str, typer.Option(help="NVMe space of each host for the pool.")] = "0",
+    eviction: Annotated[str, typer.Option(help="Eviction policy of the nodes.")] = "prefix-lru",
+    kv_dtype: Annotated[str, typer.Option(help="Data type of the KV.")] = "fp16",
+    weights: Annotated[str, typer.Option(help="Data type of the weights.")] = "fp16",
+    block_tokens: Annotated[
+        int, typer.Option(help="Tokens per block; must divide those of the trace (usually 512).")
+    ] = 512,
+    chunk: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Tokens per mixed prefill and decode step; 0: prefill in one step."
+        ),
+    ] = 2048,
+    slo_ttft: Annotated[
+        float, typer.Option(min=0, help="Objective for TTFT, in ms; 0: none.")
+    ] = 0.0,
+    slo_tpot: Annotated[
+        float, typer.Option(min=0, help="Objective for TPOT, in ms; 0: none.")
+    ] = 0.0,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Simulate at most this many requests.")
+    ] = None,
+    speed: Annotated[float, typer.Option(help="Factor on the recorded request rate.")] = 1.0,
+    rules: Annotated[Path | None, typer.Option(help="File with routing rules (YAML).")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="File with the measured costs of an instance.")
+    ] = None,
+    roles: Annotated[
+        bool, typer.Option("--roles", help="Let instances change between prefill and decode.")
+    ] = False,
+    waiting: Annotated[int, typer.Option(min=0, help="Length of the admission queue.")] = 0,
+    sweep: Annotated[
+        str | None, typer.Option(help="Vary one thing: ratio, bandwidth or roles.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of synthetic loads and random choices.")] = 0,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail at the first bad line.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the result to this image file.")] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Simulate a cluster over a trace: TTFT, TPOT, goodput, hits, transfers, rejections, role changes."""
+    """Simulate a cluster on a trace. Prints TTFT, TPOT, goodput, hits, transfers, rejections and role changes."""
     from conductor.roles.controller import RoleLimits
     from conductor.routing.rules import parse_rules
     from conductor.scheduling.strategies import strategies
@@ -123,25 +160,25 @@ def simulate(
         base = replace(base, measured=read_profile(profile, base.same_host, other))
     make_cache = cache_factory(eviction)
     recorded, cut, skipped = _requests(trace, load or [], requests, seed, strict)
-    came = arrivals(recorded, speed=speed, block_tokens=block_tokens, trace_block_tokens=cut)
+    arrived = arrivals(recorded, speed=speed, block_tokens=block_tokens, trace_block_tokens=cut)
     started = time.monotonic()
     varied = [
         replace(base, serving=s, strategy=n, admission=a)  # type: ignore[arg-type]
         for s, n, a in itertools.product(servings, names, admissions)
     ]
     if sweep is None:
-        rows = sweeps.compare(varied, came, make_cache, _progress)
+        rows = sweeps.compare(varied, arrived, make_cache, _progress)
     elif sweep == "ratio":
-        rows = sweeps.ratio_sweep(varied[0], came, make_cache, _progress)
+        rows = sweeps.ratio_sweep(varied[0], arrived, make_cache, _progress)
     elif sweep == "bandwidth":
-        rows = sweeps.bandwidth_sweep(varied[0], links, came, make_cache, _progress)
+        rows = sweeps.bandwidth_sweep(varied[0], links, arrived, make_cache, _progress)
     else:
-        rows = sweeps.role_sweep(varied[0], came, make_cache, _progress)
+        rows = sweeps.role_sweep(varied[0], arrived, make_cache, _progress)
     document = {
         "trace": str(trace) if trace else "synthetic",
         "model": base.model.name,
         "instances": _kinds(base),
-        "requests": len(came),
+        "requests": len(arrived),
         "skipped_lines": skipped,
         "speed": speed,
         "slo_ttft_s": base.slo_ttft_s,
@@ -162,14 +199,14 @@ def simulate(
 def _requests(
     trace: Path | None, load: list[str], limit: int | None, seed: int, strict: bool
 ) -> tuple[list[TraceRequest], int, int]:
-    """Requests, the tokens of their blocks, and how many lines were skipped."""
+    """The requests, the tokens per block, and the number of skipped lines."""
     from planner.simulator.workload import Shape, synthetic
 
     if (trace is None) == (not load):
         raise ConfigError("give either a trace or --load", hint="--load 4,8000,200,300")
     if trace is not None:
         found, report = load_requests(str(trace), is_strict=strict, limit=limit)
-        say_wrong(str(trace), report, "sorted")
+        warn_of_bad_lines(str(trace), report, "sorted")
         return found, report.block_tokens, report.skipped
     shapes = []
     for text in load:
@@ -177,12 +214,13 @@ def _requests(
             rate, prompt, output, seconds = (float(part) for part in text.split(","))
         except ValueError:
             raise ConfigError(
-                f"load {text!r}", hint="write RATE,PROMPT,OUTPUT,SECONDS, as 4,8000,200,300"
+                f"--load {text!r} is not a load",
+                hint="write RATE,PROMPT,OUTPUT,SECONDS, e.g. 4,8000,200,300",
             ) from None
         shapes.append(Shape(rate, prompt, output, seconds))
     found = synthetic(shapes, seed, shared_prefixes=8)[:limit]
     if not found:
-        raise ConfigError("the load is empty", hint="raise its rate or its duration")
+        raise ConfigError("--load makes no requests", hint="raise its rate or its duration")
     return found, MOONCAKE_BLOCK_TOKENS, 0
 
 
@@ -194,13 +232,13 @@ def _one_of(flag: str, given: list[str], known: Any) -> list[str]:
 
 
 def size_option(flag: str, text: str) -> int:
-    """A size in bytes from a flag, `512GiB`. Raises ConfigError."""
+    """The bytes that a flag like `--dram 512GiB` gives. Raises ConfigError."""
     try:
         size = parse_bytes(text)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{flag} {text!r}: {error}") from None
     if not 0 <= size < 1 << 62:
-        raise ConfigError(f"{flag} {text!r} makes no sense")
+        raise ConfigError(f"{flag} {text!r} is out of range")
     return size
 
 
@@ -275,5 +313,5 @@ def _print(document: dict[str, Any]) -> None:
 
 
 def _seconds(row: dict[str, Any], name: str, figure: str) -> str:
-    """A latency of those who were served; of nobody there is none."""
+    """A latency of the served requests, or a hyphen if none was served."""
     return format_seconds(row[name][figure]) if row["served"] else "-"

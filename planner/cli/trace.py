@@ -1,4 +1,4 @@
-"""`kvpool trace`: describe a trace, or make one up."""
+"""`kvpool trace`: describe a trace, or generate one."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from kvpool.cli.output import console, print_json, print_table
+from kvpool.cli.output import AsJson, console, print_json, print_table
 from kvpool.errors import ConfigError
 from planner.cli.read_trace import load
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Describe or make traces.")
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Describe or generate traces.")
 
 
 @app.callback()
 def _group() -> None:
-    """Describe or make traces of requests."""
+    """Describe or generate traces of requests."""
 
 
 @app.command()
 def stats(
-    trace: Annotated[str, typer.Argument(help="JSONL file (also .gz), or - for stdin.")],
+    trace: Annotated[str, typer.Argument(help="JSON-lines file, also as .gz; - reads stdin.")],
     block_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of a block; found out where not given.")
+        int | None, typer.Option(help="Tokens per block; default: derived from the trace.")
     ] = None,
-    time_unit: Annotated[str, typer.Option(help="Of timestamps: ms, s or auto.")] = "auto",
+    time_unit: Annotated[str, typer.Option(help="Unit of the timestamps: ms, s or auto.")] = "auto",
     tokenizer: Annotated[
-        str | None, typer.Option(help="Directory of a tokenizer for texts; else 4 bytes a token.")
+        str | None,
+        typer.Option(help="Tokenizer directory, for traces with text; default: 4 bytes per token."),
     ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Fail at the first wrong line.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail at the first bad line.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Lengths, turns, sessions, and how far apart the uses of a block lie."""
+    """Print lengths, turns, sessions, and the reuse distances of blocks."""
     from planner.replay.trace_stats import trace_stats
 
     loaded, report = load(trace, block_tokens, time_unit, strict, tokenizer)
@@ -59,18 +60,19 @@ def stats(
 @app.command()
 def generate(
     kind: Annotated[
-        str, typer.Option(help="chat, agents, documents, scan, shift or mixed.")
+        str, typer.Option(help="Kind of load: chat, agents, documents, scan, shift or mixed.")
     ] = "chat",
-    requests: Annotated[int, typer.Option(help="How many.")] = 10_000,
-    seed: Annotated[int, typer.Option(help="The same seed makes the same trace.")] = 0,
-    sessions_per_s: Annotated[float, typer.Option(help="New sessions a second.")] = 2.0,
-    out: Annotated[Path | None, typer.Option(help="File to write; else stdout.")] = None,
+    requests: Annotated[int, typer.Option(help="Number of requests.")] = 10_000,
+    seed: Annotated[int, typer.Option(help="Seed of the random numbers.")] = 0,
+    sessions_per_s: Annotated[float, typer.Option(help="New sessions per second.")] = 2.0,
+    out: Annotated[Path | None, typer.Option(help="File to write; default: stdout.")] = None,
 ) -> None:
-    """Make a trace up, in Mooncake's format."""
-    from planner.replay.generate import generate as made
+    """Generate a trace in Mooncake's format."""
+    from planner.replay.generate import generate as generated
 
     lines = (
-        _line(request) for request in made(kind, requests, seed=seed, sessions_per_s=sessions_per_s)
+        _line(request)
+        for request in generated(kind, requests, seed=seed, sessions_per_s=sessions_per_s)
     )
     try:
         if out is None:

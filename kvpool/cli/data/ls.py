@@ -1,4 +1,4 @@
-"""`kvpool ls`: which namespaces and blocks stand where, how large, how old, and held by whom."""
+"""`kvpool ls`: the namespaces and blocks of each node, with their sizes, ages, pins and protection."""
 
 from __future__ import annotations
 
@@ -6,31 +6,32 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpool.cli.data.pool import AsJson, Conductor, open_pool
+from kvpool.cli.connect import Conductor, open_pool
 from kvpool.cli.ids import full_id
-from kvpool.cli.output import console, format_seconds, print_json, print_table
+from kvpool.cli.output import AsJson, console, format_seconds, print_json, print_table
 from kvpool.client.admin.listing import NodeListing, SpaceListing
 from kvpool.wire import messages as m
 from kvpool.wire.json_view import named
 
-SHOWN_HASH = 12  # hex digits: enough to tell blocks apart by eye
+SHOWN_HASH = 12  # hex digits, enough to tell blocks apart
 
 
 def ls(
     ctx: typer.Context,
     node: Annotated[
-        str, typer.Option("--node", help="Node's id, or a beginning that only it has.")
+        str, typer.Option("--node", help="Only this node: its id, or a prefix of it.")
     ] = "",
     model: Annotated[
-        str, typer.Option("--model", help="Model, model@revision, or a namespace's id in hex.")
+        str,
+        typer.Option("--model", help="Only this model, model@revision, or namespace id in hex."),
     ] = "",
     limit: Annotated[
-        int, typer.Option("--limit", min=0, help="Blocks of each namespace of each node.")
+        int, typer.Option("--limit", min=0, help="Blocks to list of each namespace on each node.")
     ] = 50,
     conductor: Conductor = None,
     as_json: AsJson = False,
 ) -> None:
-    """List namespaces and blocks, node by node, oldest first. No look counts as a use."""
+    """List namespaces and blocks, node by node, oldest first. This does not count as a use of the blocks."""
     with open_pool(ctx, conductor) as pool:
         node_id = ""
         if node:
@@ -40,7 +41,9 @@ def ls(
         print_json({"nodes": [_plain(listing) for listing in nodes]})
         return
     if not any(listing.namespaces for listing in nodes):
-        console().print(f"nothing of {model}; `kvpool ls` shows all" if model else "nothing yet")
+        console().print(
+            f"no blocks of {model}; `kvpool ls` lists all models" if model else "the pool is empty"
+        )
     for listing in nodes:
         for space in listing.namespaces:
             _show(listing, space)
@@ -74,12 +77,12 @@ def _show(listing: NodeListing, space: SpaceListing) -> None:
         )
         left = usage.blocks - len(space.blocks)
         if left > 0:
-            console().print(f"and {left} more; --limit shows more")
+            console().print(f"and {left} more (raise --limit)")
     console().print()
 
 
 def _row(block: m.BlockInfo, tp_size: int) -> tuple[object, ...]:
-    protected = {0.0: "for ever", -1.0: ""}.get(block.protected_s)
+    protected = {0.0: "forever", -1.0: ""}.get(block.protected_s)
     return (
         block.block_hash.hex()[:SHOWN_HASH],
         block.parent.hex()[:SHOWN_HASH] or "-",

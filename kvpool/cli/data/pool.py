@@ -1,4 +1,4 @@
-"""Commands that talk to a running pool: stats, and put, get, lookup on files for trying it out."""
+"""`kvpool stats`, and `put`, `get` and `lookup`, which store files to try a pool out."""
 
 from __future__ import annotations
 
@@ -12,43 +12,22 @@ import typer
 
 from kvpool.blocks.hashing import hash_chain
 from kvpool.blocks.layout import Layout, Namespace
-from kvpool.cli.context import invocation, overrides
+from kvpool.cli.connect import Conductor, open_pool
 from kvpool.cli.ids import short_id
-from kvpool.cli.output import console, format_rate, format_seconds, print_json, print_table
-from kvpool.client import Pool
+from kvpool.cli.output import AsJson, console, format_rate, format_seconds, print_json, print_table
 from kvpool.errors import BlockMiss, InvalidArgument
-from kvpool.security.credentials import credentials_of
 from kvpool.transports.ucx import fabric
 from kvpool.wire import messages as m
 from kvpool.wire.json_view import named
 
-# Files are stored as the KV of a pretended model: 1 KiB "per token", 64 tokens a block.
+# Files are stored as the KV of an imaginary model: 1 KiB per token, 64 tokens a block.
 FILE_LAYOUT = Layout(dtype="uint8", layers=1, kv_heads=1, head_dim=512, block_tokens=64)
 FILE_NAMESPACE = Namespace("kvpool/files", "1", FILE_LAYOUT)
 MAX_FILE_BYTES = 1 << 30
 
-Conductor = Annotated[
-    str | None, typer.Option("--conductor", help="Conductor's wire address; default: configured.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-
-
-def open_pool(ctx: typer.Context, conductor: str | None) -> Pool:
-    given = overrides(conductor=("client.conductor", conductor))
-    settings = invocation(ctx).load(given).settings.client
-    return Pool(
-        conductor=settings.conductor,
-        host_label=settings.host_label,
-        transport=settings.transport,
-        timeout_s=settings.timeout_s,
-        verify_checksums=settings.verify_checksums,
-        credentials=credentials_of(settings),
-        require_rdma=settings.require_rdma,
-    )
-
 
 def stats(ctx: typer.Context, conductor: Conductor = None, as_json: AsJson = False) -> None:
-    """Show the nodes with their tiers, the workers, and what was hit and missed."""
+    """Show the nodes with their tiers, the workers, the hit ratio and all counters."""
     with open_pool(ctx, conductor) as pool:
         reply = pool.stats()
     if as_json:
@@ -107,10 +86,10 @@ def stats(ctx: typer.Context, conductor: Conductor = None, as_json: AsJson = Fal
     console().print()
     hits, misses = totals.get("node:hits", 0), totals.get("node:misses", 0)
     ratio = f"{hits / (hits + misses):.3f}" if hits + misses else "-"
-    console().print(f"blocks in the index {reply.index_blocks}   hit ratio of pins {ratio}")
+    console().print(f"blocks in the index: {reply.index_blocks}   hit ratio of pins: {ratio}")
     prompt, found = totals.get("prompt_tokens", 0), totals.get("pool_tokens", 0)
     if prompt:
-        console().print(f"prompt tokens {prompt:.0f}, of them from the pool {found:.0f}")
+        console().print(f"prompt tokens: {prompt:.0f}, of which from the pool: {found:.0f}")
     print_table(
         ("counter", "value"),
         [(name, f"{value:.0f}") for name, value in sorted(totals.items())],
@@ -119,19 +98,19 @@ def stats(ctx: typer.Context, conductor: Conductor = None, as_json: AsJson = Fal
 
 
 def _print_transports(nodes: list[m.NodeStatsReply]) -> None:
-    """What UCX has on each node, and how fast nodes copied from each other."""
+    """Print the UCX transports of each node, and the speed of copies between nodes."""
     if any(node.ucx for node in nodes):
         console().print()
         rows = [
             (node.node_id[:8], fabric(node.ucx, (), is_same_host=False) or "-", " ".join(node.ucx))
             for node in nodes
         ]
-        print_table(("node", "between hosts", "UCX has"), rows)
+        print_table(("node", "between hosts", "UCX transports"), rows)
     peers = [(node, peer) for node in nodes for peer in node.peers if peer.transport]
     if peers:
         console().print()
         print_table(
-            ("node", "copied from", "transport", "by", "read", "speed"),
+            ("node", "copied from", "transport", "over", "read", "speed"),
             [
                 (
                     node.node_id[:8],
@@ -153,7 +132,7 @@ def put(
     conductor: Conductor = None,
     as_json: AsJson = False,
 ) -> None:
-    """Store a file's bytes in the pool, cut into blocks named by its content; prints its key."""
+    """Store a file in the pool, cut into blocks, and print the key to read it back with."""
     data = file.read_bytes()
     if not data or len(data) > MAX_FILE_BYTES:
         raise InvalidArgument(f"{file} has {len(data)} bytes", hint="1 byte to 1 GiB")
@@ -167,8 +146,8 @@ def put(
         return
     console().print(f"key {key}")
     console().print(
-        f"{len(hashes)} blocks: {result.stored} stored, {result.existing} were there,"
-        f" {result.rejected} rejected; moved {_moved(result.bytes_moved)}"
+        f"{len(hashes)} blocks: {result.stored} stored, {result.existing} already there,"
+        f" {result.rejected} rejected; {_moved(result.bytes_moved)} moved"
     )
 
 
@@ -179,7 +158,7 @@ def get(
     conductor: Conductor = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read a file back from the pool; every block is verified."""
+    """Read a file back from the pool, and verify every block."""
     size, hashes = file_hashes(key)
     blocks = np.empty((len(hashes), FILE_LAYOUT.part_bytes), dtype=np.uint8)
     with open_pool(ctx, conductor) as pool:
@@ -190,12 +169,12 @@ def get(
         )
     data = blocks.reshape(-1)[:size].tobytes()
     if _key(data)[0] != key:
-        raise BlockMiss("the bytes found are not those of the key")
+        raise BlockMiss("the bytes that were read do not match the key")
     file.write_bytes(data)
     if as_json:
         print_json({"bytes": size, "result": result})
         return
-    console().print(f"{size} bytes written to {file}; moved {_moved(result.bytes_moved)}")
+    console().print(f"{size} bytes written to {file}; {_moved(result.bytes_moved)} moved")
 
 
 def lookup(
@@ -204,7 +183,7 @@ def lookup(
     conductor: Conductor = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say how many leading blocks of a key the pool has, and where. Changes nothing."""
+    """Show how many leading blocks of a file are in the pool, and on which nodes."""
     _, hashes = file_hashes(key)
     with open_pool(ctx, conductor) as pool:
         reply = pool.lookup(FILE_NAMESPACE, hashes)
@@ -220,7 +199,7 @@ def lookup(
         return
     console().print(f"{reply.found} of {len(hashes)} blocks are in the pool")
     if reply.wait_s > 0:
-        console().print(f"they can be read in {format_seconds(reply.wait_s)}: some stand on disks")
+        console().print(f"some are on disk: they can be read in {format_seconds(reply.wait_s)}")
     print_table(
         ("node", "blocks", "tier"),
         [(s.node_id, f"{s.start} to {s.start + s.count - 1}", s.tier) for s in reply.segments],
@@ -234,19 +213,19 @@ def _key(data: bytes) -> tuple[str, list[bytes]]:
 
 
 def file_hashes(key: str) -> tuple[int, list[bytes]]:
-    """Size of the file that has this key, and the chain of its blocks.
+    """The size of the file with this key, and the hash chain of its blocks.
 
     Raises:
-        InvalidArgument: it is no key.
+        InvalidArgument: it is not a key.
     """
     digest, _, size_text = key.partition("-")
     size = -1
     with suppress(ValueError):
         size = int(size_text)
     if len(digest) != 64 or set(digest) - set("0123456789abcdef") or not 0 < size <= MAX_FILE_BYTES:
-        raise InvalidArgument(f"{key!r} is no key", hint="use what `kvpool put` printed")
+        raise InvalidArgument(f"{key!r} is not a key", hint="use the one that `kvpool put` printed")
     count = -(-size // FILE_LAYOUT.part_bytes)
-    # Bytes are no tokens: the digest stands for the content, a counter for the position.
+    # Bytes are not tokens: the digest identifies the content, a counter the position.
     tokens = np.arange(count * FILE_LAYOUT.block_tokens, dtype=np.uint32)
     return size, hash_chain(FILE_NAMESPACE, tokens, (f"file:{key}",))
 
@@ -256,7 +235,7 @@ def _moved(by_transport: dict[str, int]) -> str:
 
 
 def _rate(bytes_per_s: float) -> str:
-    """A hyphen while it is not known, as for memory, which is not measured."""
+    """A rate, or a hyphen if it is not measured, as for memory."""
     return format_rate(bytes_per_s, 1.0) if bytes_per_s else "-"
 
 

@@ -1,4 +1,4 @@
-"""`kvpool config`: show the settings in force and where each came from, or check a file."""
+"""`kvpool config`: show the effective settings with the source of each, or check a file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvpool.cli.context import invocation
-from kvpool.cli.output import console, format_bytes, print_json, print_table
+from kvpool.cli.output import AsJson, console, format_bytes, print_json, print_table
 from kvpool.config.loader import DEFAULT_SOURCE, load_settings, shown
 
 app = typer.Typer(help="Show or check the configuration.", no_args_is_help=True)
@@ -17,9 +17,9 @@ app = typer.Typer(help="Show or check the configuration.", no_args_is_help=True)
 @app.command()
 def show(
     ctx: typer.Context,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Show every setting in force, with its source; secrets read ***."""
+    """Show every effective setting and its source. Secrets are shown as ***."""
     loaded = invocation(ctx).load()
     values = shown(loaded.settings)
     if as_json:
@@ -40,9 +40,9 @@ def show(
 @app.command()
 def check(
     file: Annotated[Path, typer.Argument(help="YAML file to check.")],
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Check a file by itself, without environment and flags; exit status 2 if it has an error."""
+    """Check a file alone, without the environment and flags. The exit status is 2 if it has an error."""
     loaded = load_settings(file, {})
     given = sorted(key for key, source in loaded.provenance.items() if source != DEFAULT_SOURCE)
     if as_json:

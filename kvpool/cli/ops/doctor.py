@@ -1,23 +1,21 @@
-"""`kvpool doctor`: what this machine offers, what is missing, and what to do about it."""
+"""`kvpool doctor`: check this machine, and print what is missing and what to do about it."""
 
 from __future__ import annotations
-
-from typing import Annotated
 
 import typer
 
 from kvpool.cli.context import invocation
 from kvpool.cli.ops.doctor_checks import Check, run_checks
-from kvpool.cli.output import console, print_json, print_table
+from kvpool.cli.output import AsJson, console, print_json, print_table
 
 
 def doctor(
     ctx: typer.Context,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Check what this machine offers to the configuration in force.
+    """Check whether this machine fits the configuration.
 
-    Exit status 1 if something fails; what is only slow or taken is a warning.
+    The exit status is 1 if a check fails. A slow path or a port in use is a warning.
     """
     found = run_checks(invocation(ctx).load().settings)
     failed = [check for check in found if check.status == "fail"]

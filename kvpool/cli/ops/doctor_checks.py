@@ -1,7 +1,7 @@
-"""What `kvpool doctor` looks at: each check reads one fact of the machine and says what follows from it.
+"""The checks of `kvpool doctor`. Each reads one fact about the machine and says what to do about it.
 
-Nothing is changed on the machine. Files of the kernel are read below `root`, so that tests can bring a
-machine of their own; native libraries are only ever loaded in another process, because they may crash.
+They change nothing on the machine. They read the kernel's files below `root`, so that tests can pass a made-up
+machine. They load native libraries in another process only, because those may crash.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NEEDED_PLUGIN = "UCX"
 
 @dataclass(slots=True, frozen=True)
 class Check:
-    """One finding; `action` says what to do about it and is empty when nothing is needed."""
+    """One finding. `action` says what to do about it; it is empty if nothing is needed."""
 
     name: str
     status: Status
@@ -48,7 +48,7 @@ class Check:
 
 @dataclass(slots=True, frozen=True)
 class Probe:
-    """What a fresh process found when it loaded torch and NIXL; `failure` is empty if it lived."""
+    """What a new process found when it loaded torch and NIXL. `failure` is empty if it ended cleanly."""
 
     nixl_plugins: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ print("\\nprobe:" + json.dumps(report), flush=True)
 
 
 def run_probe(code: str = _PROBE, timeout_s: float = PROBE_TIMEOUT_S) -> Probe:
-    """Load torch and NIXL in another process, start an agent, and watch that process end as well."""
+    """Load torch and NIXL in another process, start an agent there, and watch how that process ends."""
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-c", code],
@@ -98,7 +98,7 @@ def run_probe(code: str = _PROBE, timeout_s: float = PROBE_TIMEOUT_S) -> Probe:
 
 
 def check_versions() -> Check:
-    """Versions of Python and of the packages that matter most."""
+    """Versions of Python and of the main packages."""
     found = [f"python {platform.python_version()}"]
     for package in ("kvpool", "kvpool-server", "torch", "nixl"):
         with contextlib.suppress(PackageNotFoundError):
@@ -107,18 +107,18 @@ def check_versions() -> Check:
 
 
 def check_nixl(probe: Probe | None) -> Check:
-    """Whether NIXL loads, which plugins it has, and whether its process ends cleanly.
+    """Whether NIXL loads, has the plugin that kvpool needs, and lets its process end cleanly.
 
     Args:
         probe: None if NIXL is not installed.
     """
     if probe is None:
-        detail = "not installed; only shared memory, to the node of this host"
+        detail = "not installed: clients reach only the node of this host, over shared memory"
         return Check("nixl", "warn", detail, "pip install 'kvpool[nixl]' to reach other hosts")
     plugins = f"plugins: {', '.join(sorted(probe.nixl_plugins)) or 'none'}"
     if probe.failure:
         detail = f"{probe.failure}; {plugins}"
-        advice = "the pool still works with transport shm on one host; see `nixl libraries` below"
+        advice = "the pool works with transport shm on one host; see the check `nixl libraries`"
         return Check("nixl", "fail", detail, advice)
     if NEEDED_PLUGIN not in probe.nixl_plugins:
         return Check("nixl", "fail", plugins, f"install nixl with its {NEEDED_PLUGIN} plugin")
@@ -126,7 +126,7 @@ def check_nixl(probe: Probe | None) -> Check:
 
 
 def check_native_libraries() -> Check:
-    """With libibverbs present, UCX crashes at exit unless the system's libnl-route is there, too."""
+    """With libibverbs installed, UCX crashes at exit unless the system's libnl-route is installed too."""
     name = "nixl libraries"
     if ctypes.util.find_library("ibverbs") is None:
         return Check(name, "ok", "no libibverbs, so UCX does not use RDMA")
@@ -135,26 +135,26 @@ def check_native_libraries() -> Check:
             name,
             "fail",
             "libibverbs without libnl-route-3: processes that load UCX die at exit (status 139)",
-            "install libnl-route-3-200 (Debian) or libnl3 (Fedora); or UCX_MODULES=^ib, no RDMA",
+            "install libnl-route-3-200 (Debian) or libnl3 (Fedora); or set UCX_MODULES=^ib to do without RDMA",
         )
-    return Check(name, "ok", "libibverbs and libnl-route-3, which is loaded first")
+    return Check(name, "ok", "libibverbs and libnl-route-3, which kvpool loads first")
 
 
 def check_gpu(probe: Probe | None) -> Check:
-    """GPUs that torch sees; none is fine."""
+    """The GPUs that torch sees. None is fine."""
     if probe is None:
-        return Check("gpu", "ok", "not looked for, since NIXL and torch are not installed")
+        return Check("gpu", "ok", "not checked: NIXL and torch are not installed")
     return Check("gpu", "ok", ", ".join(probe.gpus) or "none; engines run on the CPU")
 
 
 def rdma_devices(root: Path) -> list[str]:
-    """Names of the host's RDMA devices."""
+    """Names of this host's RDMA devices."""
     directory = root / "sys/class/infiniband"
     return sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else []
 
 
 def check_rdma(root: Path) -> Check:
-    """RDMA devices, without which traffic between hosts goes over TCP."""
+    """Whether the host has RDMA devices. Without one, traffic between hosts goes over TCP."""
     devices = rdma_devices(root)
     if devices:
         return Check("rdma", "ok", ", ".join(devices))
@@ -162,15 +162,15 @@ def check_rdma(root: Path) -> Check:
         "rdma",
         "warn",
         "no device: shared memory within a host, TCP between hosts",
-        "fine on one machine; for a cluster install the NIC's driver and rdma-core",
+        "fine on one machine; for a cluster, install the NIC's driver and rdma-core",
     )
 
 
 def check_memlock(root: Path, node: NodeConfig, limit: int | None = None) -> Check:
-    """RDMA registration pins the arena, which the limit on locked memory must allow.
+    """Whether the limit on locked memory allows the arena, which RDMA registration locks.
 
     Args:
-        limit: bytes that may be locked, -1 for no limit; None: ask the kernel.
+        limit: bytes that may be locked, -1 for no limit; None reads it from the kernel.
     """
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
     if limit in (-1, resource.RLIM_INFINITY):
@@ -179,12 +179,15 @@ def check_memlock(root: Path, node: NodeConfig, limit: int | None = None) -> Che
     if limit >= node.dram_bytes:
         return Check("memlock", "ok", detail)
     if not rdma_devices(root):
-        return Check("memlock", "ok", f"{detail} (matters with RDMA only)")
+        return Check("memlock", "ok", f"{detail} (it matters only with RDMA)")
     return Check("memlock", "fail", detail, "ulimit -l unlimited, or LimitMEMLOCK=infinity")
 
 
 def check_hugepages(root: Path, node: NodeConfig | None = None) -> Check:
-    """Huge pages double the speed within a host: transparent ones, or reserved ones where they are asked for."""
+    """Whether huge pages are available, which double the speed within a host.
+
+    They are transparent, or reserved ones if `node.hugepages` asks for them.
+    """
     if node is not None and node.hugepages in ("2m", "1g"):
         return _check_reserved(root, node)
     base = root / "sys/kernel/mm/transparent_hugepage"
@@ -206,7 +209,7 @@ def _check_reserved(root: Path, node: NodeConfig) -> Check:
     free = _read(root / f"sys/kernel/mm/hugepages/hugepages-{size >> 10}kB/free_hugepages") or "0"
     wanted = -(-node.dram_bytes // size)
     detail = (
-        f"{free} reserved pages of {format_bytes(size)} are free; node.dram_bytes takes {wanted}"
+        f"{free} reserved pages of {format_bytes(size)} are free; node.dram_bytes needs {wanted}"
     )
     if int(free) >= wanted:
         return Check("huge pages", "ok", detail)
@@ -219,7 +222,7 @@ def _check_reserved(root: Path, node: NodeConfig) -> Check:
 
 
 def check_numa(root: Path, node: NodeConfig) -> Check:
-    """Whether the NUMA nodes that arenas are bound to exist."""
+    """Whether the NUMA nodes in `node.numa_nodes` exist."""
     present = [
         path.name.removeprefix("node")
         for path in sorted((root / "sys/devices/system/node").glob("node[0-9]*"))
@@ -228,36 +231,36 @@ def check_numa(root: Path, node: NodeConfig) -> Check:
     missing = [str(number) for number in node.numa_nodes if str(number) not in present]
     if missing:
         return Check(
-            "numa", "fail", f"{detail}; no node {', '.join(missing)}", "mend node.numa_nodes"
+            "numa", "fail", f"{detail}; no node {', '.join(missing)}", "correct node.numa_nodes"
         )
     if len(present) > 1 and not node.numa_nodes:
-        action = f"node.numa_nodes=[{', '.join(present)}] gives each its share of the arenas"
-        return Check("numa", "ok", f"{detail}; arenas take memory from any", action)
+        action = f"node.numa_nodes=[{', '.join(present)}] spreads the arenas over them"
+        return Check("numa", "ok", f"{detail}; arenas may lie on any of them", action)
     return Check("numa", "ok", detail)
 
 
 def check_memory(root: Path, node: NodeConfig, available: int | None = None) -> Check:
-    """Whether the arena fits into what is free, inside a container's limit, too.
+    """Whether the arena fits into free memory and into the container's limit.
 
     Args:
-        available: free bytes of the machine; None: ask the kernel.
+        available: free bytes of the machine; None reads them from the kernel.
     """
-    room = psutil.virtual_memory().available if available is None else available
-    detail = f"{format_bytes(room)} available"
+    free = psutil.virtual_memory().available if available is None else available
+    detail = f"{format_bytes(free)} available"
     limit = cgroup_limit(root)
     if limit is not None:
         detail += f", container limit {format_bytes(limit)}"
-        room = min(room, limit)
+        free = min(free, limit)
     detail += f"; node.dram_bytes is {format_bytes(node.dram_bytes)}"
-    if node.dram_bytes > room:
+    if node.dram_bytes > free:
         return Check("memory", "fail", detail, "lower node.dram_bytes")
-    if node.dram_bytes > 0.8 * room:
-        return Check("memory", "warn", detail, "leave room for engines, or lower node.dram_bytes")
+    if node.dram_bytes > 0.8 * free:
+        return Check("memory", "warn", detail, "leave memory for engines, or lower node.dram_bytes")
     return Check("memory", "ok", detail)
 
 
 def cgroup_limit(root: Path) -> int | None:
-    """Bytes that this process's control group may use; None without a limit."""
+    """Bytes that this process's control group may use; None if there is no limit."""
     limits: list[int] = []
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -267,7 +270,7 @@ def cgroup_limit(root: Path) -> int | None:
             base, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
         else:
             continue
-        # A limit counts for all groups below it.
+        # A limit holds for all groups below it.
         group = base / path.lstrip("/")
         for level in (group, *group.parents):
             if not level.is_relative_to(base):
@@ -279,7 +282,10 @@ def cgroup_limit(root: Path) -> int | None:
 
 
 def check_shared_memory(directory: Path = Path("/dev/shm")) -> Check:
-    """UCX and engines use /dev/shm; containers often give 64 MiB only. The arena does not use it."""
+    """Whether /dev/shm is large enough for UCX and engines. Containers often have only 64 MiB.
+
+    The arena does not use it.
+    """
     try:
         total, _, free = shutil.disk_usage(directory)
     except OSError as error:
@@ -293,7 +299,7 @@ def check_shared_memory(directory: Path = Path("/dev/shm")) -> Check:
 
 
 def check_ports(settings: Settings) -> Iterator[Check]:
-    """Whether the addresses of each role can be bound now."""
+    """Whether the addresses of each server can be bound now."""
     for role, section in (
         ("conductor", settings.conductor),
         ("node", settings.node),
@@ -308,31 +314,33 @@ def check_ports(settings: Settings) -> Iterator[Check]:
             elif problem:
                 wrong = f"cannot bind {section.host}:{port}: {os.strerror(problem)}"
         name = f"ports {role}"
-        listed = f"{section.host}: {', '.join(map(str, ports)) or 'any free'}"
+        listed = f"{section.host}: {', '.join(map(str, ports)) or 'any free port'}"
         if wrong:
             yield Check(name, "fail", wrong, f"set {role}.host to an address of this machine")
         elif taken:
-            advice = f"fine if a {role} runs already; else --set {role}.wire_port=... and so on"
+            advice = (
+                f"fine if a {role} is running; otherwise set other ports, e.g. {role}.wire_port"
+            )
             yield Check(name, "warn", f"{listed}; taken: {', '.join(taken)}", advice)
         else:
             yield Check(name, "ok", f"{listed}; all free")
 
 
 def check_ptrace(root: Path) -> Check:
-    """UCX copies between processes with process_vm_readv, which Yama may forbid."""
+    """Whether Yama lets UCX copy between processes with process_vm_readv."""
     scope = _read(root / "proc/sys/kernel/yama/ptrace_scope")
     if scope in (None, "0"):
         return Check("ptrace scope", "ok", "processes of one user may copy from each other")
     return Check(
         "ptrace scope",
         "warn",
-        f"{scope}: UCX cannot copy directly between processes and takes a slower way",
+        f"{scope}: UCX cannot copy directly between processes and uses a slower transport",
         "sysctl kernel.yama.ptrace_scope=0, or CAP_SYS_PTRACE; transport shm does not need it",
     )
 
 
 def check_nvme(node: NodeConfig) -> Check:
-    """Whether the NVMe directories can be written with O_DIRECT, and have the room they promise."""
+    """Whether the NVMe directories can be written with O_DIRECT, and have enough free space."""
     paths = node.nvme_paths
     if not paths:
         return Check("nvme", "ok", "not used (node.nvme_directory is not set)")
@@ -341,8 +349,8 @@ def check_nvme(node: NodeConfig) -> Check:
     return replace(worst, detail=" | ".join(device.detail for device in devices))
 
 
-def _check_device(directory: Path, asked_bytes: int) -> Check:
-    # The node makes the directory; until then its nearest parent stands for it.
+def _check_device(directory: Path, configured_bytes: int) -> Check:
+    # The node makes the directory. Until then, check its nearest parent.
     existing = next(p for p in (directory.absolute(), *directory.absolute().parents) if p.is_dir())
     try:
         o_direct = _takes_o_direct(existing)
@@ -350,17 +358,19 @@ def _check_device(directory: Path, asked_bytes: int) -> Check:
         detail = f"{directory} cannot be written: {error.strerror}"
         return Check("nvme", "fail", detail, "set node.nvme_directory")
     free = shutil.disk_usage(existing).free
-    detail = f"{directory}: {format_bytes(free)} free, {format_bytes(asked_bytes)} asked"
-    if free < asked_bytes:
+    detail = f"{directory}: {format_bytes(free)} free, {format_bytes(configured_bytes)} configured"
+    if free < configured_bytes:
         return Check("nvme", "warn", detail, "lower node.nvme_bytes (existing pool files count)")
     if not o_direct:
-        advice = "use a directory on ext4 or XFS: reads fall to less than half without it"
+        advice = (
+            "use a directory on ext4 or XFS: without O_DIRECT, reads run at less than half speed"
+        )
         return Check("nvme", "warn", f"{detail}; no O_DIRECT", advice)
     return Check("nvme", "ok", f"{detail}; O_DIRECT")
 
 
 def run_checks(settings: Settings, root: Path = Path("/")) -> list[Check]:
-    """All checks, in the order in which they are shown; takes seconds, because NIXL is loaded."""
+    """All checks, in display order. This takes seconds, because it loads NIXL."""
     probe = run_probe() if importlib.util.find_spec("nixl") is not None else None
     return [
         check_versions(),
@@ -407,7 +417,7 @@ def _bind_problem(host: str, port: int) -> int:
 
 
 def _takes_o_direct(directory: Path) -> bool:
-    """Raises `OSError` when no file can be made there at all."""
+    """Whether files there can be opened with O_DIRECT. Raises OSError if no file can be made."""
     with tempfile.NamedTemporaryFile(dir=directory, prefix=".kvpool-doctor-") as file:
         try:
             os.close(os.open(file.name, os.O_RDWR | os.O_DIRECT))

@@ -1,4 +1,4 @@
-"""`kvpool engines`: the namespaces of the engines that have registered, as `conductor.engines` describes them."""
+"""`kvpool engines`: the namespaces of all registered engines, in the form of the setting `conductor.engines`."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Annotated, Any
 import typer
 
 from kvpool.blocks.layout import Namespace
-from kvpool.cli.data.pool import AsJson, Conductor, open_pool
-from kvpool.cli.output import console, print_json, print_table
+from kvpool.cli.connect import Conductor, open_pool
+from kvpool.cli.output import AsJson, console, print_json, print_table
 
 
 def engines(
     ctx: typer.Context,
-    model: Annotated[str, typer.Option("--model", help="Only those of this model.")] = "",
+    model: Annotated[str, typer.Option("--model", help="Only namespaces of this model.")] = "",
     conductor: Conductor = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the namespaces that the pool knows, as entries of conductor.engines; salts are not shown."""
+    """List the namespaces in the pool, as entries for the setting conductor.engines. Salts are not shown."""
     with open_pool(ctx, conductor) as pool:
         spaces = [space for space in pool.namespaces() if not model or space.model == model]
     if as_json:
@@ -25,7 +25,7 @@ def engines(
         return
     if not spaces:
         console().print(
-            f"none of {model}; `kvpool engines` lists all"
+            f"no engine of {model}; `kvpool engines` lists all"
             if model
             else "no engine has registered yet"
         )
@@ -38,7 +38,7 @@ def engines(
 
 
 def entry_of(space: Namespace) -> dict[str, Any]:
-    """The part of an entry of `conductor.engines` that says whose blocks an engine makes."""
+    """The part of an entry of `conductor.engines` that identifies the blocks of an engine."""
     layout = space.layout
     return {
         "namespace_model": space.model,

@@ -1,4 +1,4 @@
-"""`kvpool explain`: what was decided for a request and why, what it missed, and what was measured later."""
+"""`kvpool explain`: the decision about a request with its reasons, the blocks it missed, and what was measured."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ import typer
 
 from kvpool.cli.context import invocation, overrides
 from kvpool.cli.ids import short_id
-from kvpool.cli.output import console, format_seconds, print_json, print_table
+from kvpool.cli.output import AsJson, console, format_seconds, print_json, print_table
 from kvpool.errors import InvalidArgument, NotFound, Unavailable
 from kvpool.security.credentials import Credentials, credentials_of
 
 TIMEOUT_S = 10.0
-SHORT_ID = 12  # characters of a worker's or node's id that are shown
+SHORT_ID = 12  # characters shown of a worker's or node's id
 PARTS = ("queue", "fetch", "prefill", "send", "load", "tail")  # of a predicted TTFT, in order
 
 REASONS = {
-    "cost": "least predicted time to the whole answer",
-    "short": "so little is left to compute that it is not sent elsewhere",
-    "rule": "first in the strategy's order that room and objectives allow",
+    "cost": "least predicted time to the whole response",
+    "short": "too little is left to compute for a remote prefill",
+    "rule": "first in the strategy's order that has memory and meets the objectives",
     "forced": "the request or the routing rules asked for this mode",
-    "nothing_remote": "a remote prefill was asked for, and there is nothing to compute or nobody to do it",
-    "ttft_slo": "no choice meets the objective for TTFT",
-    "tpot_slo": "no choice meets the objective for TPOT",
-    "no_room": "no node can take the blocks that would be written",
-    "no_kv_room": "no decode worker has room for the sequence",
-    "no_decode_worker": "nobody decodes for this namespace",
-    "no_prefill_choice": "nobody may prefill it",
-    "prompt_too_long": "longer than any worker takes",
-    "queue_full": "no place in the queue",
-    "queue_slow": "too many wait before it for it to start in time",
-    "queue_deadline": "it waited too long",
+    "nothing_remote": "a remote prefill was asked for, but nothing is left to compute or no worker can do it",
+    "ttft_slo": "no candidate meets the objective for TTFT",
+    "tpot_slo": "no candidate meets the objective for TPOT",
+    "no_room": "no node has memory for the blocks to write",
+    "no_kv_room": "no decode worker has KV memory for the sequence",
+    "no_decode_worker": "no decode worker serves this namespace",
+    "no_prefill_choice": "no worker may prefill it",
+    "prompt_too_long": "longer than any worker accepts",
+    "queue_full": "the admission queue is full",
+    "queue_slow": "too many requests are ahead of it in the queue",
+    "queue_deadline": "it waited in the queue past its deadline",
     "displaced": "a request of a higher class took its place in the queue",
 }
 
@@ -41,27 +41,31 @@ REASONS = {
 def explain(
     ctx: typer.Context,
     request_id: Annotated[
-        str | None, typer.Argument(help="Id of the request: header X-Request-Id.")
+        str | None, typer.Argument(help="The request's id, from the header X-Request-Id.")
     ] = None,
     last: Annotated[
-        int | None, typer.Option("--last", min=1, max=1000, help="List the last so many requests.")
+        int | None,
+        typer.Option("--last", min=1, max=1000, help="List this many of the last requests."),
     ] = None,
     http: Annotated[
-        str | None, typer.Option("--http", help="Conductor's HTTP address; default: configured.")
+        str | None,
+        typer.Option(
+            "--http", help="HTTP address of the conductor; default: client.conductor_http."
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Print candidates with their predicted times, the choice, the misses, and what was measured."""
+    """Print the candidates with predicted times, the choice, the blocks missed, and the measured times."""
     given = overrides(http=("client.conductor_http", http))
     settings = invocation(ctx).load(given).settings.client
     addresses, credentials = settings.conductor_http.split(","), credentials_of(settings)
     if (request_id is None) == (last is None):
         raise InvalidArgument(
-            "name a request, or how many of the last ones to list", hint="--last 10"
+            "give either a request id or --last", hint="--last 10 lists the last 10 requests"
         )
     if request_id is None:
-        answers = _ask(addresses, credentials, f"/v1/requests?limit={last}")
-        records = [record for answer in answers for record in answer["requests"]]
+        pages = _fetch(addresses, credentials, f"/v1/requests?limit={last}")
+        records = [record for page in pages for record in page["requests"]]
         records.sort(key=lambda record: -record["at_unix_s"])
         del records[last:]
         if as_json:
@@ -70,11 +74,11 @@ def explain(
             _print_list(records)
         return
     if not request_id.replace("-", "").replace("_", "").isalnum():
-        raise InvalidArgument(f"{request_id!r} is no request id")
-    found = _ask(addresses, credentials, f"/v1/requests/{_bare(request_id)}")
+        raise InvalidArgument(f"{request_id!r} is not a request id")
+    found = _fetch(addresses, credentials, f"/v1/requests/{_bare(request_id)}")
     if not found:
         raise NotFound(
-            "no conductor knows this request", hint="each keeps the last ones: --last 20"
+            "no conductor knows this request", hint="list the requests that it keeps with --last 20"
         )
     if as_json:
         print_json(found[0])
@@ -83,17 +87,17 @@ def explain(
 
 
 def _bare(request_id: str) -> str:
-    """The id without the prefix that OpenAI's objects have."""
+    """The id without the prefix of OpenAI's objects."""
     return request_id.removeprefix("chatcmpl-").removeprefix("cmpl-")
 
 
-def _ask(addresses: list[str], credentials: Credentials, path: str) -> list[Any]:
-    """What those conductors answer that know it.
+def _fetch(addresses: list[str], credentials: Credentials, path: str) -> list[Any]:
+    """The JSON documents of the conductors that have this path.
 
     Raises:
-        Unavailable: none of them answers at all.
+        Unavailable: no conductor answers.
     """
-    answers, failures = [], []
+    documents, failures = [], []
     scheme = "https" if credentials.tls else "http"
     headers = {"Authorization": f"Bearer {credentials.token}"} if credentials.token else {}
     with httpx.Client(headers=headers, verify=credentials.tls or True, timeout=TIMEOUT_S) as client:
@@ -104,21 +108,22 @@ def _ask(addresses: list[str], credentials: Credentials, path: str) -> list[Any]
                 failures.append(f"{scheme}://{address}: {error}")
                 continue
             if response.is_success:
-                answers.append(response.json())
+                documents.append(response.json())
             elif response.status_code != httpx.codes.NOT_FOUND:
                 failures.append(f"{scheme}://{address} answered {response.status_code}")
     if len(failures) == len(addresses):
         raise Unavailable(
-            f"no conductor answers: {'; '.join(failures)}", hint="--http HOST:PORT, or several"
+            f"no conductor answers: {'; '.join(failures)}",
+            hint="give --http HOST:PORT, or several addresses",
         )
-    return answers
+    return documents
 
 
 def _print_list(records: list[dict[str, Any]]) -> None:
     if not records:
         console().print(
-            "no requests: a conductor knows those that came through its gateway, not those that clients sent"
-            " to an engine itself"
+            "no requests: a conductor keeps those of its own gateway, not those that clients send straight"
+            " to an engine"
         )
         return
     numbers = ("prompt", "reused", "TTFT", "predicted", "TPOT")
@@ -130,7 +135,7 @@ def _print_list(records: list[dict[str, Any]]) -> None:
             (
                 decision["request_id"],
                 _clock(record["at_unix_s"]),
-                outcome.get("status", "in work"),
+                outcome.get("status", "running"),
                 decision["mode"] if decision["mode"] != "refused" else decision["reason"],
                 _short(decision["prefill"] or decision["decode"]),
                 _short(decision["decode"]),
@@ -156,7 +161,7 @@ def _print_record(record: dict[str, Any]) -> None:
     line("request", f"{decision['request_id']}, {_clock(record['at_unix_s'])}")
     line("prompt", f"{decision['prompt_tokens']} tokens of {record['namespace']}")
     line("strategy", decision["strategy"])
-    if record["routing"] and not record["routing"].startswith(":"):  # a rule of the policy said so
+    if record["routing"] and not record["routing"].startswith(":"):  # a routing rule applied
         line("routing", record["routing"])
     line("class", record["priority"])
     line("choice", _choice(decision))
@@ -165,7 +170,7 @@ def _print_record(record: dict[str, Any]) -> None:
     )
     tokens = record["block_tokens"]
     found, reuse = record["found_blocks"], decision["reuse_blocks"]
-    line("reuse", f"{reuse} blocks ({reuse * tokens} tokens) planned, {found} stood in the pool")
+    line("reuse", f"{reuse} blocks ({reuse * tokens} tokens) planned, {found} found in the pool")
     for copy in decision["replicate"]:
         where = f"from node {_short(copy['source'])} to {_short(copy['target'])}"
         line("replicate", f"blocks {copy['start']} to {copy['start'] + copy['count'] - 1} {where}")
@@ -173,7 +178,7 @@ def _print_record(record: dict[str, Any]) -> None:
     _print_candidates(decision)
     out.print()
     if outcome is None:
-        out.print("It is in work still: nothing was measured yet.")
+        out.print("The request is still running; nothing has been measured yet.")
         return
     _print_outcome(decision, outcome)
     out.print()
@@ -182,7 +187,7 @@ def _print_record(record: dict[str, Any]) -> None:
 
 def _choice(decision: dict[str, Any]) -> str:
     if decision["mode"] == "refused":
-        return f"refused; try again in {format_seconds(decision['retry_after_s'])}"
+        return f"refused; retry after {format_seconds(decision['retry_after_s'])}"
     if decision["mode"] == "local":
         return f"local: prefill and decode on {decision['decode']}"
     where = f"prefill on {decision['prefill']}, decode on {decision['decode']}"
@@ -209,7 +214,7 @@ def _print_candidates(decision: dict[str, Any]) -> None:
     print_table(
         ("mode", "prefill", "decode", *numbers, ""),
         rows,
-        title="Candidates, with what was predicted",
+        title="Candidates, with predicted times",
         right=numbers,
         styles={"chosen": "green"},
     )
@@ -238,7 +243,7 @@ def _print_outcome(decision: dict[str, Any], outcome: dict[str, Any]) -> None:
 
 def _print_misses(misses: list[dict[str, Any]], block_tokens: int) -> None:
     if not misses:
-        console().print("Nothing was missed: every block that the prompt fills was reused.")
+        console().print("No misses: every full block of the prompt was reused.")
         return
     print_table(
         ("missed because", "blocks", "tokens", "detail"),

@@ -1,4 +1,4 @@
-"""`kvpool protect` and `kvpool unprotect`: keep the blocks of a prompt, such as a system prompt's, in the pool."""
+"""`kvpool protect` and `kvpool unprotect`: keep the blocks of a prompt, such as a system prompt, in the pool."""
 
 from __future__ import annotations
 
@@ -10,34 +10,36 @@ import typer
 
 from kvpool.blocks.hashing import HASH_BYTES, hash_chain
 from kvpool.blocks.layout import Namespace
-from kvpool.cli.data.pool import FILE_NAMESPACE, AsJson, Conductor, file_hashes, open_pool
-from kvpool.cli.output import console, print_json, print_table
+from kvpool.cli.connect import Conductor, open_pool
+from kvpool.cli.data.pool import FILE_NAMESPACE, file_hashes
+from kvpool.cli.output import AsJson, console, print_json, print_table
 from kvpool.client import Pool
 from kvpool.errors import InvalidArgument, NotFound
 
 Key = Annotated[str | None, typer.Argument(help="Key that `kvpool put` printed.")]
 System = Annotated[
-    str | None, typer.Option("--system", help="A system prompt, through the model's chat template.")
+    str | None,
+    typer.Option("--system", help="A system prompt; the model's chat template is applied."),
 ]
-Text = Annotated[str | None, typer.Option("--text", help="A plain prompt or the beginning of one.")]
+Text = Annotated[str | None, typer.Option("--text", help="A plain prompt, or the start of one.")]
 Tokens = Annotated[
     Path | None,
     typer.Option(
         "--tokens",
         exists=True,
         dir_okay=False,
-        help="File with token ids: a JSON list, or numbers and blanks.",
+        help="File with token ids: a JSON list, or numbers with spaces.",
     ),
 ]
 Hashes = Annotated[
     list[str] | None,
-    typer.Option("--hash", help="A block's hash in hex; repeat from the chain's start."),
+    typer.Option(
+        "--hash", help="A block's hash in hex; repeat for each block of the chain, in order."
+    ),
 ]
 Model = Annotated[
     str,
-    typer.Option(
-        "--model", help="Model, or model@revision as an error names it; default: the only one."
-    ),
+    typer.Option("--model", help="Model or model@revision; default: the only one in the pool."),
 ]
 
 
@@ -52,17 +54,18 @@ def protect(
     ttl_s: Annotated[
         float | None,
         typer.Option(
-            "--ttl", help="Seconds for which they go last; default: never, until `unprotect`."
+            "--ttl",
+            help="Seconds during which the blocks are evicted last; default: never evict them.",
         ),
     ] = None,
     conductor: Conductor = None,
     as_json: AsJson = False,
 ) -> None:
-    """Keep the whole blocks of one prompt wherever they stand now. Those not in the pool are passed over."""
+    """Keep the full blocks of one prompt on the nodes that hold them. Blocks not in the pool are skipped."""
     with open_pool(ctx, conductor) as pool:
         space, chain = _chain(pool, key, system, text, tokens, hashes, model)
         counts = pool.protect(space, chain, ttl_s=ttl_s)
-    _say(counts, len(chain), "protected", as_json)
+    _report(counts, len(chain), "protected", as_json)
 
 
 def unprotect(
@@ -76,11 +79,11 @@ def unprotect(
     conductor: Conductor = None,
     as_json: AsJson = False,
 ) -> None:
-    """End the protection of one prompt's blocks; what another protected prompt shares stays protected."""
+    """End the protection of one prompt's blocks. Blocks shared with another protected prompt stay protected."""
     with open_pool(ctx, conductor) as pool:
         space, chain = _chain(pool, key, system, text, tokens, hashes, model)
         counts = pool.unprotect(space, chain)
-    _say(counts, len(chain), "unprotected", as_json)
+    _report(counts, len(chain), "unprotected", as_json)
 
 
 def _chain(
@@ -92,12 +95,12 @@ def _chain(
     hashes: list[str] | None,
     model: str,
 ) -> tuple[Namespace, list[bytes]]:
-    """Whose blocks, and which."""
+    """The namespace and the hashes of the blocks that the options name."""
     given = [name for name in (key, system, text, tokens, hashes or None) if name is not None]
     if len(given) != 1:
         raise InvalidArgument(
-            f"{len(given)} prompts are named",
-            hint="give one of KEY, --system, --text, --tokens, --hash",
+            f"{len(given)} prompts are given",
+            hint="give exactly one of KEY, --system, --text, --tokens, --hash",
         )
     if key is not None:
         return FILE_NAMESPACE, file_hashes(key)[1]
@@ -123,10 +126,10 @@ def _namespace(pool: Pool, model: str) -> Namespace:
     found = [space for space in known if not model or model in (space.model, space.name)]
     if not found:
         names = ", ".join(sorted({space.model for space in known})) or "none"
-        raise NotFound(f"the pool has no blocks of model {model!r}", hint=f"it knows {names}")
+        raise NotFound(f"the pool has no blocks of model {model!r}", hint=f"its models: {names}")
     if len(found) > 1:
         names = ", ".join(space.name for space in found)
-        raise InvalidArgument("several namespaces could be meant", hint=f"--model one of {names}")
+        raise InvalidArgument("several namespaces match", hint=f"--model with one of {names}")
     return found[0]
 
 
@@ -137,7 +140,7 @@ def _token_ids(file: Path) -> list[int]:
             return msgspec.json.decode(data, type=list[int])
         return [int(word) for word in data.split()]
     except (msgspec.DecodeError, ValueError) as error:
-        raise InvalidArgument(f"{file} holds no token ids: {error}") from error
+        raise InvalidArgument(f"{file} does not hold token ids: {error}") from error
 
 
 def _hash(text: str) -> bytes:
@@ -146,13 +149,13 @@ def _hash(text: str) -> bytes:
     except ValueError:
         value = b""
     if len(value) != HASH_BYTES:
-        raise InvalidArgument(f"{text!r} is no block hash", hint=f"{2 * HASH_BYTES} hex digits")
+        raise InvalidArgument(f"{text!r} is not a block hash", hint=f"{2 * HASH_BYTES} hex digits")
     return value
 
 
-def _say(counts: dict[str, int], blocks: int, what: str, as_json: bool) -> None:
+def _report(counts: dict[str, int], blocks: int, what: str, as_json: bool) -> None:
     if as_json:
         print_json({"blocks": blocks, what: counts})
         return
-    console().print(f"{blocks} blocks in the prompt")
+    console().print(f"the prompt has {blocks} full blocks")
     print_table(("node", what), sorted(counts.items()), right=(what,))

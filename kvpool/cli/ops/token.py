@@ -1,4 +1,4 @@
-"""`kvpool token`: make API tokens. They are shown once; files keep their hashes."""
+"""`kvpool token`: make API tokens. A token is shown once; files keep its hash."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvpool.cli.output import console, error_console, print_json
+from kvpool.cli.output import AsJson, console, error_console, print_json
 from kvpool.errors import ConfigError
 from kvpool.security.tokens import TOKEN_BYTES, TOKEN_PREFIX, Scope, read_tokens, token_line
 
@@ -23,22 +23,26 @@ def _group() -> None:
 
 @app.command()
 def create(
-    name: Annotated[str, typer.Argument(help="Whose it is; shown in messages.")],
+    name: Annotated[str, typer.Argument(help="Name of its holder, shown in messages.")],
     tenant: Annotated[
-        str, typer.Option("--tenant", help="Its tenant; '*' for admin, internal and metrics.")
+        str,
+        typer.Option(
+            "--tenant", help="Tenant of its holder; '*' for the scopes admin, internal and metrics."
+        ),
     ],
     scopes: Annotated[
-        list[Scope], typer.Option("--scope", help="What it may do; repeatable.", show_choices=True)
+        list[Scope],
+        typer.Option("--scope", help="What the token allows; repeatable.", show_choices=True),
     ],
     isolated: Annotated[
-        bool, typer.Option("--isolated", help="Keep the tenant's blocks in memory of their own.")
+        bool, typer.Option("--isolated", help="Keep the tenant's blocks in separate memory.")
     ] = False,
     file: Annotated[
-        Path | None, typer.Option("--file", help="Append the line to this file of tokens.")
+        Path | None, typer.Option("--file", help="Append the line to this tokens file.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Print a new token, once, and the line that a server's tokens_path needs to accept it."""
+    """Print a new token, and the line for the servers' tokens file (the setting tokens_path)."""
     token = TOKEN_PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
     line = token_line(token, name, tenant, scopes, is_isolated=isolated)
     if file is not None:
@@ -48,17 +52,17 @@ def create(
         return
     console().print(token, markup=False, highlight=False, soft_wrap=True)
     if file is None:
-        error_console().print("for the file of tokens:", markup=False)
+        error_console().print("line for the tokens file:", markup=False)
         error_console().print(line, markup=False, highlight=False, soft_wrap=True)
     else:
-        error_console().print(f"its hash is in {file}; the token is shown only now", markup=False)
+        error_console().print(f"{file} holds its hash; the token is not shown again", markup=False)
 
 
 def _append(file: Path, line: str) -> None:
-    """Add a line to a file that only its owner can read; all or nothing.
+    """Add a line to a file that only its owner can read. On an error the file is unchanged.
 
     Raises:
-        ConfigError: the file could not be used with it.
+        ConfigError: the file with the line would not be a tokens file, or cannot be written.
     """
     before = file.read_text(encoding="utf-8") if file.exists() else ""
     if before and not before.endswith("\n"):

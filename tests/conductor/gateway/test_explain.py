@@ -71,7 +71,7 @@ async def test_a_refused_request_is_explained_too() -> None:
         response = await running.ask()
         assert response.status_code == 429
         printed = await explain(running, response.headers["X-Request-Id"])
-        assert "no choice meets the objective for TPOT" in printed.stdout
+        assert "no candidate meets the objective for TPOT" in printed.stdout
         assert "Measured: refused" in printed.stdout
 
 

@@ -146,7 +146,7 @@ def test_numa_nodes_that_are_asked_for_must_exist(tmp_path: Path) -> None:
     assert doctor_checks.check_numa(tmp_path, NodeConfig(numa_nodes=(0, 1))).status == "ok"
     assert "[0, 1]" in doctor_checks.check_numa(tmp_path, NodeConfig()).action
     missing = doctor_checks.check_numa(tmp_path, NodeConfig(numa_nodes=(0, 2)))
-    assert (missing.status, missing.action) == ("fail", "mend node.numa_nodes")
+    assert (missing.status, missing.action) == ("fail", "correct node.numa_nodes")
 
 
 @pytest.mark.parametrize(("scope", "status"), [("0", "ok"), ("1", "warn"), ("3", "warn")])
