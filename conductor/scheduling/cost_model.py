@@ -1,15 +1,13 @@
-"""What things cost in seconds: prefill, decode steps and transfers, fitted online to what was measured.
+"""Predicts seconds for prefill, decode steps and transfers, with fits that learn from measurements.
 
     prefill   a + b * new + c * new * (reused + new / 2)      linear work, and attention over the prefix
     TPOT      d + e * context + f * batch                     KV read in a step, and work per sequence
     transfer  latency + bytes / bandwidth                     per (same host or other, transport), and tier
 
 The prefill form is DistServe's (OSDI'24, latency model: GEMMs linear, attention quadratic in length),
-extended by a reused prefix as in Mooncake's EstimatePrefillExecutionTime (FAST'25, Algorithm 1); the TPOT
+extended by a reused prefix as in Mooncake's EstimatePrefillExecutionTime (FAST'25, Algorithm 1). The TPOT
 form follows Splitwise's and DistServe's decode models (memory-bound: linear in KV read and in batch).
 Transfer is the usual alpha-beta model, Algorithm 1's EstimateKVCacheTransferTime without its queue.
-
-Pure: no I/O, no clock. It predicts; it decides nothing.
 """
 
 from __future__ import annotations
@@ -23,16 +21,14 @@ from kvpool.bounded import BoundedDict
 from kvpool.errors import InvalidArgument
 
 MIN_PREDICTION_S = 1e-6
-MEASURED = (
-    3  # measurements from which on a worker's fit is trusted enough to refuse or decline by it
-)
-LEAST_WAIT_S = 1e-3  # a wait that is worth nothing; 0 would mean any
-QUEUE_PROBE_TOKENS = 1024  # prompt length at which a queue of unknown prompts is priced
+MEASURED = 3  # measurements after which a worker's fit is trusted enough to refuse a request by it
+LEAST_WAIT_S = 1e-3  # means "do not wait"; 0 would mean "no limit"
+QUEUE_PROBE_TOKENS = 1024  # assumed length of queued prompts whose lengths are unknown
 
 
 @dataclass(slots=True, frozen=True)
 class LinkProfile:
-    """One kind of path for bytes."""
+    """Latency and bandwidth of one kind of network path."""
 
     latency_s: float
     bytes_per_s: float
@@ -40,10 +36,10 @@ class LinkProfile:
 
 @dataclass(slots=True, frozen=True)
 class Profile:
-    """Where fits start from: seconds per unit, all positive.
+    """Starting values of the fits: seconds per unit, all positive.
 
-    The defaults are a small model on a CPU (SmolLM2-135M: 735 tokens/s at 1k, 515 at 4k) and NIXL without
-    RDMA; they only have to be right within an order of magnitude, measurements do the rest.
+    The defaults describe a small model on a CPU (SmolLM2-135M: 735 tokens/s at 1k, 515 at 4k) and NIXL without
+    RDMA. They must be right within an order of magnitude only; measurements correct them.
 
     Raises:
         InvalidArgument: a figure is not positive and finite.
@@ -72,15 +68,16 @@ class Profile:
 
 
 class OnlineFit:
-    """y = sum(weight[i] * seed[i] * x[i]): exponentially weighted recursive least squares.
+    """y = sum(weight[i] * seed[i] * x[i]), fitted by exponentially weighted recursive least squares.
 
     Errors are relative to the prediction, so that a short prompt counts as much as a long one. An error is
-    cut at three times the usual one (Huber), so that an outlier moves little; four cut errors in a row of
-    one sign are no outliers but a change, which is then followed at full gain. Weights start at 1 (the seed) and stay positive, and so do predictions.
+    clipped at three times the usual one (Huber), so that an outlier moves little. Four clipped errors in a row
+    with the same sign are a change and not outliers; the fit then follows at full gain. Weights start at 1
+    (the seed) and stay positive, and so do predictions.
 
     Args:
         seed: positive coefficients to start from.
-        forget: share of its importance that an observation keeps when the next one comes.
+        forget: share of its importance that an observation keeps when the next one arrives.
     """
 
     __slots__ = (
@@ -97,29 +94,29 @@ class OnlineFit:
     _START = (
         25.0  # variance of a weight over that of the noise: seeds may be far off, noise is ~20 %
     )
-    _LEAST = 1e-3  # a weight's floor: a coefficient of zero could never be told from a useless one
-    _CHANGE = 4  # cut errors in a row of one sign
-    _LARGEST = 10.0  # relative error followed at most in one step
+    _LEAST = 1e-3  # lower bound of a weight: a fit could never raise a coefficient of zero again
+    _CHANGE = 4  # clipped errors in a row with the same sign
+    _LARGEST = 10.0  # largest relative error that one step follows
 
     def __init__(self, seed: Sequence[float], forget: float = 0.98) -> None:
         size = len(seed)
         self._seed = tuple(seed)
         self._forget = forget
         self._usual = 0.1  # usual relative error
-        self._run = 0  # cut errors in a row, with their sign
+        self._run = 0  # clipped errors in a row, with their sign
         self.weights = [1.0] * size
         self.coefficients = self._seed
         self.observations = 0
         self._covariance = self._fresh_covariance(size)
 
     def predict(self, features: Sequence[float]) -> float:
-        """Seconds; at least a microsecond."""
-        # Asked some hundred times for each decision: no Python runs per term.
+        """Predicted seconds, at least a microsecond."""
+        # Called some hundred times per decision, so no Python code runs per term.
         total: float = sum(map(mul, self.coefficients, features))
         return max(total, MIN_PREDICTION_S)
 
     def observe(self, features: Sequence[float], seconds: float) -> None:
-        """Learn from one measurement; anything not positive and finite is no measurement."""
+        """Learn from one measurement. A value that is not positive and finite is ignored."""
         if not (math.isfinite(seconds) and seconds > 0 and all(map(math.isfinite, features))):
             return
         if min(features) < 0 or not any(features):
@@ -145,7 +142,7 @@ class OnlineFit:
             max(self._LEAST, w + g * cut) for w, g in zip(self.weights, gain, strict=True)
         ]
         self.coefficients = tuple(map(mul, self.weights, self._seed))
-        # Forget only while some variance is left to grow: a constant load must not blow it up.
+        # Forget only below the starting variance, so that a constant load does not blow it up.
         grow = 1.0
         if max(row[i] for i, row in enumerate(self._covariance)) < self._START:
             grow = 1.0 / self._forget
@@ -161,10 +158,10 @@ class OnlineFit:
 
 
 class CostModel:
-    """Predictions per worker and per kind of link; each starts from the profile and learns.
+    """Predictions per worker and per kind of link. Each fit starts from the profile and learns.
 
     Args:
-        max_workers: fits kept; beyond it the one that was created first is dropped.
+        max_workers: fits to keep; the oldest one is dropped first.
     """
 
     def __init__(self, profile: Profile | None = None, max_workers: int = 4096) -> None:
@@ -172,24 +169,24 @@ class CostModel:
         self._prefill: BoundedDict[str, OnlineFit] = BoundedDict(max_workers)
         self._tpot: BoundedDict[str, OnlineFit] = BoundedDict(max_workers)
         self._links: dict[tuple[bool, str], OnlineFit] = {}
-        # What predictions start from where nothing was measured; never taught.
+        # The predictions before the first measurement; these fits never learn.
         self._fresh_prefill, self._fresh_tpot = self._prefill_seed(), self._tpot_seed()
         self._fresh_links = {near: self._link_seed(near) for near in (False, True)}
 
     # ------------------------------------------------------------ predictions, in seconds
 
     def prefill_s(self, worker_id: str, new_tokens: int, reused_tokens: int = 0) -> float:
-        """Computing `new_tokens` that follow on `reused_tokens` whose KV is there. 0 for none."""
+        """Time to compute `new_tokens` that follow `reused_tokens` whose KV is present. 0 for no tokens."""
         if new_tokens <= 0:
             return 0.0
         fit = self._prefill.get(worker_id) or self._fresh_prefill
         return fit.predict(_prefill_features(new_tokens, reused_tokens))
 
     def queue_s(self, worker_id: str, queued_tokens: int, tokens_per_s: float = 0.0) -> float:
-        """Computing a queue of prompts of unknown lengths.
+        """Time to compute a queue of prompts of unknown lengths.
 
         Args:
-            tokens_per_s: the worker's own measure; 0 when unknown.
+            tokens_per_s: the worker's own measurement; 0 if unknown.
         """
         if queued_tokens <= 0:
             return 0.0
@@ -199,33 +196,33 @@ class CostModel:
         return self.prefill_s(worker_id, probe) * queued_tokens / probe
 
     def tpot_s(self, worker_id: str, context_tokens: float, batch: float) -> float:
-        """One decode step over `batch` sequences that hold `context_tokens` of KV together."""
+        """Time of one decode step over `batch` sequences that hold `context_tokens` of KV in total."""
         fit = self._tpot.get(worker_id) or self._fresh_tpot
         return fit.predict((1.0, max(0.0, context_tokens), max(0.0, batch)))
 
     def transfer_s(
         self, size_bytes: float, *, same_host: bool, transport: str = "", tier: str = "dram"
     ) -> float:
-        """Moving `size_bytes` in one go; a slow tier is read first, at its own rate. 0 for no bytes."""
+        """Time to move `size_bytes` in one transfer. A slow tier is read first, at its own rate. 0 for no bytes."""
         if size_bytes <= 0:
             return 0.0
         fit = self._links.get((same_host, transport)) or self._fresh_links[same_host]
         return fit.predict((1.0, size_bytes)) + self.tier_s(size_bytes, tier)
 
     def tier_s(self, size_bytes: float, tier: str, bytes_per_s: float = 0.0) -> float:
-        """Bringing `size_bytes` of a slow tier into memory. 0 for a fast one.
+        """Time to read `size_bytes` from a slow tier into memory. 0 for a fast tier.
 
         Args:
-            bytes_per_s: as the node measured it; 0 while it does not know.
+            bytes_per_s: rate that the node measured; 0 while unknown.
         """
         rate = bytes_per_s or self.profile.tier_bytes_per_s.get(tier)
         return size_bytes / rate if rate else 0.0
 
     def worthwhile_s(self, worker_id: str, tokens: int, reused_tokens: int, link_s: float) -> float:
-        """The longest wait that makes reusing no slower than computing all `tokens`; 0: not known.
+        """The longest wait with which reusing is no slower than computing all `tokens`; 0: unknown.
 
         Args:
-            link_s: what moving the reused ones takes besides.
+            link_s: additional time to move the reused tokens.
         """
         if reused_tokens <= 0 or self.prefill_samples(worker_id) < MEASURED:
             return 0.0
@@ -238,7 +235,7 @@ class CostModel:
     def observe_prefill(
         self, worker_id: str, new_tokens: int, reused_tokens: int, seconds: float
     ) -> None:
-        """`seconds` of computation alone, without queue or transfers."""
+        """Learn from one prefill: `seconds` of computation, without queue and transfers."""
         if new_tokens <= 0 or reused_tokens < 0:
             return
         fit = self._of_worker(self._prefill, worker_id, self._prefill_seed)
@@ -247,7 +244,7 @@ class CostModel:
     def observe_tpot(
         self, worker_id: str, context_tokens: float, batch: float, seconds: float
     ) -> None:
-        """A measured step; a worker's heartbeat holds all three."""
+        """Learn from one decode step; a worker's heartbeat holds all three figures."""
         if batch <= 0 or context_tokens < 0:
             return
         fit = self._of_worker(self._tpot, worker_id, self._tpot_seed)
@@ -262,7 +259,7 @@ class CostModel:
         transport: str = "",
         tier: str = "dram",
     ) -> None:
-        """A measured transfer. Time that a slow tier takes of itself is not held against the link."""
+        """Learn from one transfer. The time of a slow tier is subtracted first."""
         if size_bytes <= 0:
             return
         rate = self.profile.tier_bytes_per_s.get(tier)
@@ -273,17 +270,17 @@ class CostModel:
         fit.observe((1.0, size_bytes), link_s)
 
     def prefill_samples(self, worker_id: str) -> int:
-        """How many prefills of this worker were learnt from; 0: predictions are the profile's."""
+        """Number of prefills of this worker that the fit learned from; 0 means that the profile predicts."""
         fit = self._prefill.get(worker_id)
         return fit.observations if fit is not None else 0
 
     def tpot_samples(self, worker_id: str) -> int:
-        """How many decode steps of this worker were learnt from."""
+        """Number of decode steps of this worker that the fit learned from."""
         fit = self._tpot.get(worker_id)
         return fit.observations if fit is not None else 0
 
     def forget_worker(self, worker_id: str) -> None:
-        """Drop what was learnt of a worker that is gone."""
+        """Drop the fits of a worker that has left."""
         self._prefill.pop(worker_id, None)
         self._tpot.pop(worker_id, None)
 
@@ -315,10 +312,10 @@ def _prefill_features(new_tokens: int, reused_tokens: int) -> tuple[float, float
 
 
 def exposed_s(prefill_s: float, transfer_s: float, layers: int) -> float:
-    """What a layer-wise send adds to the prefill: at least the last layer's transfer.
+    """The part of a layer-wise transfer that does not overlap with the prefill: at least the last layer's.
 
-    Layers are equal; each is sent when it is final and when the one before it has left. A link slower than the
-    prefill makes its whole backlog wait.
+    Layers are equal. A layer is sent once it is computed and once the layer before it has left. If the link is
+    slower than the prefill, its whole backlog is exposed.
     """
     slowest_is_link = prefill_s / layers + transfer_s
     slowest_is_compute = prefill_s + transfer_s / layers

@@ -12,8 +12,9 @@ Mode = Literal["disaggregated", "local", "refused"]
 class Candidate:
     """One way to serve the request, with every part of its predicted TTFT in seconds.
 
-    `prefill` is None for local prefill on the decode worker. `rejected` says why it may not be chosen
-    ("" when it may): "ttft_slo", "tpot_slo", "no_room", "no_kv_room".
+    `prefill` is None if the decode worker prefills. `rejected` says why the candidate may not be chosen:
+    "ttft_slo", "tpot_slo", "no_room" (no space in the pool) or "no_kv_room" (no space in the engine).
+    It is "" if the candidate may be chosen.
     """
 
     mode: Mode
@@ -21,27 +22,25 @@ class Candidate:
     decode: str
     reuse_blocks: int
     ttft_s: float
-    tpot_s: float  # predicted for when this prefill ends
+    tpot_s: float  # predicted for the moment at which this prefill ends
     queue_s: float = 0.0  # before the prefill starts
     fetch_s: float = 0.0  # reading the reused blocks to where the prefill runs
     prefill_s: float = 0.0  # computing the rest
-    send_s: float = (
-        0.0  # what the prefill does not hide: the last layer, or what a slow link lags behind
-    )
-    load_s: float = 0.0  # the decode worker reads the blocks, waiting for its own queue included
-    tail_s: float = 0.0  # the decode worker computes what fills no block
+    send_s: float = 0.0  # the part of the transfer that does not overlap with the prefill
+    load_s: float = 0.0  # the decode worker waits in its own queue and reads the blocks
+    tail_s: float = 0.0  # the decode worker computes the tokens that do not fill a block
     rejected: str = ""
-    stalls_s: float = 0.0  # what those lose, together, who decode where this one computes
+    stalls_s: float = 0.0  # total delay of the sequences that decode where this request computes
 
     @property
     def work_s(self) -> float:
-        """How long it occupies the worker that prefills."""
+        """How long the request occupies the worker that prefills."""
         return self.fetch_s + self.prefill_s + self.send_s
 
 
 @dataclass(slots=True, frozen=True)
 class PrefixReplication:
-    """Blocks [start, start + count) of the request's chain, to be copied between two nodes."""
+    """A copy to make between two nodes: blocks [start, start + count) of the request's chain."""
 
     source: str
     target: str
@@ -51,11 +50,12 @@ class PrefixReplication:
 
 @dataclass(slots=True, frozen=True)
 class Decision:
-    """The outcome of scheduling. Refused: `reason` says why, and `retry_after_s` when to come back.
+    """What the scheduler decided for one request.
 
-    `reason` of a decision that serves says why this mode was chosen. `target_node` is where to reserve the
-    blocks still to be computed (disaggregated only). `replicate`: copies worth making in the background,
-    because the prefix stands where the work does not; this request does not wait for them.
+    `reason` says why the request was refused, or why this mode was chosen. `retry_after_s` says when a refused
+    caller may try again. `target_node` is the node on which to reserve the blocks that are still to be computed;
+    it is set only if another worker prefills. `replicate` are copies worth making in the background, because
+    the prefix is far from the worker. This request does not wait for them.
     """
 
     request_id: str
@@ -81,5 +81,5 @@ class Decision:
 
     @property
     def prefills_on(self) -> str | None:
-        """The worker that computes the prompt: the decode worker itself when local."""
+        """The worker that computes the prompt. Under local prefill this is the decode worker."""
         return self.prefill if self.prefill is not None else self.decode

@@ -1,4 +1,4 @@
-"""What reading from nodes' disks costs, and what it may cost, from what nodes and workers last reported. Decides nothing."""
+"""How long reads from the nodes' disks take, and how long they may take, by what nodes and workers reported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tiers(report: m.NodeStatsReply | None) -> Sequence[m.TierUsage]:
 
 
 def wait_s(nodes: Nodes, namespace: Namespace, segments: Sequence[m.Segment]) -> float:
-    """Seconds until nodes have brought what stands on disks into memory; -1 when one does not know."""
+    """Seconds until the nodes have read the blocks on disks into memory; -1 if a node does not know its rate."""
     slow_bytes: Counter[str] = Counter()
     for segment in segments:
         if segment.tier == "nvme":
@@ -47,7 +47,7 @@ def worthwhile_s(
     tokens: int,
     segments: Sequence[m.Segment],
 ) -> float:
-    """How long this worker should wait for a disk, before computing is faster; 0: no limit is known."""
+    """How long this worker should wait for a disk before computing is faster; 0: no limit is known."""
     layout = namespace.layout
     link_s = 0.0
     for segment in segments:

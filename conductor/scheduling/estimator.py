@@ -1,9 +1,9 @@
-"""What serving one request in some way would take: the predictions that strategies choose by.
+"""Predicts TTFT, TPOT and side effects of every way to serve one request. Strategies choose by them.
 
-TTFT = queue + fetch of what the pool has and the worker lacks + prefill of the rest, and for a prefill
-elsewhere the exposed transfer of the last layer, the decode worker's read and its tail. Reuse is declined
-as far as fetching costs more than computing (Mooncake's Algorithm 1, by cost instead of by a threshold).
-TPOT is predicted for the moment when the prefill ends. It chooses nothing; it is pure.
+TTFT = queue + fetch of the blocks that the pool has and the worker lacks + prefill of the rest. For a prefill
+on another worker it also includes the exposed transfer, the decode worker's read, and its tail. Blocks are
+not reused if fetching them costs more than computing them (Mooncake's Algorithm 1, by cost instead of by a
+threshold). TPOT is predicted for the moment at which the prefill ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from conductor.scheduling.inputs import NodeStatus, ScheduleRequest, SchedulingI
 
 
 class Estimator:
-    """Predictions for one request at one moment."""
+    """Predictions for one request at one moment. Parts that candidates share are computed once."""
 
     def __init__(self, request: ScheduleRequest, inputs: SchedulingInputs, now: float) -> None:
         self.request = request
@@ -26,7 +26,7 @@ class Estimator:
         self._queues: dict[str, float] = {}
         self._prefills: dict[tuple[str, int], tuple[int, float, float]] = {}
         self._targets: dict[tuple[str, int], NodeStatus | None] = {}
-        # Parts that many candidates share: each is predicted once.
+        # Parts that many candidates share.
         self._transfers: dict[tuple[float, bool], float] = {}
         self._tails: dict[str, float] = {}
         self._fetches: dict[tuple[str, int, int], float] = {}
@@ -35,13 +35,13 @@ class Estimator:
     # ------------------------------------------------------------ candidates
 
     def local(self, worker: WorkerStatus) -> Candidate:
-        """Read what pays, compute the rest, decode: all on one worker."""
+        """Prefill and decode on one worker: fetch the blocks that pay, and compute the rest."""
         request = self.request
         queue_s = self.queue_s(worker)
         reuse, fetch_s, prefill_s = self._best_reuse(worker, request.prompt_tokens)
         ttft_s = queue_s + fetch_s + prefill_s
         sequences, tpot_s = self.tpot_s(worker, ttft_s)
-        # Some end while it is computed, others begin: those in the middle of it stand for all.
+        # Sequences end and begin during the prefill; take the mean of its start and its end.
         others = (self.decode_load(worker, queue_s + fetch_s)[0] + sequences - 1) / 2
         candidate = Candidate(
             mode="local",
@@ -55,10 +55,10 @@ class Estimator:
             prefill_s=prefill_s,
             stalls_s=others * prefill_s,
         )
-        return self._judged(candidate, worker, True, prefill_s if others else 0.0)
+        return self._checked(candidate, worker, True, prefill_s if others else 0.0)
 
     def remote(self, prefiller: WorkerStatus, decoder: WorkerStatus) -> Candidate | None:
-        """Compute full blocks at `prefiller`, the tail at `decoder`; None when that is no choice."""
+        """Compute full blocks at `prefiller`, the tail at `decoder`. None if there is nothing to compute remotely."""
         request = self.request
         full_tokens = request.full_blocks * request.block_tokens
         if prefiller.worker_id == decoder.worker_id or full_tokens == 0:
@@ -72,7 +72,7 @@ class Estimator:
         target_host = target.host if target else decoder.host
         new_bytes = new_blocks * request.block_bytes
         is_near = prefiller.host == target_host
-        # Overlapped, but over a link slower than the prefill more shows than the last layer.
+        # Sends overlap with the prefill. Over a slow link more than the last layer is exposed.
         send_s = max(
             self._transfer_s(new_bytes / request.layers, is_near),
             exposed_s(prefill_s, self._transfer_s(new_bytes, is_near), request.layers),
@@ -102,19 +102,19 @@ class Estimator:
             tail_s=tail_s,
             stalls_s=others * tail_s + at_prefiller * prefill_s,
         )
-        is_roomy = target is not None and target.available_bytes >= new_bytes
-        return self._judged(candidate, decoder, is_roomy, tail_s if others else 0.0)
+        has_space = target is not None and target.available_bytes >= new_bytes
+        return self._checked(candidate, decoder, has_space, tail_s if others else 0.0)
 
-    def _judged(
-        self, candidate: Candidate, decoder: WorkerStatus, is_roomy: bool, stall_s: float
+    def _checked(
+        self, candidate: Candidate, decoder: WorkerStatus, has_space: bool, stall_s: float
     ) -> Candidate:
         """The candidate with the reason, if any, why it may not be chosen.
 
-        Whoever decodes there stands still for `stall_s`: spread over an answer's tokens, that must not take
-        the TPOT of others over the objective either. We know no more of theirs than that they are like this one.
+        The sequences that decode on the worker stand still for `stall_s`. Spread over the tokens of an answer, this
+        must not raise their TPOT above the objective either; their objective is assumed to equal this request's.
 
-        Objectives are not held against an idle worker that was hardly measured: the profile it is judged
-        by may be far off, and only work can correct it.
+        Objectives do not reject an idle worker that was hardly measured. Its predictions come from the profile, which
+        may be far off, and only work can correct them.
         """
         request, cost = self.request, self.inputs.cost
         admission = self.inputs.config.admission
@@ -128,7 +128,7 @@ class Estimator:
         if admission == "arrival":
             tpot_s, after_s = self.tpot_s(decoder, 0.0)[1], 0.0
         rejected = ""
-        if not is_roomy:
+        if not has_space:
             rejected = "no_room"
         elif not self._has_kv_room(decoder, after_s):
             rejected = "no_kv_room"
@@ -143,9 +143,9 @@ class Estimator:
     # ------------------------------------------------------------ order
 
     def rank(self, candidate: Candidate) -> tuple[float, int, int, str, str]:
-        """Predicted time to the whole answer, and what it costs others; among equals who has rested longest.
+        """Sort key: predicted time to the whole answer and the delay of others; ties go to the longest-rested worker.
 
-        Times within a tenth of a millisecond are equal: predictions are not better than that.
+        Times within a tenth of a millisecond are equal, because predictions are no better than that.
         """
         total_s = candidate.ttft_s + self.request.output_tokens * candidate.tpot_s
         total_s += self.inputs.config.stall_weight * candidate.stalls_s
@@ -160,6 +160,7 @@ class Estimator:
         )
 
     def decode_rank(self, worker: WorkerStatus) -> tuple[float, int, str]:
+        """Sort key of decode workers: predicted TPOT; ties go to the longest-rested worker."""
         tpot_s = self.tpot_s(worker, 0.0)[1]
         rested = self.inputs.in_flight.last_assigned(worker.worker_id)
         return (round(tpot_s, 6), rested, worker.worker_id)
@@ -167,9 +168,9 @@ class Estimator:
     # ------------------------------------------------------------ parts
 
     def target_node(self, host: str, blocks: int) -> NodeStatus | None:
-        """Where to reserve `blocks`: the roomiest live node on `host`; else, or if it lacks room, of all.
+        """Where to reserve `blocks`: the live node on `host` with the most space, or any node if that one lacks space.
 
-        The node given may lack room, when all do.
+        If all nodes lack space, the returned node lacks space too.
         """
         key = (host, blocks)
         if key not in self._targets:
@@ -188,9 +189,9 @@ class Estimator:
         return self._targets[key]
 
     def queue_s(self, worker: WorkerStatus) -> float:
-        """Prefill work ahead of this request: the worker's report, worked off since, and what we sent.
+        """Seconds of prefill ahead of this request: the worker's report less the time since, and requests we sent.
 
-        Of what we sent before its report, part may still be on the way there: hence the maximum.
+        A request that we sent before the report may not have arrived by then, hence the maximum of both sums.
         """
         known = self._queues.get(worker.worker_id)
         if known is not None:
@@ -207,9 +208,9 @@ class Estimator:
         return queue_s
 
     def fetch_s(self, worker: WorkerStatus, start: int, end: int) -> float:
-        """Reading blocks [start, end) of the chain from the pool to `worker`."""
+        """Time to read blocks [start, end) of the chain from the pool to `worker`."""
         total_s = 0.0
-        waited_for: set[str] = set()  # nodes whose disk has a queue before it: it counts once
+        waited_for: set[str] = set()  # nodes whose disk queue is counted already
         for segment in self.request.segments_at(worker.host):
             count = min(end, segment.start + segment.count) - max(start, segment.start)
             node = self.inputs.nodes.get(segment.node_id)
@@ -245,7 +246,7 @@ class Estimator:
         return known
 
     def _tail_s(self, decoder: WorkerStatus, full_tokens: int) -> float:
-        """The last token's logits are needed even when the prompt ends with a block."""
+        """Time to compute the tail. The last token is always computed, because its logits are needed."""
         known = self._tails.get(decoder.worker_id)
         if known is None:
             tokens = self.request.prompt_tokens
@@ -262,14 +263,14 @@ class Estimator:
         return sequences + 1, tpot_s
 
     def decode_load(self, worker: WorkerStatus, after_s: float) -> tuple[int, float]:
-        """Sequences and tokens of KV: others' that the worker reported, and ours as predicted for then."""
+        """Sequences and tokens of KV after `after_s`: those that the worker reported, and ours as predicted."""
         others, others_context = self._of_others(worker)
         in_flight = self.inputs.in_flight
         then, context = in_flight.decoding(worker.worker_id, self.now + after_s, self.now)
         return others + then, others_context + context
 
     def _of_others(self, worker: WorkerStatus) -> tuple[int, float]:
-        """Sequences and tokens of KV that the worker reported and that are not ours."""
+        """Sequences and tokens of KV that the worker reported and that this conductor did not send."""
         known = self._loads.get(worker.worker_id)
         if known is None:
             load = worker.load
@@ -287,10 +288,10 @@ class Estimator:
         return context + needed <= worker.kv_capacity_tokens
 
     def _best_reuse(self, worker: WorkerStatus, tokens: int) -> tuple[int, float, float]:
-        """How many leading blocks to reuse for the first `tokens`; with seconds of fetch and prefill.
+        """How many leading blocks to reuse for the first `tokens`, with the seconds of fetch and prefill.
 
-        Prefill's saving grows with each further block and the cost of a segment's part in one tier is
-        linear, so the sum is concave within such a part and least at one of its ends: only those are tried.
+        Each further block saves more prefill time, and the cost of fetching is linear within a segment's part in one
+        tier. So the sum is concave within such a part and lowest at one of its ends; only the ends are tried.
         """
         key = (worker.worker_id, tokens)
         known = self._prefills.get(key)
@@ -299,13 +300,13 @@ class Estimator:
         request, cost = self.request, self.inputs.cost
         most = tokens // request.block_tokens
         if tokens == request.prompt_tokens:
-            most = (tokens - 1) // request.block_tokens  # one token at least must be computed
+            most = (tokens - 1) // request.block_tokens  # at least one token must be computed
         own = min(most, request.engine_blocks.get(worker.worker_id, 0))
         cuts = {own}
         for segment in request.segments_at(worker.host):
             node = self.inputs.nodes.get(segment.node_id)
             if node is None or node.state is State.SUSPECT:
-                break  # fell silent or left since the lookup: what follows has no prefix
+                break  # the node fell silent or left since the lookup: later blocks lack their prefix
             cuts.add(min(most, max(own, segment.start + segment.ready)))
             cuts.add(min(most, max(own, segment.start + segment.count)))
         best: tuple[int, float, float] | None = None

@@ -28,7 +28,7 @@ class _Assignment:
 
 
 class _Decoding:
-    """How many sequences decode at one worker over time: looked up, not counted, for each candidate."""
+    """Counts the sequences that decode on one worker at any time. One lookup per candidate, not one scan."""
 
     __slots__ = ("_begins", "_context_begun", "_context_ended", "_ends")
 
@@ -42,9 +42,9 @@ class _Decoding:
         self._context_ended = list(accumulate((tokens for _, tokens in ends), initial=0.0))
 
     def at(self, when: float, now: float) -> tuple[int, float]:
-        """Sequences and context at `when`: begun by then, and not ended between `now` and then.
+        """Sequences and their context at `when`: those that began by then and did not end between `now` and then.
 
-        Whoever ends has begun before, so that the two may be subtracted.
+        A sequence that ended had also begun, so the two counts can be subtracted.
         """
         begun = bisect_right(self._begins, when)
         past, ended = bisect_right(self._ends, now), bisect_right(self._ends, when)
@@ -54,21 +54,23 @@ class _Decoding:
 
 
 class InFlight:
-    """Requests this conductor has sent and not seen finished."""
+    """Requests that this conductor has sent and that have not finished."""
 
     def __init__(self) -> None:
         self._requests: dict[str, _Assignment] = {}
-        # Dicts for sets: their order is that of assignment, so that sums do not depend on string hashing.
+        # Dicts serve as ordered sets, so that sums do not depend on the hashes of strings.
         self._decodes: dict[str, dict[str, None]] = {}
-        self._prefills: dict[str, dict[str, None]] = {}  # by who prefills, until it has
-        self._decoding: dict[str, _Decoding] = {}  # made when asked for, until something changes
+        self._prefills: dict[
+            str, dict[str, None]
+        ] = {}  # by prefilling worker, until the prefill ended
+        self._decoding: dict[str, _Decoding] = {}  # a cache, dropped on change
         self._last_order: dict[str, int] = {}
         self._orders = 0
 
     def assigned(self, decision: Decision, now: float) -> None:
-        """The decision is being carried out. One that was refused is ignored.
+        """Record that a decision is being carried out. A refusal is ignored.
 
-        Assigning a request again (after a failure) replaces its earlier assignment.
+        A second assignment of a request, after a failure, replaces the first one.
         """
         decode, prefills_on = decision.decode, decision.prefills_on
         if decision.is_refused or decode is None or prefills_on is None:
@@ -93,39 +95,39 @@ class InFlight:
             self._last_order[worker_id] = self._orders
 
     def prefilled(self, request_id: str, now: float) -> None:
-        """Its prefill has ended: it burdens the queue no more, and decodes from now on."""
+        """Record that a prefill has ended: the request leaves the prefill queue and decodes from now on."""
         request = self._requests.get(request_id)
         if request is not None and not request.is_prefilled:
             request.decode_end += now - request.prefill_end
             request.prefill_end = now
             request.is_prefilled = True
             self._decoding.pop(request.decode, None)
-            _take_out(self._prefills, request.prefills_on, request_id)
+            _discard(self._prefills, request.prefills_on, request_id)
 
     def finished(self, request_id: str) -> None:
-        """It ended, however it did. Unknown ids are ignored."""
+        """Record that a request has ended, in whatever way. Unknown ids are ignored."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return
         self._decoding.pop(request.decode, None)
-        _take_out(self._decodes, request.decode, request_id)
-        _take_out(self._prefills, request.prefills_on, request_id)
+        _discard(self._decodes, request.decode, request_id)
+        _discard(self._prefills, request.prefills_on, request_id)
 
     def expire(self, older_than: float) -> list[str]:
-        """Drop requests assigned before `older_than`: nobody ever said that they ended."""
+        """Drop the requests assigned before `older_than`, which were never reported as ended; returns their ids."""
         old = [r for r, a in self._requests.items() if a.assigned_at < older_than]
         for request_id in old:
             self.finished(request_id)
         return old
 
     def forget_worker(self, worker_id: str) -> None:
-        """Drop the rotation order of a worker that is gone."""
+        """Drop the rotation order of a worker that has left."""
         self._last_order.pop(worker_id, None)
 
     def backlog_s(self, worker_id: str, now: float, since: float = float("-inf")) -> float:
-        """Seconds of prefill that the worker still has to do of what was assigned after `since`.
+        """Seconds of prefill that the worker still has to do of the requests assigned after `since`.
 
-        A prefill whose predicted end has passed counts nothing: the worker's own report knows better.
+        A prefill whose predicted end has passed counts nothing; the worker's own report is more accurate.
         """
         total = 0.0
         for request in self._on(self._prefills, worker_id):
@@ -134,9 +136,9 @@ class InFlight:
         return total
 
     def decoding(self, worker_id: str, when: float, now: float) -> tuple[int, float]:
-        """Sequences that will be decoding there at `when` (>= now), and their tokens of KV together.
+        """Sequences that will decode on the worker at `when` (>= now), and their tokens of KV in total.
 
-        One whose predicted end lies before `now` has not finished after all, and still counts.
+        A sequence whose predicted end lies before `now` has not finished yet, and still counts.
         """
         if worker_id not in self._decodes:
             return 0, 0.0
@@ -146,16 +148,16 @@ class InFlight:
         return known.at(when, now)
 
     def outstanding(self, worker_id: str) -> int:
-        """Requests that this worker has still to prefill or to decode."""
+        """Requests that the worker still has to prefill or to decode."""
         elsewhere = sum(1 for r in self._on(self._prefills, worker_id) if r.decode != worker_id)
         return len(self._decodes.get(worker_id, ())) + elsewhere
 
     def prefill_tokens(self, worker_id: str) -> int:
-        """Prompt tokens of the requests whose prefill there has not ended, reused ones included."""
+        """Prompt tokens, reused ones included, of the requests whose prefill on the worker has not ended."""
         return sum(r.prompt_tokens for r in self._on(self._prefills, worker_id))
 
     def last_assigned(self, worker_id: str) -> int:
-        """A number that grows with each assignment; 0 when there was none. For rotating among equals."""
+        """A number that grows with each assignment; 0 if the worker never got a request. Used to rotate among equals."""
         return self._last_order.get(worker_id, 0)
 
     def __len__(self) -> int:
@@ -165,7 +167,7 @@ class InFlight:
         return [self._requests[request] for request in table.get(worker_id, ())]
 
 
-def _take_out(table: dict[str, dict[str, None]], worker_id: str, request_id: str) -> None:
+def _discard(table: dict[str, dict[str, None]], worker_id: str, request_id: str) -> None:
     requests = table.get(worker_id)
     if requests is not None:
         requests.pop(request_id, None)

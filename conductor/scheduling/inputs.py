@@ -1,6 +1,6 @@
-"""What a scheduling decision may depend on: the request, workers, nodes, thresholds.
+"""The scheduler's inputs: the request, workers, nodes, the cost model, and the scheduler's config.
 
-Plain values; the shell makes them from membership, index and reports. No decision is taken here.
+They are plain values. The cluster and the simulator build them from membership, index and reports.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ IDLE = WorkerLoad(0, 0, 0, 0, 0.0, 0.0)
 
 @dataclass(slots=True, frozen=True)
 class ScheduleRequest:
-    """What the scheduler must know of a request; sizes in bytes and tokens, times in seconds.
+    """What the scheduler needs to know of a request. Sizes are in bytes and tokens, times in seconds.
 
     Args:
-        segments: host -> segments that cover the leading blocks the pool has, as best read from there
-            (`Index.segments` with that host preferred). The key "" serves hosts that are not named.
-        engine_blocks: worker id -> leading blocks that stand in that engine's own prefix cache.
+        segments: host -> segments that cover the leading blocks in the pool, as they are best read from
+            that host. The key "" serves hosts that are not named.
+        engine_blocks: worker id -> leading blocks in that engine's own prefix cache.
+        output_tokens: expected number of output tokens.
         ttft_s, tpot_s: objectives; 0 means none.
-        mode: "" lets the scheduler choose, "local" or "disaggregated" forces it.
+        mode: "" lets the scheduler choose; "local" or "disaggregated" forces the mode.
         pin_prefill, pin_decode: use this worker and no other.
+        excluded: ids of workers that must not be used.
 
     Raises:
         InvalidArgument: a size is not positive, an objective is negative, or the mode is unknown.
@@ -62,17 +64,17 @@ class ScheduleRequest:
 
     @property
     def full_blocks(self) -> int:
-        """Blocks that the prompt fills; the tail beyond them has no name."""
+        """Number of blocks that the prompt fills. The tail beyond them has no hash."""
         return self.prompt_tokens // self.block_tokens
 
     def segments_at(self, host: str) -> Sequence[Segment]:
-        """What the pool has, as best read from `host`."""
+        """The segments in the pool, as they are best read from `host`."""
         return self.segments.get(host) or self.segments.get("") or ()
 
 
 @dataclass(slots=True, frozen=True)
 class WorkerStatus:
-    """One worker as it is known now. `reported_at`: when `load` came (monotonic seconds)."""
+    """One worker as it is known now. `reported_at`: when `load` arrived (monotonic seconds)."""
 
     worker_id: str
     role: str  # "prefill", "decode", "both"
@@ -87,9 +89,12 @@ class WorkerStatus:
 
 @dataclass(slots=True, frozen=True)
 class NodeStatus:
-    """One pool node. `available_bytes`: what a reservation could get, by eviction too (not pinned or held).
+    """One pool node.
 
-    `read_bytes_per_s`: by tier, as the node measured it; `queued_read_bytes`: what its disk reads first.
+    Args:
+        available_bytes: what a reservation could get, by eviction too. Excludes pinned and held blocks.
+        read_bytes_per_s: read rate by tier, as the node measured it.
+        queued_read_bytes: bytes that the node's disk reads before a new request.
     """
 
     node_id: str
@@ -105,12 +110,13 @@ Admission = Literal["none", "arrival", "predicted"]
 
 @dataclass(slots=True, frozen=True)
 class DynamoOptions:
-    """Of the strategy `dynamo`; names and defaults after NVIDIA Dynamo's KV router.
+    """Options of the strategy `dynamo`. Names and defaults follow NVIDIA Dynamo's KV router.
 
     Args:
-        engine_credit: share of a block's prefill that it saves in the engine's own cache.
-        host_credit, remote_credit, disk_credit: the same in memory of the host, of another host, on a disk.
-        prefill_scale: weight of blocks to prefill against blocks in use by decodes.
+        engine_credit: share of a block's prefill saved if the block is in the engine's own cache.
+        host_credit, remote_credit, disk_credit: the same in memory of the worker's host, in memory of
+            another host, and on a disk.
+        prefill_scale: weight of the blocks to prefill against the blocks in use by decodes.
         temperature: 0 takes the cheapest worker; more spreads requests, by softmax over normalised costs.
     """
 
@@ -124,11 +130,11 @@ class DynamoOptions:
 
 @dataclass(slots=True, frozen=True)
 class SglangOptions:
-    """Of the strategy `sglang`: workers are out of balance when both bounds are exceeded.
+    """Options of the strategy `sglang`: queues are out of balance if both bounds are exceeded.
 
     Args:
         imbalance_requests: difference between the longest and the shortest queue, in requests.
-        imbalance_ratio: the longest queue over the shortest.
+        imbalance_ratio: ratio of the longest queue to the shortest.
     """
 
     imbalance_requests: int = 32
@@ -141,19 +147,19 @@ class SchedulerConfig:
 
     Args:
         strategy: name of the strategy that decides (`conductor.scheduling.strategies`).
-        admission: "none" refuses only for lack of room, "arrival" by objectives under the load of now,
-            "predicted" under the load predicted for when the prefill ends.
-        seed: of the strategies that draw lots.
+        admission: "none" refuses only if there is no space, "arrival" by objectives under the present load,
+            "predicted" by objectives under the load predicted for the end of the prefill.
+        seed: of the strategies that draw at random.
         min_remote_prefill_tokens: with fewer tokens left to compute, prefill locally; 0: by cost only.
-        balancing_threshold: a prefix is replicated toward the chosen worker's host when the pool has more
-            than this many times what stands near that worker; 0: never (strategy `kv-centric`).
-        retry_after_s, max_retry_after_s: bounds of what a refused caller is told.
-        decode_shortlist: decode workers paired with every prefill worker (the best by TPOT); the others
-            are tried only when none of these meets the objectives.
-        max_candidates: kept in the decision, best first.
-        stall_weight: of a second that a sequence which decodes stands still for this prefill, against one that
-            this request takes itself (strategy `kv-centric`); 0 disregards others.
-        always_reuse: read whatever the pool has, also where computing it again is predicted to be faster.
+        balancing_threshold: replicate a prefix toward the chosen worker's host if the pool has more than
+            this many times the blocks that are near that worker; 0: never (strategy `kv-centric`).
+        retry_after_s, max_retry_after_s: bounds of the delay that a refused caller gets.
+        decode_shortlist: number of decode workers, best by TPOT, that are paired with every prefill worker.
+            The other decode workers are tried only if no pair of these meets the objectives.
+        max_candidates: candidates kept in the decision, best first.
+        stall_weight: weight of one second of delay of a decoding sequence, against one second of this
+            request's own time (strategy `kv-centric`); 0 ignores the delay of others.
+        always_reuse: read every block that the pool has, even if computing it is predicted to be faster.
     """
 
     strategy: str = "kv-centric"
@@ -173,7 +179,7 @@ class SchedulerConfig:
 
 @dataclass(slots=True, frozen=True)
 class SchedulingInputs:
-    """All that a decision may depend on beside the request and the time."""
+    """Everything that a decision may depend on besides the request and the time."""
 
     workers: Mapping[str, WorkerStatus]
     nodes: Mapping[str, NodeStatus]

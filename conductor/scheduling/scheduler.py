@@ -1,10 +1,10 @@
-"""Where to prefill, where to decode, what to reuse, what to refuse: the decision for one request.
+"""The scheduler: where to prefill, where to decode, what to reuse, and what to refuse, for one request.
 
-The way to choose is a strategy (`conductor.scheduling.strategies`), by default Mooncake's Algorithm 1 by predicted
-cost. Whatever the strategy, a request that no choice would serve within its objectives is refused now, not
-after its prefill (early rejection), by the load predicted for when that prefill ends.
+A strategy (`conductor.scheduling.strategies`) makes the choice. The default is Mooncake's Algorithm 1 by
+predicted cost. Under every strategy, a request that no choice would serve within its objectives is refused
+on arrival and not after its prefill (early rejection). The load predicted for the end of the prefill decides.
 
-Pure and deterministic: no I/O, no clock, no randomness. The simulator runs this very code.
+The simulator runs this code too.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = [
 
 
 def schedule(request: ScheduleRequest, inputs: SchedulingInputs, now: float) -> Decision:
-    """Decide with the strategy that the policy names. Changes nothing; see `InFlight.assigned`.
+    """Decide with the configured strategy. Changes nothing; `InFlight.assigned` records the decision.
 
     Raises:
         ConfigError: no such strategy.

@@ -1,4 +1,4 @@
-"""Scheduling strategies: one contract, one file for each, by name."""
+"""Scheduling strategies: one contract, and a registry by name."""
 
 from conductor.scheduling.strategies.base import Strategy
 from conductor.scheduling.strategies.candidates import Choices, refuse

@@ -1,4 +1,4 @@
-"""What a strategy is: the way to decide for one request. One file for each beside this one."""
+"""The contract of a scheduling strategy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from conductor.scheduling.inputs import ScheduleRequest, SchedulingInputs
 
 
 class Strategy(Protocol):
-    """A way to decide. Must be pure, and serve or refuse with a reason; never raise for lack of workers."""
+    """A way to decide for one request.
+
+    Implementations depend on their arguments only. They serve the request, or refuse it with a reason; a lack
+    of workers raises nothing.
+    """
 
     def decide(
         self, request: ScheduleRequest, inputs: SchedulingInputs, now: float

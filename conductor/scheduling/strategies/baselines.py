@@ -12,9 +12,9 @@ from conductor.scheduling.strategies.ranked import Ranked, Stage
 
 
 def load(choices: Choices, worker: WorkerStatus, stage: Stage) -> tuple[float, float, int, str]:
-    """Seconds of prefill queued, then requests outstanding; for decode: sequences, then tokens of KV.
+    """Sort key by load: seconds of queued prefill, then outstanding requests; for decode: sequences, then KV tokens.
 
-    Queues within a tenth of a millisecond are equal. Ties go to whoever has rested longest.
+    Queues within a tenth of a millisecond are equal. Ties go to the longest-rested worker.
     """
     if stage == "decode":
         sequences, context = choices.estimate.decode_load(worker, 0.0)
@@ -24,7 +24,7 @@ def load(choices: Choices, worker: WorkerStatus, stage: Stage) -> tuple[float, f
 
 
 class LeastLoaded(Ranked):
-    """The shortest prefill queue, the fewest decoding sequences."""
+    """The worker with the shortest prefill queue, and the one with the fewest decoding sequences."""
 
     def order(
         self, choices: Choices, workers: Sequence[WorkerStatus], stage: Stage

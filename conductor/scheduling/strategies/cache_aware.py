@@ -1,4 +1,4 @@
-"""`cache-aware`: prefill where the most of the prefix stands near, whatever is queued there."""
+"""`cache-aware`: prefill where most of the prefix is near, regardless of the queue."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from conductor.scheduling.strategies.ranked import Ranked, Stage
 
 
 class CacheAware(Ranked):
-    """The longest prefix in the engine or on a node of its host; of these the most in the engine; then by load.
+    """The longest prefix in the engine or on a node of its host; then the most blocks in the engine; then load.
 
-    Decode workers that do not prefill are taken by load: they read what was just written near them.
+    Workers that only decode are chosen by load: they read blocks that were just written near them.
     """
 
     def order(

@@ -1,7 +1,7 @@
-"""Who may serve a request at all, and how a decision is made of what a strategy found: shared by all.
+"""What all strategies share: which workers may serve a request, and how candidates become a decision.
 
-Eligibility (live, of this namespace, long enough, not excluded, as pinned), capacity and early rejection
-by objectives are the same whatever the strategy; a strategy only orders what is left. Pure.
+Eligibility (live, right namespace, long enough context, not excluded, as pinned), capacity and early rejection by
+objectives are the same under every strategy. A strategy only orders the rest.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from conductor.scheduling.inputs import ScheduleRequest, SchedulingInputs, Worke
 
 PREFILLS = ("prefill", "both")
 DECODES = ("decode", "both")
-NO_PLACE = "no_place"  # every decode worker has as many requests as it takes
+NO_PLACE = "no_place"  # every decode worker runs as many requests as it accepts
 
 
 class Choices:
-    """The eligible workers for one request at one moment, with predictions and figures of load.
+    """The workers eligible for one request at one moment, with predictions and loads.
 
-    Both lists are in order of worker ids.
+    Both lists are ordered by worker id.
     """
 
     def __init__(self, request: ScheduleRequest, inputs: SchedulingInputs, now: float) -> None:
@@ -36,18 +36,18 @@ class Choices:
             for worker in _eligible(request, inputs, PREFILLS, request.pin_prefill)
             if _fits(worker, request.prompt_tokens)
         ]
-        self._none = ""
+        self._no_worker = ""  # why no worker can decode the request
         if not self.decoders:
-            self._none = NO_PLACE if fit else "prompt_too_long" if able else "no_decode_worker"
+            self._no_worker = NO_PLACE if fit else "prompt_too_long" if able else "no_decode_worker"
 
     @property
     def refusal(self) -> Decision | None:
-        """The answer when nobody may decode this request, whatever the strategy."""
-        if not self._none:
+        """The refusal if no worker can decode this request; None otherwise."""
+        if not self._no_worker:
             return None
-        is_for_good = self._none == "prompt_too_long"
+        is_permanent = self._no_worker == "prompt_too_long"
         return refuse(
-            self.request, self._none, 0.0 if is_for_good else self.inputs.config.retry_after_s
+            self.request, self._no_worker, 0.0 if is_permanent else self.inputs.config.retry_after_s
         )
 
     @property
@@ -61,13 +61,13 @@ class Choices:
         return self.request.mode != "local"
 
     def is_short(self, candidate: Candidate) -> bool:
-        """So little is left to compute that it is not worth sending elsewhere."""
+        """Whether so few tokens are left to compute that a remote prefill does not pay."""
         reused = candidate.reuse_blocks * self.request.block_tokens
         rest = self.request.prompt_tokens - reused
         return not candidate.rejected and rest < self.inputs.config.min_remote_prefill_tokens
 
     def when_nothing_is_remote(self) -> list[Candidate]:
-        """Local candidates for a forced remote prefill that has nothing to compute or nobody to do it."""
+        """Local candidates for a forced remote prefill that has nothing to compute, or no worker to compute it."""
         if self.request.mode != "disaggregated" or self.request.pin_prefill is not None:
             return []
         return [self.estimate.local(worker) for worker in self.decoders]
@@ -75,15 +75,15 @@ class Choices:
     # ------------------------------------------------------------ load and locality
 
     def outstanding(self, worker: WorkerStatus) -> int:
-        """Requests that the worker has in work or waiting: by its report, or ours if that is behind."""
+        """Requests that the worker runs or queues: the larger of its report and our own count."""
         return max(worker.load.running, self.inputs.in_flight.outstanding(worker.worker_id))
 
     def rested(self, worker: WorkerStatus) -> tuple[int, str]:
-        """Breaks ties: who was given something longest ago, then the smaller id."""
+        """Tie breaker: the worker that got a request longest ago, then the smaller id."""
         return self.inputs.in_flight.last_assigned(worker.worker_id), worker.worker_id
 
     def near_blocks(self, worker: WorkerStatus) -> int:
-        """Of those, the ones that stand in its engine or on a node of its host."""
+        """Leading blocks of the prompt that are in the worker's engine or on a node of its host."""
         own = min(self.request.engine_blocks.get(worker.worker_id, 0), self.request.full_blocks)
         near = own
         for segment in self.request.segments_at(worker.host):
@@ -94,7 +94,7 @@ class Choices:
         return near
 
     def _has_place(self, worker: WorkerStatus) -> bool:
-        """It would not refuse one more, as far as we know: what others sent it, its report has too late."""
+        """Whether the worker would accept one more request, by our own count: its report lags behind."""
         places = worker.load.places
         return not places or self.inputs.in_flight.outstanding(worker.worker_id) < places
 
@@ -110,11 +110,11 @@ class Choices:
         reason: str,
         replicate: tuple[PrefixReplication, ...] = (),
     ) -> Decision:
-        """Serve as the first of `found` says, or refuse for the reason for which it was rejected.
+        """Serve as the first candidate says, or refuse for the reason for which it was rejected.
 
         Args:
-            found: best first; none: there is no way at all to prefill.
-            reason: why this one, unless the request left no choice.
+            found: candidates, best first. Empty if the request cannot be prefilled at all.
+            reason: why the first one was chosen, unless the request left no choice.
         """
         request, config = self.request, self.inputs.config
         if not found:
@@ -155,7 +155,7 @@ def refuse(
     retry_after_s: float,
     candidates: Sequence[Candidate] = (),
 ) -> Decision:
-    """A refusal. Predicted times are those of the best candidate there was; 0 when there was none."""
+    """A refusal. Its predicted times are those of the best candidate, or 0 if there was none."""
     best = candidates[0] if candidates else None
     return Decision(
         request_id=request.request_id,
@@ -177,7 +177,7 @@ def refuse(
 def _eligible(
     request: ScheduleRequest, inputs: SchedulingInputs, roles: tuple[str, ...], pinned: str | None
 ) -> list[WorkerStatus]:
-    """Workers that may be given this request, in order of their ids."""
+    """Workers that may get this request, ordered by id."""
     return [
         worker
         for _, worker in sorted(inputs.workers.items())

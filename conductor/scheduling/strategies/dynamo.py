@@ -1,11 +1,11 @@
-"""`dynamo`: a cost in blocks, in the manner of NVIDIA Dynamo's KV router.
+"""`dynamo`: a cost in blocks, after NVIDIA Dynamo's KV router.
 
-    cost = prefill_scale * (blocks to prefill there - credit for what it finds there) + blocks in use by decodes
+    cost = prefill_scale * (blocks to prefill there - credit for blocks found there) + blocks in use by decodes
 
-Credit is weighted by where a block stands: in the engine, in memory of the host, of another host, on a
-disk. Costs are normalised to [0, 1] over the workers; a temperature above 0 draws the order by softmax of
--cost / temperature, seeded by the request. Prefill workers are judged by the first term, decode workers by
-the second, as Dynamo does when it serves disaggregated.
+The credit of a block depends on where it is: in the engine, in memory of the host, in memory of another host,
+or on a disk. Costs are normalised to [0, 1] over the workers. A temperature above 0 draws the order by softmax
+of -cost / temperature, seeded by the request. Prefill workers are ordered by the first term and decode workers
+by the second, as Dynamo does when it serves disaggregated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from conductor.scheduling.strategies.ranked import Ranked, Stage
 
 
 class Dynamo(Ranked):
-    """See the module's docstring."""
+    """Workers in ascending order of cost, or drawn by softmax of their costs."""
 
     def order(
         self, choices: Choices, workers: Sequence[WorkerStatus], stage: Stage
@@ -34,7 +34,7 @@ class Dynamo(Ranked):
             return sorted(workers, key=lambda w: (costs[w.worker_id], *choices.rested(w)))
 
         def drawn(worker: WorkerStatus) -> tuple[float, str]:
-            # Gumbel's trick: sorting by cost / temperature + noise is drawing by softmax, one by one.
+            # Gumbel's trick: sorting by cost / temperature + noise draws by softmax without replacement.
             normal = (costs[worker.worker_id] - least) / (most - least)
             noise = math.log(-math.log(draw(config.seed, request_id, stage, worker.worker_id)))
             return normal / temperature + noise, worker.worker_id
@@ -54,7 +54,7 @@ def _cost(choices: Choices, worker: WorkerStatus, stage: Stage) -> float:
 
 
 def _prefill_blocks(choices: Choices, worker: WorkerStatus) -> float:
-    """All that it has to prefill with this request, reused or not, in blocks."""
+    """All blocks that the worker has to prefill with this request, reused ones included."""
     queued = max(
         worker.load.queued_prefill_tokens,
         choices.inputs.in_flight.prefill_tokens(worker.worker_id),
@@ -69,9 +69,9 @@ def _credit(choices: Choices, worker: WorkerStatus) -> float:
     for segment in request.segments_at(worker.host):
         node = choices.inputs.nodes.get(segment.node_id)
         if node is None or node.state is State.SUSPECT:
-            break  # what follows has no prefix
+            break  # later blocks lack their prefix
         end = min(segment.start + segment.count, request.full_blocks)
-        ready = end  # where what must be read from a disk begins
+        ready = end  # end of the part that is in memory
         if segment.tier == "nvme":
             ready = min(end, segment.start + segment.ready)
         memory = options.host_credit if node.host == worker.host else options.remote_credit

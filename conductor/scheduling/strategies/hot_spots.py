@@ -1,8 +1,8 @@
-"""When a prefix should be copied toward the worker that has time for it: Mooncake's hot-spot migration.
+"""Proposes copies of hot prefixes toward workers that have time for them: Mooncake's hot-spot migration.
 
-Mooncake's Algorithm 1 moves the best-matching prefix to the chosen instance when what stands there is
-shorter by more than a balancing threshold. Here the request itself reads the blocks from where they
-stand; the copy is for those that follow. Pure: it proposes, the gateway decides how much of it is done.
+Mooncake's Algorithm 1 moves the best-matching prefix to the chosen instance if that instance's own prefix is
+shorter by more than a balancing threshold. Here the request itself reads the blocks from where they are, and
+the copy serves later requests. The gateway decides which of the proposed copies it makes.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from conductor.scheduling.decision import Candidate, PrefixReplication
 from conductor.scheduling.inputs import NodeStatus
 from conductor.scheduling.strategies.candidates import Choices
 
-MAX_RUNS = 4  # of one chain, each with a source of its own
+MAX_RUNS = 4  # copies per chain, each from another source
 
 
 def prefix_replications(choices: Choices, best: Candidate) -> tuple[PrefixReplication, ...]:
-    """Copies toward the host of the worker that `best` prefills on; none when they would not pay.
+    """Copies toward the host of the worker that prefills; none if they would not pay.
 
-    They pay when the pool has more than `balancing_threshold` times what stands near that worker, reuse
-    was chosen in spite of the distance, and fetching is predicted to take less than the queue that is
-    avoided at the workers near the prefix.
+    They pay if three conditions hold: the pool has more than `balancing_threshold` times the blocks near that
+    worker; the blocks are reused in spite of the distance; and fetching them is predicted to take less time
+    than the queue avoided at the workers near the prefix.
     """
     threshold = choices.inputs.config.balancing_threshold
     worker = choices.inputs.workers[best.prefill or best.decode]
@@ -40,7 +40,7 @@ def prefix_replications(choices: Choices, best: Candidate) -> tuple[PrefixReplic
 
 
 def _runs(choices: Choices, host: str, end: int) -> tuple[PrefixReplication, ...]:
-    """The blocks before `end` that stand on other hosts, as far as a node on `host` has room for them."""
+    """The blocks before `end` on other hosts, as far as a node on `host` has space for them."""
     request, nodes = choices.request, choices.inputs.nodes
     here = [n for n in nodes.values() if n.host == host and n.state is State.LIVE]
     target: NodeStatus | None = min(

@@ -1,8 +1,8 @@
-"""`kv-centric`: Mooncake's Algorithm 1 (FAST'25) with its choices made by predicted cost. The default.
+"""`kv-centric`, the default: Mooncake's Algorithm 1 (FAST'25) with choices by predicted cost.
 
-For every prefill worker TTFT = queue + fetch of what the pool has and it lacks + prefill of the rest, where
-reuse is declined as far as fetching costs more than computing; beside these stands local prefill on each
-decode worker. Decode workers are judged by the TPOT predicted for when the prefill ends.
+For every prefill worker, TTFT = queue + fetch of the blocks that the pool has and the worker lacks + prefill of
+the rest. Blocks are not reused if fetching them costs more than computing them. Local prefill on each decode
+worker is compared with these. Decode workers are ranked by the TPOT predicted for the end of the prefill.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from conductor.scheduling.strategies.hot_spots import prefix_replications
 
 
 class KvCentric:
-    """See the module's docstring."""
+    """The candidate with the least predicted time to the whole answer, remote or local."""
 
     def decide(self, request: ScheduleRequest, inputs: SchedulingInputs, now: float) -> Decision:
         choices = Choices(request, inputs, now)
@@ -35,7 +35,7 @@ class KvCentric:
 
 
 def _remote(choices: Choices) -> list[Candidate]:
-    """Prefill elsewhere: every prefill worker with the best decode workers, or with all if need be."""
+    """Remote candidates: every prefill worker with the best decode workers, and with all of them if none is allowed."""
     ranked = sorted(choices.decoders, key=choices.estimate.decode_rank)
     cut = choices.inputs.config.decode_shortlist
     found: list[Candidate] = []

@@ -1,7 +1,7 @@
-"""Base of the strategies that order workers by a rule of their own, instead of by predicted time.
+"""Base of the strategies that order workers by a rule of their own and not by predicted time.
 
-Prefill and decode workers are ordered each by the rule; the first pair that capacity and objectives allow
-is taken. Predictions serve admission and the record alone.
+The rule orders prefill workers and decode workers. The first pair that capacity and objectives allow is taken.
+Predictions serve only admission and the record.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from conductor.scheduling.strategies.candidates import Choices
 Stage = Literal["prefill", "decode", "whole"]  # whole: prefill and decode on one worker
 
 MAX_TRIED = 256  # pairs predicted before a request is refused
-SHOWN = 8  # predicted in any case, for whoever wants to know what else there was
+SHOWN = 8  # candidates always predicted, so that `kvpool explain` can show alternatives
 
 
 class Ranked(ABC):
-    """Orders workers; the base does the rest.
+    """A strategy that only orders workers.
 
-    A request is prefilled elsewhere when there are workers for prefill alone and what is left to compute is
-    not short; otherwise one worker does all of it. When no pair of the one kind may be chosen, the other
-    kind is tried, unless the request forbids it.
+    A request is prefilled remotely if there are workers for prefill only and the rest to compute is not short.
+    Otherwise one worker does all of it. If no pair of one kind is allowed, the other kind is tried, unless
+    the request forbids it.
     """
 
     @abstractmethod
     def order(
         self, choices: Choices, workers: Sequence[WorkerStatus], stage: Stage
     ) -> list[WorkerStatus]:
-        """The workers, best first. Equal states must give equal orders."""
+        """The workers, best first. Equal inputs must give equal orders."""
 
     def decide(self, request: ScheduleRequest, inputs: SchedulingInputs, now: float) -> Decision:
         choices = Choices(request, inputs, now)
@@ -53,7 +53,7 @@ class Ranked(ABC):
         return choices.settle([*allowed, *rejected], reason)
 
     def _in_order(self, choices: Choices) -> Iterator[Candidate]:
-        """Every candidate that may be taken, in the order of preference; predicted when it is asked for."""
+        """Every candidate in order of preference. Each is predicted only when the caller asks for it."""
         whole: list[WorkerStatus] = []
         if choices.may_be_local:
             whole = self.order(choices, choices.decoders, "whole")

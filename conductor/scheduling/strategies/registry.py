@@ -23,13 +23,13 @@ _STRATEGIES: dict[str, Strategy] = {
 
 
 def register_strategy(name: str, strategy: Strategy) -> None:
-    """Make a strategy choosable by `SchedulerConfig.strategy`.
+    """Make a strategy available to `SchedulerConfig.strategy`.
 
     Raises:
         ConfigError: the name is taken.
     """
     if name in _STRATEGIES:
-        raise ConfigError(f"scheduling strategy {name!r} is registered already")
+        raise ConfigError(f"scheduling strategy {name!r} is already registered")
     _STRATEGIES[name] = strategy
 
 
@@ -42,7 +42,7 @@ def strategy_named(name: str) -> Strategy:
     """The strategy of that name.
 
     Raises:
-        ConfigError: there is none; the text names the nearest.
+        ConfigError: no such strategy; the text suggests the nearest name.
     """
     found = _STRATEGIES.get(name)
     if found is None:

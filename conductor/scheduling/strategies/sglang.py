@@ -1,8 +1,8 @@
-"""`sglang`: the shortest queue when queues are out of balance, else the longest match.
+"""`sglang`: the shortest queue if queues are out of balance, else the longest prefix match.
 
-After the cache-aware policy of SGLang's router: imbalance is max - min > an absolute bound and max > min
-times a relative one, over requests outstanding per worker. Where SGLang guesses from a tree of past
-prompts, the pool's index and the engines' own reports are asked here.
+It follows the cache-aware routing of SGLang's router: queues are out of balance if max - min exceeds an absolute
+bound and max exceeds min times a relative one, over outstanding requests per worker. SGLang's router guesses
+matches from past prompts; this strategy uses the pool's index and the engines' own reports.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from conductor.scheduling.strategies.ranked import Ranked, Stage
 
 
 class Sglang(Ranked):
-    """See the module's docstring. Decode workers that do not prefill are taken by their queues."""
+    """The shortest queue or the longest match. Workers that only decode are chosen by their queues."""
 
     def order(
         self, choices: Choices, workers: Sequence[WorkerStatus], stage: Stage
