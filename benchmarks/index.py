@@ -32,6 +32,7 @@ from conductor.redis.client import RedisClient, RedisTarget
 from conductor.redis.index import RedisIndex
 from conductor.scheduling.scheduler import SchedulerConfig
 from kvpool.blocks.hashing import HASH_BYTES
+from kvpool.blocks.tier import Tier
 from kvpool.wire import WireClient, WireServer
 from kvpool.wire import messages as m
 
@@ -47,7 +48,7 @@ def slices(blocks: int) -> list[bytes]:
 
 
 def stored(packed: bytes) -> list[m.BlockEvent]:
-    return [m.BlockEvent("stored", NAMESPACE, packed, "dram")]
+    return [m.BlockEvent("stored", NAMESPACE, packed, Tier.DRAM)]
 
 
 def cut(packed: bytes) -> list[bytes]:

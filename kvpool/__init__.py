@@ -6,6 +6,7 @@ from kvpool import Layout, Namespace, Pool, hash_chain
 from kvpool.blocks.hashing import hash_chain
 from kvpool.blocks.layout import Layout, Namespace
 from kvpool.blocks.resharding import TensorParallelRank
+from kvpool.blocks.tier import Tier
 from kvpool.client import AsyncPool, Pool
 from kvpool.errors import KvpoolError
 from kvpool.security.credentials import Credentials
@@ -19,6 +20,7 @@ __all__ = [
     "Namespace",
     "Pool",
     "TensorParallelRank",
+    "Tier",
     "__version__",
     "hash_chain",
 ]

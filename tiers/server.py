@@ -14,6 +14,7 @@ from pathlib import Path
 import structlog
 from msgspec import structs
 
+from kvpool.blocks.tier import Tier
 from kvpool.config.loader import NodeConfig
 from kvpool.errors import ConfigError, NotFound, brief
 from kvpool.security.server_security import is_loopback, secure
@@ -357,7 +358,7 @@ class _Node:
         described = [m.Arena(arena.arena_id, arena.size_bytes, arena.base) for arena in arenas]
         if (hbm := self._hbm) is not None:
             described.append(
-                m.Arena(hbm.arena_id, hbm.size_bytes, hbm.base, hbm.kind, hbm.device_id, "hbm")
+                m.Arena(hbm.arena_id, hbm.size_bytes, hbm.base, hbm.kind, hbm.device_id, Tier.HBM)
             )
         return described
 

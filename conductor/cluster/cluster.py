@@ -32,6 +32,7 @@ from conductor.scheduling.scheduler import (
 from kvpool.blocks.hash_check import check_proof
 from kvpool.blocks.hashing import HASH_BYTES, unpack_hashes
 from kvpool.blocks.layout import Namespace
+from kvpool.blocks.tier import Tier
 from kvpool.errors import LayoutMismatch, StaleEpoch
 from kvpool.security.authorization import unknown_namespace
 from kvpool.security.tokens import ANYBODY, Principal
@@ -328,7 +329,7 @@ class Cluster:
             # Its own uptime outlives a restart of this conductor; before it reported, the join counts.
             age_s = max(now - node.joined_at, node.report.uptime_s if node.report else 0.0)
             for tier in node.report.tiers if node.report else ():
-                if tier.tier == "dram":
+                if tier.tier == Tier.DRAM:
                     free, capacity = tier.free_bytes, tier.capacity_bytes
             if not principal.sees_all and not self.is_open_to(node.descriptor, principal.tenant):
                 continue
@@ -500,7 +501,7 @@ def _room(report: m.NodeStatsReply | None) -> int:
     return sum(
         tier.free_bytes + tier.committed_bytes - tier.pinned_bytes
         for tier in report.tiers
-        if tier.tier == "dram"
+        if tier.tier == Tier.DRAM
     )
 
 

@@ -37,7 +37,7 @@ class ConductorGrpc(pb_grpc.ConductorServicer):
         lookup = m.Lookup(request.namespace_id, hashes, request.host)
         reply = await self._cluster.answer_lookup(self._gate.admit(lookup, CALLER.get()))
         segments = [
-            pb.Segment(node_id=s.node_id, start=s.start, count=s.count, tier=s.tier)
+            pb.Segment(node_id=s.node_id, start=s.start, count=s.count, tier=str(s.tier))
             for s in reply.segments
         ]
         return pb.LookupReply(found=reply.found, segments=segments)

@@ -26,6 +26,7 @@ from conductor.scheduling.decision import Decision
 from conductor.scheduling.scheduler import ScheduleRequest, schedule
 from kvpool.blocks.hashing import pack_hashes
 from kvpool.blocks.layout import Namespace
+from kvpool.blocks.tier import Tier
 from kvpool.errors import KvpoolError
 from kvpool.wire import messages as m
 
@@ -116,7 +117,7 @@ class SessionPrefetch:
             found = await self._cluster.find(request.namespace.namespace_id, request.hashes)
             report = PrefetchReport(blocks)
             for segment in cut(found.segments(host), blocks):
-                if segment.tier == "nvme":
+                if segment.tier == Tier.NVME:
                     await self._promote(request.namespace, request.hashes, segment, report)
             self._count(report)
 
@@ -156,7 +157,7 @@ class SessionPrefetch:
         layout = namespace.layout
         hosts = {worker.host for worker in inputs.workers.values()}
         segments = {
-            host: [m.Segment(s.node_id, s.start, s.count, "dram") for s in segments_at(host)]
+            host: [m.Segment(s.node_id, s.start, s.count, Tier.DRAM) for s in segments_at(host)]
             for host in hosts
         }
         schedule_request = ScheduleRequest(
@@ -189,7 +190,7 @@ class SessionPrefetch:
         holder = self._cluster.nodes.get(segment.node_id)
         near = self._node_at(report.host)
         if holder is None or near is None or holder.descriptor.host == report.host:
-            if segment.tier == "nvme":
+            if segment.tier == Tier.NVME:
                 await self._promote(namespace, hashes, segment, report)
             else:
                 report.resident += segment.count

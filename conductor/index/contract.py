@@ -15,18 +15,18 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from kvpool.blocks.hashing import HASH_BYTES, unpack_hashes
+from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument
-from kvpool.wire.messages import TIERS, BlockEvent, Segment
+from kvpool.wire.messages import BlockEvent, Segment
 
 V = TypeVar("V")
-TIER_RANK = {tier: rank for rank, tier in enumerate(TIERS)}
 
 
 class Holder(NamedTuple):
     """One copy of a block."""
 
     node_id: str
-    tier: str
+    tier: Tier
 
 
 Holders = tuple[Holder, ...]  # of one block; fastest tier first, then by node id
@@ -60,12 +60,12 @@ class Index(Protocol):
         """Record what a node says happened, in order; all of it or, on an error, nothing.
 
         "stored" adds (and ends any suspicion of that copy), "removed" takes away, "cleared" takes away
-        all of the namespace on that node. For the last two an empty tier means every tier. An epoch newer
+        all of the namespace on that node. For the last two no tier means every tier. An epoch newer
         than the known one voids all that the node said before.
 
         Raises:
             StaleEpoch: the epoch is over.
-            InvalidArgument: an unknown kind or tier, or hashes of a wrong length.
+            InvalidArgument: an unknown kind, "stored" without a tier, or hashes of a wrong length.
         """
 
     def holders(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[Holders]:
@@ -164,12 +164,12 @@ def checked_hashes(event: BlockEvent) -> list[bytes]:
     """The hashes of an event.
 
     Raises:
-        InvalidArgument: an unknown kind or tier, or hashes or a namespace id of a wrong length.
+        InvalidArgument: an unknown kind, "stored" without a tier, or hashes or a namespace id of a wrong length.
     """
     if event.kind not in ("stored", "removed", "cleared"):
         raise InvalidArgument(f"unknown kind of block event {event.kind!r}")
-    if event.tier not in TIER_RANK and (event.tier or event.kind == "stored"):
-        raise InvalidArgument(f"block event with unknown tier {event.tier!r}")
+    if event.tier is None and event.kind == "stored":
+        raise InvalidArgument("a stored block event without a tier")
     if len(event.namespace_id) != HASH_BYTES:
         raise InvalidArgument(f"a namespace id has {HASH_BYTES} bytes")
     return unpack_hashes(event.hashes)
@@ -214,7 +214,7 @@ def cover_runs(
     runs: Sequence[tuple[Holders, int]], hosts: Mapping[str, str], prefer_host: str = ""
 ) -> list[Segment]:
     """As `cover_run`, of runs of blocks that have the same holders."""
-    choices: list[dict[str, int]] = []
+    choices: list[dict[str, Tier]] = []
     counts: list[int] = []
     for copies, count in runs:
         choice = _nearest(copies, hosts, prefer_host)
@@ -235,25 +235,25 @@ def cover_runs(
                 break
             candidates = both
             end += 1
-        rank, node_id = min((rank, node_id) for node_id, rank in candidates.items())
+        tier, node_id = min((tier, node_id) for node_id, tier in candidates.items())
         count, ready, is_ready = 0, 0, True
         for choice, blocks in zip(choices[first:end], counts[first:end], strict=True):
-            is_ready = is_ready and choice[node_id] < rank
+            is_ready = is_ready and choice[node_id] < tier
             count += blocks
             ready += blocks if is_ready else 0
-        segments.append(Segment(node_id, start, count, TIERS[rank], ready))
+        segments.append(Segment(node_id, start, count, tier, ready))
         first, start = end, start + count
     return segments
 
 
-def _nearest(copies: Holders, hosts: Mapping[str, str], prefer_host: str) -> dict[str, int]:
-    """Readable nodes of the best locality, with the rank of the fastest tier each holds the block in."""
-    near: dict[str, int] = {}
-    far: dict[str, int] = {}
+def _nearest(copies: Holders, hosts: Mapping[str, str], prefer_host: str) -> dict[str, Tier]:
+    """Readable nodes of the best locality, each with the fastest tier that holds the block."""
+    near: dict[str, Tier] = {}
+    far: dict[str, Tier] = {}
     for node_id, tier in copies:
         host = hosts.get(node_id)
         if host is None:
             continue
         side = near if prefer_host and host == prefer_host else far
-        side[node_id] = min(TIER_RANK[tier], side.get(node_id, len(TIERS)))
+        side[node_id] = min(tier, side.get(node_id, tier))
     return near or far

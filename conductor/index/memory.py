@@ -21,9 +21,10 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import repeat
 
-from conductor.index.contract import TIER_RANK, Holder, Holders, checked_hashes, cover_runs, runs_of
+from conductor.index.contract import Holder, Holders, checked_hashes, cover_runs, runs_of
 from conductor.index.negative_cache import Copies, NegativeCache
 from conductor.index.packed_hashes import PackedHashes
+from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument, StaleEpoch
 from kvpool.wire.messages import BlockEvent, Segment
 
@@ -37,7 +38,7 @@ class _Holding:
 
     __slots__ = ("hashes", "mask", "namespace_id", "node_id", "tier")
 
-    def __init__(self, namespace_id: bytes, node_id: str, tier: str, mask: int) -> None:
+    def __init__(self, namespace_id: bytes, node_id: str, tier: Tier, mask: int) -> None:
         self.namespace_id = namespace_id
         self.node_id = node_id
         self.tier = tier
@@ -58,7 +59,7 @@ class _Space:
         self.decoded: dict[int, Holders] = {}
 
 
-_Table = dict[tuple[bytes, str], _Holding]  # by (namespace_id, tier)
+_Table = dict[tuple[bytes, Tier], _Holding]  # by (namespace_id, tier)
 
 
 class _Node:
@@ -236,7 +237,7 @@ class MemoryIndex:
         return node
 
     def _store(self, node_id: str, node: _Node, event: BlockEvent, hashes: list[bytes]) -> None:
-        if not hashes:
+        if not hashes or event.tier is None:
             return
         table = node.current if node.building is None else node.building
         holding = table.get((event.namespace_id, event.tier))
@@ -276,7 +277,7 @@ class MemoryIndex:
                     self._untidy[holding] = None
                 self._drop_if_empty(holding)
 
-    def _new_holding(self, namespace_id: bytes, node_id: str, tier: str) -> _Holding:
+    def _new_holding(self, namespace_id: bytes, node_id: str, tier: Tier) -> _Holding:
         space = self._spaces.setdefault(namespace_id, _Space())
         if space.free_bits:
             bit = heapq.heappop(space.free_bits)
@@ -382,8 +383,8 @@ def _tables(node: _Node) -> tuple[_Table, ...]:
     return (node.current,) if node.building is None else (node.current, node.building)
 
 
-def _keys(table: _Table, event: BlockEvent) -> list[tuple[bytes, str]]:
-    tiers = (event.tier,) if event.tier else tuple(TIER_RANK)
+def _keys(table: _Table, event: BlockEvent) -> list[tuple[bytes, Tier]]:
+    tiers = (event.tier,) if event.tier is not None else tuple(Tier)
     return [(event.namespace_id, t) for t in tiers if (event.namespace_id, t) in table]
 
 
@@ -391,7 +392,7 @@ def _decode(space: _Space, mask: int) -> Holders:
     copies = {Holder(h.node_id, h.tier) for h in space.holdings if h is not None and h.mask & mask}
     if len(space.decoded) >= MAX_MASKS:
         space.decoded.clear()
-    ordered = tuple(sorted(copies, key=lambda copy: (TIER_RANK[copy.tier], copy.node_id)))
+    ordered = tuple(sorted(copies, key=lambda copy: (copy.tier, copy.node_id)))
     return space.decoded.setdefault(mask, ordered)
 
 

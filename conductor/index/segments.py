@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from kvpool.blocks.tier import Tier
 from kvpool.wire.messages import Segment
 
 
@@ -26,5 +27,5 @@ def extend(segments: Sequence[Segment], covered: Mapping[int, str], blocks: int)
         start = at
         while at < blocks and covered.get(at) == covered[start]:
             at += 1
-        out.append(Segment(covered[start], start, at - start, "dram"))
+        out.append(Segment(covered[start], start, at - start, Tier.DRAM))
     return out

@@ -14,13 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from conductor.index.contract import TIER_RANK, Holder, Holders, checked_hashes, cover_run
+from conductor.index.contract import Holder, Holders, checked_hashes, cover_run
 from conductor.index.negative_cache import NegativeCache
 from conductor.redis import scripts as lua
 from conductor.redis.client import RedisClient
 from kvpool.blocks.hashing import HASH_BYTES, pack_hashes
+from kvpool.blocks.tier import Tier
 from kvpool.errors import StaleEpoch
-from kvpool.wire.messages import TIERS, BlockEvent, Segment
+from kvpool.wire.messages import BlockEvent, Segment
 
 SLICE_BLOCKS = 2_000  # a script: about 2 ms during which Redis serves nobody else
 MAX_HOLDERS = 65_536  # decoded answers that are remembered; ids never change their meaning
@@ -219,10 +220,10 @@ class RedisIndex:
     def _copies(self, values: tuple[bytes, ...]) -> Holders:
         copies = self._holders.get(values)
         if copies is None:
-            named = {Holder(v[1:].decode(), TIERS[v[0] - 48]) for v in values}
+            named = {Holder(v[1:].decode(), Tier(v[0] - 48)) for v in values}
             if len(self._holders) >= MAX_HOLDERS:
                 self._holders.clear()
-            copies = tuple(sorted(named, key=lambda copy: (TIER_RANK[copy.tier], copy.node_id)))
+            copies = tuple(sorted(named, key=lambda copy: (copy.tier, copy.node_id)))
             self._holders[values] = copies
         return copies
 
@@ -267,7 +268,9 @@ class RedisIndex:
         args: list[Any] = [node_id, session.epoch, session.number, int(session.is_reporting)]
         args += [self._ttl_s, self.max_blocks]
         for event in batch:
-            tiers = "".join(str(TIER_RANK[t]) for t in ((event.tier,) if event.tier else TIERS))
+            tiers = "".join(
+                f"{tier:d}" for tier in ((event.tier,) if event.tier is not None else Tier)
+            )
             args += [event.kind, tiers, event.hashes]
             if event.kind == "cleared":
                 self._retired.add(namespace_id)

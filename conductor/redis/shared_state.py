@@ -18,7 +18,7 @@ from typing import Any
 import structlog
 
 from conductor.cluster.cluster import MAX_COUNTED, Cluster
-from conductor.index.contract import TIER_RANK, Found, Holders, Index, cover_run
+from conductor.index.contract import Found, Holders, Index, cover_run
 from conductor.members.membership import MembershipConfig
 from conductor.redis.client import RedisClient
 from conductor.redis.index import TTL_S, RedisIndex
@@ -263,7 +263,7 @@ class SharedCluster(Cluster):
             copies = {*self._lookup_cache.get(namespace_id, block_hash), *(own[0] if own else ())}
             if not copies:
                 break
-            ordered = sorted(copies, key=lambda copy: (TIER_RANK[copy.tier], copy.node_id))
+            ordered = sorted(copies, key=lambda copy: (copy.tier, copy.node_id))
             found.append(tuple(ordered))
         return found
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import mul
 
+from kvpool.blocks.tier import Tier
 from kvpool.bounded import BoundedDict
 from kvpool.errors import InvalidArgument
 
@@ -53,7 +54,7 @@ class Profile:
     tpot_sequence_s: float = 2e-3  # f
     same_host: LinkProfile = LinkProfile(5e-4, 7e9)
     other_host: LinkProfile = LinkProfile(2e-3, 1.1e9)
-    tier_bytes_per_s: dict[str, float] = field(default_factory=lambda: {"nvme": 2.5e9})
+    tier_bytes_per_s: dict[Tier, float] = field(default_factory=lambda: {Tier.NVME: 2.5e9})
 
     def __post_init__(self) -> None:
         figures = [
@@ -201,7 +202,7 @@ class CostModel:
         return fit.predict((1.0, max(0.0, context_tokens), max(0.0, batch)))
 
     def transfer_s(
-        self, size_bytes: float, *, same_host: bool, transport: str = "", tier: str = "dram"
+        self, size_bytes: float, *, same_host: bool, transport: str = "", tier: Tier = Tier.DRAM
     ) -> float:
         """Time to move `size_bytes` in one transfer. A slow tier is read first, at its own rate. 0 for no bytes."""
         if size_bytes <= 0:
@@ -209,7 +210,7 @@ class CostModel:
         fit = self._links.get((same_host, transport)) or self._fresh_links[same_host]
         return fit.predict((1.0, size_bytes)) + self.tier_s(size_bytes, tier)
 
-    def tier_s(self, size_bytes: float, tier: str, bytes_per_s: float = 0.0) -> float:
+    def tier_s(self, size_bytes: float, tier: Tier, bytes_per_s: float = 0.0) -> float:
         """Time to read `size_bytes` from a slow tier into memory. 0 for a fast tier.
 
         Args:
@@ -257,7 +258,7 @@ class CostModel:
         *,
         same_host: bool,
         transport: str = "",
-        tier: str = "dram",
+        tier: Tier = Tier.DRAM,
     ) -> None:
         """Learn from one transfer. The time of a slow tier is subtracted first."""
         if size_bytes <= 0:

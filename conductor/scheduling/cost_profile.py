@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from conductor.scheduling.cost_model import LinkProfile, Profile
+from kvpool.blocks.tier import Tier
 from kvpool.config.profile_file import LinkCost, ProfileFile, read_profile_file
 from kvpool.errors import ConfigError, InvalidArgument
 
@@ -35,7 +36,8 @@ def profile_from_file(
             tpot.sequence_s if tpot else default.tpot_sequence_s,
             _link(file.same_host, same_host or default.same_host),
             _link(file.other_host, other_host or default.other_host),
-            default.tier_bytes_per_s | file.tier_bytes_per_s,
+            default.tier_bytes_per_s
+            | {Tier[name.upper()]: rate for name, rate in file.tier_bytes_per_s.items()},
         )
     except InvalidArgument as error:
         raise ConfigError(

@@ -9,6 +9,7 @@ from typing import Any
 from conductor.members.membership import Member, Membership
 from conductor.scheduling.cost_model import CostModel
 from kvpool.blocks.layout import Namespace
+from kvpool.blocks.tier import Tier
 from kvpool.wire import messages as m
 
 Nodes = Membership[m.NodeDescriptor, m.NodeStatsReply]
@@ -23,14 +24,14 @@ def wait_s(nodes: Nodes, namespace: Namespace, segments: Sequence[m.Segment]) ->
     """Seconds until the nodes have read the blocks on disks into memory; -1 if a node does not know its rate."""
     slow_bytes: Counter[str] = Counter()
     for segment in segments:
-        if segment.tier == "nvme":
+        if segment.tier == Tier.NVME:
             slow = segment.count - segment.ready
             slow_bytes[segment.node_id] += slow * namespace.layout.block_bytes
     longest_s = 0.0
     for node_id, size_bytes in slow_bytes.items():
         node = nodes.get(node_id)
         for tier in tiers(node.report if node else None):
-            if tier.tier == "nvme" and tier.read_bytes_per_s:
+            if tier.tier == Tier.NVME and tier.read_bytes_per_s:
                 queued = tier.queued_read_bytes
                 longest_s = max(longest_s, (size_bytes + queued) / tier.read_bytes_per_s)
                 break

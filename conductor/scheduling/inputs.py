@@ -12,6 +12,7 @@ from typing import Literal
 from conductor.members.membership import State
 from conductor.scheduling.cost_model import CostModel
 from conductor.scheduling.in_flight import InFlight
+from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument
 from kvpool.wire.messages import Segment, WorkerLoad
 
@@ -101,7 +102,7 @@ class NodeStatus:
     host: str
     available_bytes: int
     state: State = State.LIVE
-    read_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    read_bytes_per_s: Mapping[Tier, float] = field(default_factory=dict)
     queued_read_bytes: int = 0
 
 

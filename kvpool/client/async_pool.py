@@ -16,7 +16,8 @@ from typing import Any, Self
 
 from kvpool.blocks.layout import Layout, Namespace
 from kvpool.blocks.resharding import Plan, TensorParallelRank, plan_part, plan_read, plan_write
-from kvpool.client.admin.pool_admin import MemoryTier, PoolAdmin, check_tier
+from kvpool.blocks.tier import Tier
+from kvpool.client.admin.pool_admin import PoolAdmin, check_memory_tier
 from kvpool.client.data import pinning
 from kvpool.client.data.buffers import block_addresses, memory_span
 from kvpool.client.data.pinning import PinnedBlocks
@@ -188,7 +189,7 @@ class AsyncPool(PoolAdmin):
         segments: Sequence[m.Segment] | None = None,
         is_disposable: bool = False,
         max_wait_s: float = 0.0,
-        tier: MemoryTier = "",
+        tier: Tier = Tier.DRAM,
         timeout_s: float | None = None,
     ) -> GetResult:
         """Read the longest leading run of a chain into the caller's memory.
@@ -214,7 +215,7 @@ class AsyncPool(PoolAdmin):
             max_wait_s: the longest wait for a node's disk that is still cheaper than computing the blocks.
                 A node declines slower blocks at once (`miss_reason` "declined_cost"). 0: no limit but
                 `timeout_s`; blocks that cannot arrive within it are "declined_deadline".
-            tier: "hbm" reads blocks from nodes' device memory over NIXL, if they are there. Otherwise, and
+            tier: HBM reads blocks from nodes' device memory over NIXL, if they are there. Otherwise, and
                 if NIXL does not reach the node, the node copies them to DRAM first.
 
         Returns:
@@ -222,13 +223,13 @@ class AsyncPool(PoolAdmin):
 
         Raises:
             WrongByteCount: `out` has the wrong size.
-            InvalidArgument: `out` cannot be written, or there is no such tier.
+            InvalidArgument: `out` cannot be written, or `tier` is NVME.
             CannotReshard: the rank's bytes are spread over too many pieces of the stored blocks.
             UnverifiableRead: checksums are required, the read covers pieces of parts, and the transport is
                 not shared memory.
             DeadlineExceeded, Unavailable: the conductor (or the single node) did not answer.
         """
-        check_tier(tier)
+        check_memory_tier(tier)
         plan = _plan(plan_read, namespace, part, as_rank)
         addresses, owner, plan = block_addresses(out, len(hashes), plan, writable=True)
         if not hashes:
@@ -259,7 +260,7 @@ class AsyncPool(PoolAdmin):
         ttl_s: float = 10.0,
         part: int | None = None,
         max_wait_s: float = 0.0,
-        tier: MemoryTier = "",
+        tier: Tier = Tier.DRAM,
         segments: Sequence[m.Segment] | None = None,
         is_guess: bool = False,
         timeout_s: float | None = None,
@@ -283,10 +284,10 @@ class AsyncPool(PoolAdmin):
             The leased blocks; `found` may be 0.
 
         Raises:
-            InvalidArgument: there is no such tier.
+            InvalidArgument: `tier` is NVME.
             DeadlineExceeded, Unavailable: the conductor or a node did not answer.
         """
-        check_tier(tier)
+        check_memory_tier(tier)
         deadline = self._deadline(timeout_s)
         if segments is None:
             segments = await lookups.locate(self.directory, namespace, hashes, deadline)
@@ -344,7 +345,7 @@ class AsyncPool(PoolAdmin):
         as_rank: TensorParallelRank | None = None,
         node_id: str | None = None,
         replicas: int = 1,
-        tier: MemoryTier = "",
+        tier: Tier = Tier.DRAM,
         timeout_s: float | None = None,
     ) -> PutResult:
         """Write a run of a chain from the caller's memory, in two round trips for any number of blocks.
@@ -363,20 +364,20 @@ class AsyncPool(PoolAdmin):
             replicas: how many nodes shall hold the blocks when this returns, on different hosts if possible.
                 Too few nodes is no error; `PutResult.replicas` says how many hold them. With several parts,
                 the put of the last part makes the copies.
-            tier: "hbm" writes to the node's device memory over NIXL. Blocks that find no room there, and all
+            tier: HBM writes to the node's device memory over NIXL. Blocks that find no room there, and all
                 blocks if NIXL does not reach the node, go to DRAM. Replicas are in DRAM.
 
         Returns:
             How many blocks were stored, existed, are being written by others, or found no room.
 
         Raises:
-            WrongByteCount, InvalidArgument: `data` has the wrong size, or there is no such tier.
+            WrongByteCount, InvalidArgument: `data` has the wrong size, or `tier` is NVME.
             ConfigError: several replicas without a conductor.
             CannotReshard: the rank holds no stored part completely, or in too many pieces.
             NoRoom: no block could be stored, existed, or was in progress.
             TransferFailed, DeadlineExceeded, Unavailable: no block of this call became visible.
         """
-        check_tier(tier)
+        check_memory_tier(tier)
         plan = _plan(plan_write, namespace, part, as_rank)
         addresses, owner, plan = block_addresses(data, len(hashes), plan, writable=False)
         if not hashes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import yaml
@@ -52,7 +52,7 @@ class ProfileFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     tpot: DecodeCost | None = None
     same_host: LinkCost | None = None
     other_host: LinkCost | None = None
-    tier_bytes_per_s: dict[str, float] = {}
+    tier_bytes_per_s: dict[Literal["hbm", "dram", "nvme"], float] = {}
     measured: dict[str, list[list[float]]] = {}
     kv_capacity_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
 

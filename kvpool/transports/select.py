@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import structlog
 
+from kvpool.blocks.tier import Tier
 from kvpool.errors import NoTransport
 from kvpool.transports.base import Transport
 from kvpool.transports.nixl import NixlTransport
@@ -138,7 +139,7 @@ class Transports:
 
     def choose_for_hbm(self, node: NodeDescriptor) -> Transport | None:
         """NIXL, which alone reaches a node's hbm; None where it may not be used, or does not reach."""
-        if self._forced == "shm" or not any(arena.tier == "hbm" for arena in node.arenas):
+        if self._forced == "shm" or not any(arena.tier == Tier.HBM for arena in node.arenas):
             return None
         try:
             transport = self.get("nixl")

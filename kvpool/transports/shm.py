@@ -21,6 +21,7 @@ from typing import TypeGuard
 import msgspec
 import numpy as np
 
+from kvpool.blocks.tier import Tier
 from kvpool.errors import StaleEpoch, TransferFailed
 from kvpool.transports.base import Pieces, Transport
 from kvpool.transports.copy import Int64Array, Sums, copy, copy_and_sum, sum_runs
@@ -136,7 +137,7 @@ class ShmTransport(Transport):
     ) -> tuple[_Attached, Int64Array]:
         """Where the places are in this process, for as long as the first of both is held."""
         arena_ids = set(places[:, 0].tolist())
-        if any(arena.tier == "hbm" and arena.arena_id in arena_ids for arena in node.arenas):
+        if any(arena.tier == Tier.HBM and arena.arena_id in arena_ids for arena in node.arenas):
             raise TransferFailed(
                 f"some places of node {node.node_id} lie in hbm, which nobody maps",
                 hint="it is read and written by NIXL",

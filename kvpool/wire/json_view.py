@@ -6,15 +6,19 @@ from typing import Any
 
 import msgspec
 
+from kvpool.blocks.tier import Tier
+
 
 def named(value: Any) -> Any:
-    """An array-like struct as a dict of its fields, recursively; bytes as hex."""
+    """An array-like struct as a dict of its fields, recursively; bytes as hex, tiers by name."""
     if isinstance(value, msgspec.Struct):
         return {name: named(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, (list, tuple)):
         return [named(item) for item in value]
     if isinstance(value, dict):
-        return {key: named(item) for key, item in value.items()}
+        return {named(key): named(item) for key, item in value.items()}
     if isinstance(value, bytes):
         return value.hex()
+    if isinstance(value, Tier):
+        return str(value)
     return value

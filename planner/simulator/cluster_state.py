@@ -11,6 +11,7 @@ from dataclasses import replace
 from conductor.scheduling.cost_model import MEASURED, CostModel
 from conductor.scheduling.in_flight import InFlight
 from conductor.scheduling.scheduler import IDLE, NodeStatus, SchedulingInputs, WorkerStatus
+from kvpool.blocks.tier import Tier
 from kvpool.wire.messages import WorkerLoad
 from planner.simulator.instance import Instance
 from planner.simulator.network import Network
@@ -40,7 +41,7 @@ class State:
         for node in setup.nodes:
             room = node.dram_blocks * setup.block_bytes
             self.nodes[node.node_id] = NodeStatus(
-                node.node_id, node.host, room, read_bytes_per_s={"nvme": node.nvme_bytes_per_s}
+                node.node_id, node.host, room, read_bytes_per_s={Tier.NVME: node.nvme_bytes_per_s}
             )
         if setup.serving == "disaggregated":
             # Nothing is kept: what is on its way from prefill to decode always finds room.

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from conductor.index.contract import Found
 from conductor.index.memory import MemoryIndex
 from kvpool.blocks.hashing import pack_hashes
+from kvpool.blocks.tier import Tier
 from kvpool.wire.messages import BlockEvent
 from planner.simulator.setup import Cache, CacheFactory, NodeSpec
 
@@ -29,11 +30,11 @@ class Pool:
         self.hosts: Mapping[str, str] = {node.node_id: node.host for node in nodes}
         self.evicted_blocks = 0
         self._namespace_id = namespace_id
-        self._tiers: dict[str, list[tuple[str, Cache]]] = {}
+        self._tiers: dict[str, list[tuple[Tier, Cache]]] = {}
         for node in nodes:
-            tiers = [("dram", make_cache(node.dram_blocks))] if node.dram_blocks else []
+            tiers = [(Tier.DRAM, make_cache(node.dram_blocks))] if node.dram_blocks else []
             if node.nvme_blocks:
-                tiers.append(("nvme", make_cache(node.nvme_blocks)))
+                tiers.append((Tier.NVME, make_cache(node.nvme_blocks)))
             self._tiers[node.node_id] = tiers
 
     def find(self, hashes: Sequence[bytes]) -> Found:
@@ -69,5 +70,5 @@ class Pool:
                 self.index.apply(node_id, EPOCH, events)
         self.index.reclaim(1_000)
 
-    def _event(self, kind: str, blocks: Sequence[bytes], tier: str) -> BlockEvent:
+    def _event(self, kind: str, blocks: Sequence[bytes], tier: Tier) -> BlockEvent:
         return BlockEvent(kind, self._namespace_id, pack_hashes(blocks), tier)

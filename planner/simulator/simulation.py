@@ -19,6 +19,7 @@ from conductor.routing.service import pool_facts
 from conductor.scheduling.decision import Decision
 from conductor.scheduling.hot_blocks import HotBlocks
 from conductor.scheduling.scheduler import ScheduleRequest, schedule
+from kvpool.blocks.tier import Tier
 from kvpool.wire.messages import Segment
 from planner.simulator.cluster_state import State
 from planner.simulator.instance import Instance, Prompt
@@ -381,7 +382,7 @@ class Simulation:
                 continue
             begins = now
             slow = stop - max(start, segment.start + segment.ready)
-            if segment.tier == "nvme" and slow > 0:
+            if segment.tier == Tier.NVME and slow > 0:
                 rate = self.pool.nodes[segment.node_id].nvme_bytes_per_s
                 size = slow * setup.block_bytes
                 begins = self.network.read_disk(now, segment.node_id, size, rate)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvpool import Pool, hash_chain
+from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument, TransferFailed
 from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, wait_until
 
@@ -68,25 +69,25 @@ def counters(cluster: Cluster) -> dict[str, float]:
 def test_hbm_is_written_and_read_over_nixl_and_copied_down_for_others(cluster: Cluster) -> None:
     hashes, data = chain(1), content(1)
     with client(cluster) as writer:
-        put = writer.put(NAMESPACE, hashes, data, tier="hbm")
+        put = writer.put(NAMESPACE, hashes, data, tier=Tier.HBM)
         assert (put.stored, put.bytes_moved) == (BLOCKS, {"nixl": BLOCKS * SIZE})
     assert (blocks_in(cluster, "hbm"), blocks_in(cluster, "dram")) == (BLOCKS, 0)
     out = np.zeros_like(data)
     with client(cluster) as reader:  # another client: the node has its bytes, not its memory
-        got = reader.get(NAMESPACE, hashes, out, tier="hbm")
+        got = reader.get(NAMESPACE, hashes, out, tier=Tier.HBM)
         assert (got.found, got.verified, got.miss_reason) == (BLOCKS, BLOCKS, "")
-        assert got.tiers == ("hbm",) * BLOCKS
+        assert got.tiers == (Tier.HBM,) * BLOCKS
         assert got.bytes_moved == {"nixl": BLOCKS * SIZE}
         assert (out == data).all()
         assert blocks_in(cluster, "dram") == 0  # nothing had to be copied for it
     out[:] = 0
     with client(cluster) as other:
         got = other.get(NAMESPACE, hashes, out)
-        assert (got.found, got.tiers) == (BLOCKS, ("dram",) * BLOCKS)
+        assert (got.found, got.tiers) == (BLOCKS, (Tier.DRAM,) * BLOCKS)
         assert got.bytes_moved == {"shm": BLOCKS * SIZE}
         assert (out == data).all()
         found = other.lookup(NAMESPACE, hashes)
-        assert (found.found, found.segments[0].tier) == (BLOCKS, "hbm")
+        assert (found.found, found.segments[0].tier) == (BLOCKS, Tier.HBM)
     assert counters(cluster)["demoted:dram"] == BLOCKS
     assert cluster.node_stats("a")["leases"] == 0
 
@@ -95,11 +96,11 @@ def test_a_run_over_both_tiers_is_written_and_read_in_one_call(cluster: Cluster)
     hashes, data = chain(2, 60), content(2, 60)  # 1.4 MiB into 1 MiB
     out = np.zeros_like(data)
     with client(cluster) as pool:
-        assert pool.put(NAMESPACE, hashes, data, tier="hbm").stored == 60
+        assert pool.put(NAMESPACE, hashes, data, tier=Tier.HBM).stored == 60
         in_hbm = blocks_in(cluster, "hbm")
         assert 0 < in_hbm < 60
-        got = pool.get(NAMESPACE, hashes, out, tier="hbm")
-    assert got.tiers[:in_hbm] == ("hbm",) * in_hbm
+        got = pool.get(NAMESPACE, hashes, out, tier=Tier.HBM)
+    assert got.tiers[:in_hbm] == (Tier.HBM,) * in_hbm
     assert got.found == 60
     assert (out == data).all()
 
@@ -109,12 +110,12 @@ def test_under_pressure_blocks_sink_and_all_are_found_and_right(cluster: Cluster
     count = 10
     with client(cluster) as pool:
         for seed in range(count):
-            pool.put(NAMESPACE, chain(seed), content(seed), tier="hbm")
+            pool.put(NAMESPACE, chain(seed), content(seed), tier=Tier.HBM)
             # As fast as blocks get down, and no faster: else dram would lose some, as without hbm.
             wait_until(partial(_is_safe, cluster, (seed + 1) * BLOCKS), "written through")
         assert blocks_in(cluster, "hbm") <= (1 << 20) // SIZE
         for seed in range(count):
-            for tier in ("", "hbm"):
+            for tier in (Tier.DRAM, Tier.HBM):
                 out = np.zeros_like(content(seed))
                 got = pool.get(NAMESPACE, chain(seed), out, tier=tier)
                 assert (got.found, got.miss_reason) == (BLOCKS, "")
@@ -134,12 +135,12 @@ def test_prefetch_brings_blocks_into_hbm_from_dram_and_nvme(cluster: Cluster) ->
     hashes, data = chain(3), content(3)
     with client(cluster) as pool:
         pool.put(NAMESPACE, hashes, data)
-        assert pool.prefetch(NAMESPACE, hashes, tier="hbm").accepted == BLOCKS
+        assert pool.prefetch(NAMESPACE, hashes, tier=Tier.HBM).accepted == BLOCKS
         wait_until(lambda: blocks_in(cluster, "hbm") == BLOCKS, "brought up")
-        assert pool.prefetch(NAMESPACE, hashes, tier="hbm").resident == BLOCKS
+        assert pool.prefetch(NAMESPACE, hashes, tier=Tier.HBM).resident == BLOCKS
         out = np.zeros_like(data)
-        got = pool.get(NAMESPACE, hashes, out, tier="hbm")
-        assert (got.tiers, got.bytes_moved) == (("hbm",) * BLOCKS, {"nixl": out.nbytes})
+        got = pool.get(NAMESPACE, hashes, out, tier=Tier.HBM)
+        assert (got.tiers, got.bytes_moved) == ((Tier.HBM,) * BLOCKS, {"nixl": out.nbytes})
         assert (out == data).all()
         wait_until(lambda: blocks_in(cluster, "nvme") == BLOCKS, "written through")
     cluster.kill("a")
@@ -151,22 +152,22 @@ def test_prefetch_brings_blocks_into_hbm_from_dram_and_nvme(cluster: Cluster) ->
         "node.nvme_bytes=32MiB",
     )
     with client(cluster) as pool:
-        assert pool.prefetch(NAMESPACE, hashes, tier="hbm").accepted == BLOCKS
+        assert pool.prefetch(NAMESPACE, hashes, tier=Tier.HBM).accepted == BLOCKS
         wait_until(lambda: blocks_in(cluster, "hbm") == BLOCKS, "brought up from nvme")
         assert blocks_in(cluster, "dram") == 0  # it did not pass through there
         out[:] = 0
-        assert pool.get(NAMESPACE, hashes, out, tier="hbm").found == BLOCKS
+        assert pool.get(NAMESPACE, hashes, out, tier=Tier.HBM).found == BLOCKS
         assert (out == data).all()
 
 
 def test_a_client_without_nixl_has_dram_whatever_it_asks_for(cluster: Cluster) -> None:
     hashes, data = chain(4), content(4)
     with client(cluster, transport="shm") as pool:
-        put = pool.put(NAMESPACE, hashes, data, tier="hbm")
+        put = pool.put(NAMESPACE, hashes, data, tier=Tier.HBM)
         assert put.bytes_moved == {"shm": data.nbytes}
         assert (blocks_in(cluster, "hbm"), blocks_in(cluster, "dram")) == (0, BLOCKS)
         with pytest.raises(InvalidArgument, match="nvme"):
-            pool.put(NAMESPACE, hashes, data, tier="nvme")  # type: ignore[arg-type]
+            pool.put(NAMESPACE, hashes, data, tier=Tier.NVME)
 
 
 async def test_shared_memory_refuses_places_in_hbm(cluster: Cluster) -> None:
@@ -175,10 +176,10 @@ async def test_shared_memory_refuses_places_in_hbm(cluster: Cluster) -> None:
 
     async with AsyncPool(node=cluster.nodes["a"]["wire"], host_label="here") as pool:
         hashes, data = chain(5, 1), content(5, 1)
-        await pool.put(NAMESPACE, hashes, data, tier="hbm")
+        await pool.put(NAMESPACE, hashes, data, tier=Tier.HBM)
         [info] = await pool.nodes()
         link = pool.directory.link_to(info.descriptor)
-        lease = await link.pin(NAMESPACE, hashes, ttl_s=5, timeout_s=5, tier="hbm")
+        lease = await link.pin(NAMESPACE, hashes, ttl_s=5, timeout_s=5, tier=Tier.HBM)
         out = np.zeros(SIZE, np.uint8)
         pieces = Pieces(np.array([out.ctypes.data]), lease.places, np.array([SIZE]), out)
         with pytest.raises(TransferFailed, match="in hbm, which nobody maps"):
@@ -189,7 +190,7 @@ async def test_shared_memory_refuses_places_in_hbm(cluster: Cluster) -> None:
 def test_inline_reads_come_from_hbm_and_stats_say_what_it_is(cluster: Cluster) -> None:
     hashes, data = chain(6, 1), content(6, 1)
     with client(cluster) as pool:
-        pool.put(NAMESPACE, hashes, data, tier="hbm")
+        pool.put(NAMESPACE, hashes, data, tier=Tier.HBM)
     url = f"http://{cluster.nodes['a']['http']}/v1/blocks/{NAMESPACE.namespace_id.hex()}"
     reply = httpx.get(f"{url}/{hashes[0].hex()}")
     assert (reply.headers["X-Kvpool-Tier"], reply.content) == ("hbm", data.tobytes())
@@ -205,17 +206,17 @@ def test_hbm_of_a_gpu_is_written_and_read_over_nixl(tmp_path: Path) -> None:
     with cluster.fleet:
         cluster.start_node("a", *SETTINGS[:-1], "node.hbm_device=cuda:0")
         with client(cluster) as pool:
-            put = pool.put(NAMESPACE, hashes, data, tier="hbm")
+            put = pool.put(NAMESPACE, hashes, data, tier=Tier.HBM)
             assert put.bytes_moved == {"nixl": data.nbytes}
             [info] = pool.nodes()
-            [hbm] = [a for a in info.descriptor.arenas if a.tier == "hbm"]
+            [hbm] = [a for a in info.descriptor.arenas if a.tier == Tier.HBM]
             assert (hbm.kind, hbm.device_id) == ("vram", 0)
-            got = pool.get(NAMESPACE, hashes, out, tier="hbm")
-            assert (got.tiers, got.bytes_moved) == (("hbm",) * BLOCKS, {"nixl": data.nbytes})
+            got = pool.get(NAMESPACE, hashes, out, tier=Tier.HBM)
+            assert (got.tiers, got.bytes_moved) == ((Tier.HBM,) * BLOCKS, {"nixl": data.nbytes})
             assert (out == data).all()
             out[:] = 0
             got = pool.get(NAMESPACE, hashes, out)
-            assert (got.tiers, got.bytes_moved) == (("dram",) * BLOCKS, {"shm": data.nbytes})
+            assert (got.tiers, got.bytes_moved) == ((Tier.DRAM,) * BLOCKS, {"shm": data.nbytes})
             assert (out == data).all()
 
 

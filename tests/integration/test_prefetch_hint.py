@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvpool import Pool, hash_chain
+from kvpool.blocks.tier import Tier
 from tests.support.process_cluster import FREE_PORTS, Cluster, wait_until
 
 BLOCK_TOKENS = 32
@@ -75,7 +76,7 @@ class Where:
         self._hashes = hash_chain(self._space, tokens)
         self._pool = Pool(conductor=cluster.conductor["wire"], host_label="host-a")
 
-    def tiers(self) -> set[str]:
+    def tiers(self) -> set[Tier]:
         found = self._pool.lookup(self._space, self._hashes)
         return {s.tier for s in found.segments} if found.found == len(self._hashes) else set()
 
@@ -89,13 +90,13 @@ class Where:
 def push_out(cluster: Cluster, where: Where, first_seed: int) -> None:
     """Serve other prompts until none of these blocks stands in DRAM."""
     for seed in range(first_seed, first_seed + 12):
-        if where.tiers() == {"nvme"}:
+        if where.tiers() == {Tier.NVME}:
             # No block of it is in DRAM, not even a leading one of a segment.
             report = where._pool.lookup(where._space, where._hashes)
             if all(segment.ready == 0 for segment in report.segments):
                 return
         ask(cluster, prompt(seed))
-    wait_until(lambda: where.tiers() == {"nvme"}, "the prompt was pushed out of DRAM")
+    wait_until(lambda: where.tiers() == {Tier.NVME}, "the prompt was pushed out of DRAM")
 
 
 def hint(cluster: Cluster, **body: Any) -> dict[str, Any]:
@@ -116,7 +117,7 @@ def test_after_a_hint_a_conversation_is_found_in_dram_and_without_on_the_disk(
     push_out(cluster, where, 100)
     unprepared = ask(cluster, [*tokens, 1, 2, 3])
     assert unprepared["tokens_by_tier"] == {"nvme": BLOCKS * BLOCK_TOKENS}
-    wait_until(lambda: "dram" in where.tiers(), "the index hears that reading promoted it")
+    wait_until(lambda: Tier.DRAM in where.tiers(), "the index hears that reading promoted it")
 
     push_out(cluster, where, 200)
     answer = hint(cluster, key="agent")
@@ -124,7 +125,7 @@ def test_after_a_hint_a_conversation_is_found_in_dram_and_without_on_the_disk(
     assert answer["promoting"] + answer["resident"] == BLOCKS
     assert answer["promoting"] > 0
     assert answer["declined"] == 0, answer
-    wait_until(lambda: where.tiers() == {"dram"}, "the index hears that it was promoted")
+    wait_until(lambda: where.tiers() == {Tier.DRAM}, "the index hears that it was promoted")
     prepared = ask(cluster, [*tokens, 1, 2, 3], key="agent")
     assert prepared["tokens_by_tier"] == {"dram": BLOCKS * BLOCK_TOKENS}
     counters = cluster.stats()["counters"]

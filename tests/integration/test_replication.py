@@ -16,6 +16,7 @@ import pytest
 
 from kvpool import AsyncPool, Layout, Namespace, Pool, hash_chain
 from kvpool.blocks.hashing import pack_hashes
+from kvpool.blocks.tier import Tier
 from kvpool.client.node.node_link import NodeLink
 from kvpool.errors import (
     ConfigError,
@@ -465,7 +466,7 @@ def test_a_corrupted_replica_is_dropped_and_the_other_serves(cluster: Cluster) -
 
 def test_a_stale_answer_is_told_to_the_index_and_not_tried_again(cluster: Cluster) -> None:
     hashes, data = chain(24, 5), some_bytes(24, 5)
-    stale = [m.Segment("a", 0, 5, "dram")]
+    stale = [m.Segment("a", 0, 5, Tier.DRAM)]
     with client(cluster) as writer:
         writer.put(NAMESPACE, hashes, data, node_id="b")
         wait_indexed(writer, hashes)

@@ -15,6 +15,7 @@ import pytest
 
 from conductor.server import run_conductor
 from kvpool import AsyncPool, hash_chain
+from kvpool.blocks.tier import Tier
 from kvpool.config.loader import ConductorConfig, NodeConfig
 from tests.support.process_cluster import LAYOUT, NAMESPACE
 from tiers.disk.slab_file import NvmeFiles
@@ -73,7 +74,7 @@ async def slow_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
 
             async def written() -> bool:
                 tiers = [t for n in (await viewer.stats()).nodes for t in n.tiers]
-                return [t.blocks for t in tiers if t.tier == "nvme"] == [BLOCKS]
+                return [t.blocks for t in tiers if t.tier == Tier.NVME] == [BLOCKS]
 
             await pool.put(NAMESPACE, HASHES, DATA)
             await until(written, "all is on the disk")
@@ -167,9 +168,9 @@ async def test_a_lookup_says_what_the_disk_costs(
         found = await pool.lookup(NAMESPACE, HASHES)
         assert found.wait_s == pytest.approx((BLOCKS - READY) * READ_S, rel=0.5)
         [segment] = found.segments
-        assert (segment.tier, segment.ready) == ("nvme", READY)
+        assert (segment.tier, segment.ready) == (Tier.NVME, READY)
         assert (await pool.lookup(NAMESPACE, HASHES[:READY])).wait_s == 0.0
-        [nvme] = [t for t in (await pool.stats()).nodes[0].tiers if t.tier == "nvme"]
+        [nvme] = [t for t in (await pool.stats()).nodes[0].tiers if t.tier == Tier.NVME]
         assert nvme.read_bytes_per_s == pytest.approx(SIZE / READ_S, rel=0.5)
         async with AsyncPool(node=(await pool.nodes())[0].descriptor.address) as direct:
             own = await direct.lookup(NAMESPACE, HASHES)

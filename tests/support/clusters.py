@@ -20,6 +20,7 @@ from conductor.scheduling.scheduler import (
     SchedulingInputs,
     WorkerStatus,
 )
+from kvpool.blocks.tier import Tier
 from kvpool.wire.messages import Segment, WorkerLoad
 
 NS = b"n" * 16
@@ -80,7 +81,9 @@ def measured(inputs: SchedulingInputs) -> SchedulingInputs:
     return inputs
 
 
-def pool_has(blocks: int, node: str = "n1", tier: str = "dram") -> Mapping[str, Sequence[Segment]]:
+def pool_has(
+    blocks: int, node: str = "n1", tier: Tier = Tier.DRAM
+) -> Mapping[str, Sequence[Segment]]:
     return {"": [Segment(node, 0, blocks, tier)]}
 
 
@@ -126,7 +129,7 @@ requests = st.builds(
         pool_has,
         st.integers(1, 40),
         st.sampled_from(["n1", "n2"]),
-        st.sampled_from(["dram", "nvme"]),
+        st.sampled_from([Tier.DRAM, Tier.NVME]),
     ),
     engine_blocks=st.dictionaries(st.sampled_from(["w0", "w1"]), st.integers(0, 50)),
     ttft_s=st.sampled_from([0.0, 0.5, 5.0]),

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvpool.blocks.layout import Layout, Namespace
+from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument, LeaseExpired, NoRoom, ReservationGone
 from kvpool.wire.messages import BlockStatus
-from tiers.store.blocks import TIER_NAMES, Move
+from tiers.store.blocks import Move
 from tiers.store.slab_allocator import Place, SlotAllocator
 from tiers.store.store import Store, StoreConfig
 
@@ -38,7 +39,7 @@ CONFIG = StoreConfig(
 NAMESPACES = (SMALL, LARGE)
 HBM_ARENA = 9
 Block = tuple[bytes, bytes]  # namespace id, hash
-Page = tuple[str, int, int]  # tier, arena, page number
+Page = tuple[Tier, int, int]  # tier, arena, page number
 
 
 class Violation(AssertionError):
@@ -73,7 +74,7 @@ class Grant:
     part: int
     blocks: list[bytes]
     places: list[Place]
-    tiers: list[str]
+    tiers: list[Tier]
     deadline: float
     writer: str
     open: set[int] = field(default_factory=set)
@@ -113,9 +114,9 @@ class ModelledStore:
         self.leases: dict[int, Lease] = {}
         self.moves: dict[int, Move] = {}
         self.committed: dict[Block, set[int]] = {}
-        self.part_tiers: dict[tuple[Block, int], str] = {}  # of parts granted last
+        self.part_tiers: dict[tuple[Block, int], Tier] = {}  # of parts granted last
         self.lost_from_hbm = 0
-        self.residents: set[tuple[str, Block]] = set()
+        self.residents: set[tuple[Tier, Block]] = set()
         self.parents: dict[Block, bytes] = {}
         self.live_parts: dict[tuple[Block, int], int] = {}  # granted and open -> reservation
         self.kept: dict[Block, float] = {}  # protected until, in whatever tier
@@ -139,7 +140,7 @@ class ModelledStore:
         part: int,
         writer: str,
         ttl: float,
-        tier: str = "",
+        tier: Tier = Tier.DRAM,
     ) -> int:
         whole = chains(namespace)[chain]
         run = whole[start : start + count]
@@ -173,7 +174,7 @@ class ModelledStore:
             grant.open = set(range(len(granted)))
             self.grants[result.reservation_id] = grant
             for block, granted_tier in zip(granted, tiers, strict=True):
-                is_asked = tier == "hbm" or granted_tier == "dram"
+                is_asked = tier == Tier.HBM or granted_tier == Tier.DRAM
                 self._require(is_asked, f"{block!r} was granted in {granted_tier}")
                 self.live_parts[(space, block), part] = result.reservation_id
                 self.part_tiers[(space, block), part] = granted_tier
@@ -250,7 +251,7 @@ class ModelledStore:
         count: int,
         holder: str,
         ttl: float,
-        tier: str = "",
+        tier: Tier = Tier.DRAM,
     ) -> None:
         run = chains(namespace)[chain][:count]
         space = self.ids[namespace.model]
@@ -270,8 +271,8 @@ class ModelledStore:
                 block, part = run[position // tp_size], position % tp_size
                 where = _tier_of(place)
                 self._require(where == result.tiers[position // tp_size], "tiers tell the places")
-                best = tiers[position // tp_size] if tier == "hbm" else "dram"
-                self._require(where == best or best == "nvme", f"handed out {where}, not {best}")
+                best = tiers[position // tp_size] if tier == Tier.HBM else Tier.DRAM
+                self._require(where == best or best == Tier.NVME, f"handed out {where}, not {best}")
                 for i, page in enumerate(self._pages(where, place, namespace)):
                     expected.append((page, (space, block, part, i)))
                     pages.append(page)
@@ -285,7 +286,7 @@ class ModelledStore:
             self._require(bool(result.miss_reason), "every miss has a reason")
         self._after(asking=namespace, needed=run)
 
-    def promote(self, namespace: Namespace, chain: int, count: int, tier: str) -> None:
+    def promote(self, namespace: Namespace, chain: int, count: int, tier: Tier) -> None:
         run = chains(namespace)[chain][:count]
         self._note_accounts()
         moves, _ = self.store.promote(self.ids[namespace.model], run, self.now, tier)
@@ -353,7 +354,7 @@ class ModelledStore:
         ]
         fresh = [block for block in standing if block not in self.kept]
         promised = sum(sizes) + len(fresh) * namespace.layout.block_bytes
-        nvme = [u.capacity_bytes for u in self.store.usage() if u.tier == "nvme"]
+        nvme = [u.capacity_bytes for u in self.store.usage() if u.tier == Tier.NVME]
         is_room = promised <= self.config.protected_share * min([self._standing_bytes(), *nvme])
         try:
             count = self.store.protect(space, run, None if ttl is None else until, self.now)
@@ -407,7 +408,7 @@ class ModelledStore:
         self.next_arena += 1
         self.arenas[self.next_arena] = slabs * SLAB
         allocator = SlotAllocator(slabs * SLAB, SLAB, self.next_arena)
-        self.store.add_arena("dram", allocator, self.now)
+        self.store.add_arena(Tier.DRAM, allocator, self.now)
         self._after()
 
     def retire_arena(self, which: int) -> None:
@@ -432,9 +433,9 @@ class ModelledStore:
             del self.arenas[arena_id]
             for key, claim in self.claims.items():
                 is_over = claim.until is not None and self.now >= claim.until
-                is_there = any(page[:2] == ("dram", arena_id) for page in claim.pages)
+                is_there = any(page[:2] == (Tier.DRAM, arena_id) for page in claim.pages)
                 self._require(is_over or not is_there, f"{key} lost its arena {arena_id}")
-            for page in [page for page in self.memory if page[:2] == ("dram", arena_id)]:
+            for page in [page for page in self.memory if page[:2] == (Tier.DRAM, arena_id)]:
                 self.memory[page] = "unmapped"
         self._after()
 
@@ -487,7 +488,7 @@ class ModelledStore:
             self._require(states == usage.capacity_bytes, f"{usage.tier}: {states} bytes")
             self._require(usage.free_bytes >= 0, f"{usage.tier}: less than nothing is free")
             self._require(usage.pinned_bytes <= usage.committed_bytes, "pinned is of committed")
-        dram = next(usage for usage in self.store.usage() if usage.tier == "dram")
+        dram = next(usage for usage in self.store.usage() if usage.tier == Tier.DRAM)
         arenas = self._standing_bytes() + sum(self.store.retiring().values())
         self._require(dram.capacity_bytes == arenas, "dram is what its arenas are")
         reported = {(tier, (space, name)) for space, tier, name in self.store.snapshot()}
@@ -500,7 +501,7 @@ class ModelledStore:
         needed: Sequence[bytes] = (),
     ) -> None:
         """Compare after a call; `needed` are the blocks that it must not evict for itself."""
-        removed: list[tuple[str, Block]] = []
+        removed: list[tuple[Tier, Block]] = []
         for event in self.store.take_events():
             block = (event.namespace_id, event.block_hash)
             resident = (event.tier, block)
@@ -511,7 +512,7 @@ class ModelledStore:
                 continue
             self._require(resident in self.residents, "removed once")
             self.residents.discard(resident)
-            if block != dropped and event.tier == "hbm" and not self._is_resident(block):
+            if block != dropped and event.tier == Tier.HBM and not self._is_resident(block):
                 self.lost_from_hbm += 1
                 refused = self.store.counters.get("demotion_refused", 0)
                 self._require(self.lost_from_hbm <= refused, f"{block!r} had room below hbm")
@@ -524,18 +525,18 @@ class ModelledStore:
         self.check()
 
     def _require_protection(
-        self, removed: list[tuple[str, Block]], asking: Namespace | None, needed: Sequence[bytes]
+        self, removed: list[tuple[Tier, Block]], asking: Namespace | None, needed: Sequence[bytes]
     ) -> None:
         for tier, block in removed:
             until = self.kept.get(block, 0.0)
-            if tier == "hbm":  # from there it goes down
-                has_left = not self._is_resident(block) and ("dram", block) not in removed
+            if tier == Tier.HBM:  # from there it goes down
+                has_left = not self._is_resident(block) and (Tier.DRAM, block) not in removed
                 self._require(until <= self.now or not has_left, f"{block[1]!r} left, protected")
                 continue
             self._require(until < math.inf, f"{block[1]!r} left {tier}, protected for ever")
             if until <= self.now:
                 continue
-            self._require(tier == "dram", f"{block[1]!r} left nvme, protected until {until}")
+            self._require(tier == Tier.DRAM, f"{block[1]!r} left nvme, protected until {until}")
             # Of others, half written copies cannot be seen from here, nor who stands in which arena.
             if asking is SMALL and not self.store.retiring():
                 others = self._unprotected_leaves(needed, {b for _, b in removed})
@@ -552,7 +553,7 @@ class ModelledStore:
         }
         busy |= {(move.namespace_id, move.block_hash) for move in self.moves.values()}
         arriving = {block for block, _ in self.live_parts} | busy | removed
-        here = {block for tier, block in self.residents if tier == "dram"}
+        here = {block for tier, block in self.residents if tier == Tier.DRAM}
         parents = {(b[0], self.parents[b]) for b in here | arriving}
         return [
             block
@@ -563,18 +564,20 @@ class ModelledStore:
     def _note_accounts(self) -> None:
         if self.config.quotas:
             self.store.expire(self.now)
-            self.paid = {u.account: u.used_bytes for u in self.store.accounts() if u.tier == "dram"}
+            self.paid = {
+                u.account: u.used_bytes for u in self.store.accounts() if u.tier == Tier.DRAM
+            }
 
-    def _require_quotas(self, removed: list[tuple[str, Block]], asking: Namespace | None) -> None:
+    def _require_quotas(self, removed: list[tuple[Tier, Block]], asking: Namespace | None) -> None:
         """Nobody above a quota takes from somebody below; every namespace has an account of its own."""
         if not self.config.quotas or asking is None:
             return
-        quota = {u.account: u.quota_bytes for u in self.store.accounts() if u.tier == "dram"}
+        quota = {u.account: u.quota_bytes for u in self.store.accounts() if u.tier == Tier.DRAM}
         left, me = self.paid, self.ids[asking.model].hex()
         sizes = {self.ids[n.model].hex(): n.layout.block_bytes for n in NAMESPACES}
         for tier, (space, name) in removed:
             other = space.hex()
-            if tier != "dram":
+            if tier != Tier.DRAM:
                 continue
             is_fair = left[other] > quota[other] or left[me] + asking.layout.part_bytes <= quota[me]
             self._require(other == me or is_fair, f"{name!r} was taken from one below its quota")
@@ -585,9 +588,9 @@ class ModelledStore:
         return sum(size for arena_id, size in self.arenas.items() if arena_id not in retiring)
 
     def _is_resident(self, block: Block) -> bool:
-        return any((tier, block) in self.residents for tier in TIER_NAMES)
+        return any((tier, block) in self.residents for tier in Tier)
 
-    def _require_no_descendant(self, tier: str, block: Block) -> None:
+    def _require_no_descendant(self, tier: Tier, block: Block) -> None:
         space, name = block
         for child_tier, (child_space, child) in self.residents:
             if (child_tier, child_space) == (tier, space) and self.parents[
@@ -613,7 +616,7 @@ class ModelledStore:
             self.claims["source", move.move_id] = Claim(source, None, is_reader=True)
 
     def _grant(
-        self, key: object, tier: str, place: Place, namespace: Namespace, until: float | None
+        self, key: object, tier: Tier, place: Place, namespace: Namespace, until: float | None
     ) -> None:
         """Somebody may write here from now on: nobody else may use it."""
         pages = self._pages(tier, place, namespace)
@@ -623,7 +626,7 @@ class ModelledStore:
                 raise Violation(f"{tier} {place} was granted to {key} while {other} may use it")
         self.claims[key] = Claim(pages, until)
 
-    def _pages(self, tier: str, place: Place, namespace: Namespace) -> list[Page]:
+    def _pages(self, tier: Tier, place: Place, namespace: Namespace) -> list[Page]:
         first = place.offset // PAGE
         return [
             (tier, place.arena_id, first + i) for i in range(namespace.layout.part_bytes // PAGE)
@@ -664,8 +667,8 @@ class ModelledStore:
             raise Violation(message)
 
 
-def _tier_of(place: Place) -> str:
-    return "hbm" if place.arena_id == HBM_ARENA else "dram"
+def _tier_of(place: Place) -> Tier:
+    return Tier.HBM if place.arena_id == HBM_ARENA else Tier.DRAM
 
 
 def random_walk(
@@ -699,7 +702,7 @@ def step(model: ModelledStore, verb: str, rng: random.Random) -> None:
         start = rng.choice((0, 0, 0, rng.randrange(6)))
         part, ttl = rng.randrange(2), rng.uniform(0.1, 12)
         chain, count = rng.randrange(3), rng.randrange(1, 8)
-        tier = rng.choice(("", "dram", "hbm", "hbm"))
+        tier = rng.choice((Tier.DRAM, Tier.DRAM, Tier.HBM, Tier.HBM))
         reservation = model.reserve(namespace, chain, start, count, part, who, ttl, tier)
         if reservation and rng.random() < 0.6:
             model.commit(reservation, None)
@@ -713,9 +716,9 @@ def step(model: ModelledStore, verb: str, rng: random.Random) -> None:
             model.commit(reservation, rng.sample(range(count), rng.randrange(1, count + 1)))
     elif verb == "pin":
         chain, count, ttl = rng.randrange(3), rng.randrange(1, 8), rng.uniform(0.1, 12)
-        model.pin(namespace, chain, count, who, ttl, rng.choice(("", "hbm")))
+        model.pin(namespace, chain, count, who, ttl, rng.choice((Tier.DRAM, Tier.HBM)))
     elif verb == "promote":
-        tier = rng.choice(("dram", "hbm"))
+        tier = rng.choice((Tier.DRAM, Tier.HBM))
         model.promote(namespace, rng.randrange(3), rng.randrange(1, 8), tier)
     elif verb in ("release", "renew") and model.leases:
         lease = rng.choice(sorted(model.leases))

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from kvpool.blocks.hashing import pack_hashes
 from kvpool.blocks.layout import Namespace
+from kvpool.blocks.tier import unpack_tiers
 from kvpool.errors import InvalidArgument
 from kvpool.proto import kvpool_pb2 as pb
 from kvpool.proto import kvpool_pb2_grpc as pb_grpc
@@ -60,7 +61,9 @@ class NodeGrpc(pb_grpc.NodeServicer):
         hashes = pack_hashes(hashes_from(request.hashes))
         lookup = m.NodeLookup(request.namespace_id, hashes)
         reply = self._service.lookup(self._gate.admit(lookup, CALLER.get()))
-        return pb.NodeLookupReply(found=reply.found, tiers=[m.TIERS[t] for t in reply.tiers])
+        return pb.NodeLookupReply(
+            found=reply.found, tiers=[str(tier) for tier in unpack_tiers(reply.tiers)]
+        )
 
     @typed_errors
     async def Put(self, request: Any, _context: Any) -> Any:
@@ -76,7 +79,7 @@ class NodeGrpc(pb_grpc.NodeServicer):
         [block_hash] = hashes_from([request.block_hash])
         get = m.GetInline(request.namespace_id, block_hash, request.part)
         reply = await self._service.get_inline(self._gate.admit(get, CALLER.get()), GRPC_CLIENT)
-        return pb.GetReply(data=reply.data, checksum=reply.checksum, tier=reply.tier)
+        return pb.GetReply(data=reply.data, checksum=reply.checksum, tier=str(reply.tier))
 
     @typed_errors
     async def Stats(self, _request: Any, _context: Any) -> Any:
@@ -182,7 +185,7 @@ def http_app(
     ) -> Response:
         message = m.GetInline(bytes.fromhex(namespace_id), bytes.fromhex(block_hash), part)
         reply = await service.get_inline(gate.admit(message, CALLER.get()), HTTP_CLIENT)
-        headers = {"X-Kvpool-Checksum": f"{reply.checksum:016x}", "X-Kvpool-Tier": reply.tier}
+        headers = {"X-Kvpool-Checksum": f"{reply.checksum:016x}", "X-Kvpool-Tier": str(reply.tier)}
         return Response(reply.data, media_type="application/octet-stream", headers=headers)
 
     return app

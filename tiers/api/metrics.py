@@ -31,15 +31,15 @@ class NodeCollector(Collector):
             "kvpool_tier_blocks", "Blocks visible in a tier", labels=["tier"]
         )
         for tier in stats.tiers:
-            capacity.add_metric([tier.tier], tier.capacity_bytes)
-            blocks.add_metric([tier.tier], tier.blocks)
+            capacity.add_metric([str(tier.tier)], tier.capacity_bytes)
+            blocks.add_metric([str(tier.tier)], tier.blocks)
             for state in _STATES:
-                used.add_metric([tier.tier, state], getattr(tier, f"{state}_bytes"))
+                used.add_metric([str(tier.tier), state], getattr(tier, f"{state}_bytes"))
         kept = GaugeMetricFamily(
             "kvpool_tier_protected_bytes", "Bytes promised to protected blocks", labels=["tier"]
         )
         for tier in stats.tiers:
-            kept.add_metric([tier.tier], tier.protected_bytes)
+            kept.add_metric([str(tier.tier)], tier.protected_bytes)
         speed = GaugeMetricFamily(
             "kvpool_tier_bytes_per_second",
             "Measured speed of a tier's disk while it works; absent until known",
@@ -50,10 +50,10 @@ class NodeCollector(Collector):
         )
         for tier in stats.tiers:
             if tier.read_bytes_per_s:
-                speed.add_metric([tier.tier, "read"], tier.read_bytes_per_s)
+                speed.add_metric([str(tier.tier), "read"], tier.read_bytes_per_s)
             if tier.write_bytes_per_s:
-                speed.add_metric([tier.tier, "write"], tier.write_bytes_per_s)
-            queued.add_metric([tier.tier], tier.queued_read_bytes)
+                speed.add_metric([str(tier.tier), "write"], tier.write_bytes_per_s)
+            queued.add_metric([str(tier.tier)], tier.queued_read_bytes)
         yield from (capacity, used, blocks, kept, speed, queued)
         yield GaugeMetricFamily("kvpool_node_leases", "Leases in force", value=stats.leases)
         yield GaugeMetricFamily(

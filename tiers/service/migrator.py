@@ -23,8 +23,8 @@ import structlog
 
 from kvpool.blocks.hashing import checksum
 from kvpool.blocks.layout import Namespace
+from kvpool.blocks.tier import Tier
 from kvpool.errors import ChecksumMismatch, KvpoolError
-from kvpool.wire.messages import TIERS
 from tiers.disk.devices import Device, Devices
 from tiers.disk.io_stats import ByteQueue, Throughput
 from tiers.disk.manifest import NvmeFailed
@@ -145,15 +145,15 @@ class Mover:
     def _demote(self) -> None:
         """Begin a batch for each device that has done with the one before: one that hangs holds up no other."""
         free = [d.number for d in self.devices if d.state == "ok" and not self._demotions[d.number]]
-        sources = [] if self._hbm is None or self._demotions[DOWN_FROM_HBM] else ["hbm"]
+        sources = [] if self._hbm is None or self._demotions[DOWN_FROM_HBM] else [Tier.HBM]
         if free:
-            sources.append("dram")
+            sources.append(Tier.DRAM)
         if not sources:
             return
         self._store.rest_devices(d.number for d in self.devices if d.number not in free)
         batch = BATCH_BLOCKS * max(1, len(free))
         for move in self._store.plan_demotions(batch, self._clock(), sources):
-            is_to_disk = move.target_tier == "nvme"
+            is_to_disk = move.target_tier == Tier.NVME
             under_way = self._demotions[move.target.arena_id if is_to_disk else DOWN_FROM_HBM]
             under_way.add(move.move_id)
             self._begin(move).add_done_callback(partial(self._demoted, under_way, move.move_id))
@@ -176,7 +176,7 @@ class Mover:
         hopeless = [
             move
             for move in moves
-            if move.source_tier == "nvme" and self._device(move).state == "failed"
+            if move.source_tier == Tier.NVME and self._device(move).state == "failed"
         ]
         self._store.cancel_moves(hopeless, self._clock())
         return [self._begin(move) for move in moves if move not in hopeless]
@@ -209,7 +209,7 @@ class Mover:
         return self._queue.size_bytes
 
     def waits(
-        self, namespace_id: bytes, hashes: Sequence[bytes], tiers: Sequence[str]
+        self, namespace_id: bytes, hashes: Sequence[bytes], tiers: Sequence[Tier]
     ) -> list[float] | None:
         """Seconds until each block of a leading run stands in DRAM, as if its promotion began now.
 
@@ -224,7 +224,7 @@ class Mover:
         own_bytes = 0
         wait_s = 0.0
         for name, tier in zip(hashes, tiers, strict=False):
-            if tier == "nvme":
+            if tier == Tier.NVME:
                 under_way = self._promotions.get((namespace_id, name), ())
                 if under_way:
                     needed = max(map(self._queue.bytes_until, under_way))
@@ -243,22 +243,22 @@ class Mover:
     # ------------------------------------------------------------ on the event loop
 
     def _device(self, move: Move) -> Device:
-        place = move.source if move.source_tier == "nvme" else move.target
+        place = move.source if move.source_tier == Tier.NVME else move.target
         return self.devices[place.arena_id]
 
     def _begin(self, move: Move) -> asyncio.Future[int]:
         namespace = self._store.namespace(move.namespace_id)
-        is_read = move.source_tier == "nvme"
+        is_read = move.source_tier == Tier.NVME
         if is_read:
             device = self._device(move)
             submitted = device.readers.submit(self._read, device, move, namespace)
-        elif move.target_tier == "nvme":
+        elif move.target_tier == Tier.NVME:
             writers = self._device(move).writers
             submitted = writers.submit(self._write, move, namespace)
         else:
             submitted = self._hbm_threads.submit(self._copy, move)
         work = asyncio.wrap_future(submitted)
-        if move.target_tier != "nvme":
+        if move.target_tier != Tier.NVME:
             self._promotions.setdefault(_block(move), {})[move.move_id] = work
         if is_read:
             self._queue.enter(move.move_id, move.length)
@@ -286,7 +286,7 @@ class Mover:
             move.move_id, error is None, now, None if error is not None else work.result()
         )
         if error is None:
-            is_up = TIERS.index(move.target_tier) < TIERS.index(move.source_tier)
+            is_up = move.target_tier < move.source_tier
             self.counters["bytes_promoted" if is_up else "bytes_demoted"] += move.length
         elif isinstance(error, ChecksumMismatch):
             self.counters["corrupt_blocks"] += 1
@@ -295,8 +295,8 @@ class Mover:
         elif isinstance(error, DeviceFailed):
             self.counters["hbm_errors"] += 1
             log.error("the device refused a copy", error=str(error))
-        elif "nvme" in (move.source_tier, move.target_tier):
-            self._judge(error, self._device(move), is_read=move.source_tier == "nvme")
+        elif Tier.NVME in (move.source_tier, move.target_tier):
+            self._judge(error, self._device(move), is_read=move.source_tier == Tier.NVME)
         else:
             self._fail(error)
 
@@ -341,7 +341,7 @@ class Mover:
             return self.devices.write_part(move, namespace, data)
 
     def _read(self, device: Device, move: Move, namespace: Namespace) -> int:
-        is_passing = move.target_tier == "hbm"  # through memory of its own
+        is_passing = move.target_tier == Tier.HBM  # through memory of its own
         target = np.empty(move.length, np.uint8) if is_passing else self._view(move.target, move)
         with self._timed(self.read_speed, move.length):
             found = device.read_part(move, namespace, target)
@@ -351,7 +351,7 @@ class Mover:
 
     def _copy(self, move: Move) -> int:
         """Between dram and hbm; verified in dram, from which it goes or to which it came."""
-        if move.source_tier == "hbm":
+        if move.source_tier == Tier.HBM:
             data = self._view(move.target, move)
             self._device_memory.read_into(move.source.offset, data)
         else:
@@ -359,7 +359,7 @@ class Mover:
         if checksum(data) != move.checksum:
             where = move.source_tier
             raise ChecksumMismatch(f"part {move.part} in {where} is not what was committed")
-        if move.target_tier == "hbm":
+        if move.target_tier == Tier.HBM:
             self._device_memory.write_from(move.target.offset, data)
         return move.checksum
 

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument
 from kvpool.wire import messages as m
 from tiers.service.migrator import Mover
@@ -67,7 +68,7 @@ class _Call:
     patience: Patience
     began: float
     wait_s: float
-    tiers: list[str]  # where the leading blocks stood when it was asked
+    tiers: list[Tier]  # where the leading blocks stood when it was asked
 
 
 class ColdPins:
@@ -126,8 +127,10 @@ class ColdPins:
 
     # ------------------------------------------------------------ within
 
-    def _wait_of(self, namespace_id: bytes, hashes: Sequence[bytes], tiers: Sequence[str]) -> float:
-        if "nvme" not in tiers:
+    def _wait_of(
+        self, namespace_id: bytes, hashes: Sequence[bytes], tiers: Sequence[Tier]
+    ) -> float:
+        if Tier.NVME not in tiers:
             return 0.0
         waits = self._mover.waits(namespace_id, hashes, tiers)
         return waits[-1] if waits else UNKNOWN_S
@@ -149,8 +152,8 @@ class ColdPins:
         """Lease the run as far as it is worth waiting for, or begin what that still needs."""
         request, hashes, reason = call.request, call.hashes, call.patience.reason
         tiers = self._store.lookup(request.namespace_id, hashes)
-        if "nvme" in tiers and not self._mover.can_promote:
-            count, reason = tiers.index("nvme"), DISK_FAILED
+        if Tier.NVME in tiers and not self._mover.can_promote:
+            count, reason = tiers.index(Tier.NVME), DISK_FAILED
         else:
             count = self._worthwhile(call, tiers)
             if count == len(tiers):
@@ -165,14 +168,14 @@ class ColdPins:
             result = self._declined(result, len(hashes), reason)
         return self._answer(call, result)
 
-    def _worthwhile(self, call: _Call, tiers: Sequence[str]) -> int:
+    def _worthwhile(self, call: _Call, tiers: Sequence[Tier]) -> int:
         """How many leading blocks can be read within the caller's patience, as far as is known."""
         patience = call.patience
         if not patience.reason:
             return len(tiers)
         waits = self._mover.waits(call.request.namespace_id, call.hashes, tiers)
         if waits is None:
-            return min(len(tiers), tiers.index("nvme") + PROBE_BLOCKS)
+            return min(len(tiers), tiers.index(Tier.NVME) + PROBE_BLOCKS)
         left_s = max(0.0, patience.until - self._clock())
         return bisect.bisect_right(waits, left_s)
 
@@ -210,9 +213,10 @@ class ColdPins:
 
     def _answer(self, call: _Call, result: PinResult) -> ColdAnswer:
         before = call.tiers
-        if "nvme" in before:  # it was found there, wherever it stands by now
+        if Tier.NVME in before:  # it was found there, wherever it stands by now
             found = [
-                "nvme" if b == "nvme" else t for b, t in zip(before, result.tiers, strict=False)
+                Tier.NVME if b == Tier.NVME else t
+                for b, t in zip(before, result.tiers, strict=False)
             ]
             result = replace(result, tiers=found + result.tiers[len(found) :])
         return ColdAnswer(result, call.wait_s, self._clock() - call.began)

@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from kvpool.blocks.hashing import unpack_hashes
+from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument
 from kvpool.wire import messages as m
 from tiers.service.migrator import Mover
@@ -40,8 +41,8 @@ class Prefetcher:
         self._mover = mover
         self._max_blocks = max_blocks
         self._clock = clock
-        self._queue: deque[tuple[bytes, list[bytes], str]] = deque()
-        self._waiting: set[tuple[bytes, bytes, str]] = set()
+        self._queue: deque[tuple[bytes, list[bytes], Tier]] = deque()
+        self._waiting: set[tuple[bytes, bytes, Tier]] = set()
         self._wake = asyncio.Event()
 
     def prefetch(self, request: m.Prefetch) -> m.PrefetchReply:
@@ -50,14 +51,14 @@ class Prefetcher:
         Raises:
             UnknownNamespace, InvalidArgument: too many hashes, or no such tier.
         """
-        target = request.tier or "dram"
-        if target not in ("dram", "hbm"):
-            raise InvalidArgument(f"cannot prefetch into {request.tier!r}", hint="dram or hbm")
+        target = request.tier
+        if target == Tier.NVME:
+            raise InvalidArgument(f"cannot prefetch into {target}", hint="dram or hbm")
         space = request.namespace_id
         hashes = unpack_hashes(request.hashes)
         tiers = self._store.lookup(space, hashes)
         reason = "not_here" if len(tiers) < len(hashes) else ""
-        if target not in self._store.tier_names:
+        if target not in self._store.tiers:
             tiers, reason = [], f"no_{target}"
         accepted: list[bytes] = []
         taken = resident = 0
@@ -68,7 +69,7 @@ class Prefetcher:
             if (space, block_hash, target) in self._waiting:
                 taken += 1
                 continue
-            if tier == "nvme" and not self._mover.can_promote:
+            if tier == Tier.NVME and not self._mover.can_promote:
                 reason = "disk_failed"
                 break
             if len(self._waiting) >= self._max_blocks:
@@ -95,7 +96,7 @@ class Prefetcher:
                 for start in range(0, len(hashes), SLICE_BLOCKS):
                     await self._promote(namespace_id, hashes[start : start + SLICE_BLOCKS], target)
 
-    async def _promote(self, namespace_id: bytes, hashes: Sequence[bytes], target: str) -> None:
+    async def _promote(self, namespace_id: bytes, hashes: Sequence[bytes], target: Tier) -> None:
         try:
             moves, reason = self._store.promote(namespace_id, hashes, self._clock(), target)
             if moves:

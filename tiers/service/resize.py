@@ -18,6 +18,7 @@ from typing import Any
 import structlog
 
 from kvpool.blocks.hashing import checksum
+from kvpool.blocks.tier import Tier
 from kvpool.errors import ChecksumMismatch, InvalidArgument, KvpoolError, NoRoom
 from kvpool.transports.shm import MAX_ARENAS
 from kvpool.wire import messages as m
@@ -182,7 +183,7 @@ class Resizer:
         try:
             await self._announce(tuple(self._arenas.values()))
             slots = SlotAllocator(arena.size_bytes, self._slab_bytes, arena_id)
-            self._store.add_arena("dram", slots, self._clock())
+            self._store.add_arena(Tier.DRAM, slots, self._clock())
         except KvpoolError:
             self._arenas.remove(arena_id).close(give_back=True)
             raise
@@ -196,9 +197,9 @@ class Resizer:
             BATCH_BLOCKS, self._clock(), may_demote=self._may_demote()
         )
         works: list[asyncio.Future[Any]] = [
-            self._begin(move) for move in moves if move.target_tier == "dram"
+            self._begin(move) for move in moves if move.target_tier == Tier.DRAM
         ]
-        works += self._demote([move for move in moves if move.target_tier != "dram"])
+        works += self._demote([move for move in moves if move.target_tier != Tier.DRAM])
         if works:
             await asyncio.wait(works)
         return bool(moves) or self._store.retiring() != before

@@ -22,6 +22,7 @@ import structlog
 from kvpool.blocks.hash_check import check_proof
 from kvpool.blocks.hashing import HASH_BYTES, checksum, pack_hashes, unpack_hashes
 from kvpool.blocks.layout import Namespace
+from kvpool.blocks.tier import Tier
 from kvpool.errors import BlockMiss, InvalidArgument, KvpoolError, NoRoom, WrongByteCount
 from kvpool.security.tokens import ANYBODY, Principal
 from kvpool.wire import Session, WireServer
@@ -40,7 +41,6 @@ from tiers.store.store import Store
 
 log = structlog.get_logger(__name__)
 
-TIER_CODES = {tier: code for code, tier in enumerate(m.TIERS)}
 SLICE = 128  # blocks reserved, committed or dropped per turn of the loop: ~5 ms where others are evicted for each
 OURSELVES = "\x01node"  # holds what no tenant does: none has a name with such a character
 MAX_PROTECTION_S = 31_536_000  # a year; longer is for ever
@@ -301,7 +301,7 @@ class NodeService:
             result.found,
             _pack_places(result.places),
             np.array(result.checksums, dtype="<u8").tobytes(),
-            bytes([TIER_CODES[tier] for tier in result.tiers]),
+            bytes(result.tiers),
             result.ttl_s,
             result.miss_reason,
             answer.wait_s,
@@ -331,12 +331,12 @@ class NodeService:
         """
         _check_one_hash(request.block_hash)
         # What is gone, or on NVMe alone, is left alone: that copy is verified whenever it is read.
-        for tier in ("hbm", "dram"):
+        for tier in (Tier.HBM, Tier.DRAM):
             if tier in self.store.standing(request.namespace_id, request.block_hash):
                 await self._verify(request.namespace_id, request.block_hash, tier)
         return m.Ok()
 
-    async def _verify(self, namespace_id: bytes, block_hash: bytes, tier: str) -> None:
+    async def _verify(self, namespace_id: bytes, block_hash: bytes, tier: Tier) -> None:
         """Drop the block if its copy in a memory tier, where it stands now, has wrong bytes."""
         now = self._clock()
         result = self.store.pin(namespace_id, [block_hash], OURSELVES, 5.0, now, None, tier)
@@ -356,8 +356,8 @@ class NodeService:
         """Raises UnknownNamespace. Takes no lease and leaves the order of eviction alone."""
         hashes = unpack_hashes(request.hashes)
         tiers = self.store.lookup(request.namespace_id, hashes)
-        codes = bytes([TIER_CODES[tier] for tier in tiers])
-        wait_s = self._cold.wait_s(request.namespace_id, hashes) if "nvme" in tiers else 0.0
+        codes = bytes(tiers)
+        wait_s = self._cold.wait_s(request.namespace_id, hashes) if Tier.NVME in tiers else 0.0
         return m.NodeLookupReply(len(tiers), codes, wait_s)
 
     def protect(self, request: m.Protect) -> m.ProtectReply:
@@ -451,7 +451,7 @@ class NodeService:
             UnknownNamespace, InvalidArgument: not one hash, or no such part.
         """
         _check_one_hash(request.block_hash)
-        pin = m.Pin(request.namespace_id, request.block_hash, 10.0, [request.part], "hbm")
+        pin = m.Pin(request.namespace_id, request.block_hash, 10.0, [request.part], Tier.HBM)
         answer = self.pin(pin, client_id)
         reply = answer if isinstance(answer, m.PinReply) else await answer
         if not reply.found:
@@ -471,7 +471,7 @@ class NodeService:
             self.counters["corrupt_blocks"] += 1
             self.store.drop(request.namespace_id, request.block_hash, "checksum", self._clock())
             raise BlockMiss(f"block {request.block_hash.hex()} failed its checksum and was dropped")
-        return m.GetInlineReply(data, expected, m.TIERS[reply.tiers[0]])
+        return m.GetInlineReply(data, expected, Tier(reply.tiers[0]))
 
     def stats(self, principal: Principal = ANYBODY) -> m.NodeStatsReply:
         """Accounting and counters; of what others do, a tenant sees no more than the room they take."""
@@ -512,9 +512,9 @@ class NodeService:
         ]
 
     def _with_facts(self, usage: m.TierUsage) -> m.TierUsage:
-        if usage.tier == "hbm" and self._hbm is not None:
+        if usage.tier == Tier.HBM and self._hbm is not None:
             return msgspec.structs.replace(usage, note=self._hbm.note)
-        if usage.tier != "nvme":
+        if usage.tier != Tier.NVME:
             return usage
         return msgspec.structs.replace(
             usage,
@@ -523,9 +523,9 @@ class NodeService:
             queued_read_bytes=self.mover.queued_read_bytes,
         )
 
-    def snapshot(self) -> dict[tuple[bytes, str], bytes]:
+    def snapshot(self) -> dict[tuple[bytes, Tier], bytes]:
         """Every visible block, packed by (namespace id, tier): the full report."""
-        runs: dict[tuple[bytes, str], list[bytes]] = {}
+        runs: dict[tuple[bytes, Tier], list[bytes]] = {}
         for namespace_id, tier, block_hash in self.store.snapshot():
             runs.setdefault((namespace_id, tier), []).append(block_hash)
         return {key: pack_hashes(hashes) for key, hashes in runs.items()}

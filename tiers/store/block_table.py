@@ -10,27 +10,17 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
+from kvpool.blocks.tier import Tier
 from tiers.policies import policy_class
 from tiers.store import eviction, victims
 from tiers.store.arena_allocator import SlotPool
-from tiers.store.blocks import (
-    DRAM,
-    HBM,
-    NEVER,
-    NVME,
-    TIER_NAMES,
-    Block,
-    Copy,
-    Ghosts,
-    Space,
-    StoreEvent,
-)
+from tiers.store.blocks import NEVER, Block, Copy, Ghosts, Space, StoreEvent
 from tiers.store.config import StoreConfig
 from tiers.store.eviction import Shelf
 from tiers.store.fp8 import Encoding, stored_bytes
 from tiers.store.quotas import Accounts
 from tiers.store.slab_allocator import Place, StoreCorrupt
-from tiers.store.victims import Tier
+from tiers.store.victims import TierState
 from tiers.store.writeback import Boundary
 
 VICTIMS_IN_VAIN = 16  # for one slot, where their own are of no use as their arena rests
@@ -55,13 +45,13 @@ class Residency:
     ) -> None:
         self.accounts = Accounts(config.quotas, dram.open_bytes)
         self._parked: list[Copy] = []
-        arenas = [(DRAM, dram, config.eviction)]
+        arenas = [(Tier.DRAM, dram, config.eviction)]
         if nvme is not None:
-            arenas.append((NVME, nvme, config.nvme_eviction))
+            arenas.append((Tier.NVME, nvme, config.nvme_eviction))
         if hbm is not None:
-            arenas.append((HBM, hbm, config.eviction))
+            arenas.append((Tier.HBM, hbm, config.eviction))
         self.tiers = {
-            index: Tier(index, TIER_NAMES[index], slots, policy, self.accounts, self._parked)
+            index: TierState(index, slots, policy, self.accounts, self._parked)
             for index, slots, policy in arenas
         }
         self.boundaries = _boundaries(self.tiers, config)  # by upper tier, highest first
@@ -76,7 +66,7 @@ class Residency:
         self.dropped = Ghosts(config.ghost_hashes)
         self._events: deque[StoreEvent] = deque(maxlen=config.max_pending_events)
         self.counters: Counter[str] = Counter()
-        self.lost: set[tuple[int, int]] = set()  # (tier, arena id) of what cannot be read any more
+        self.lost: set[tuple[Tier, int]] = set()  # (tier, arena id) of what cannot be read any more
         self._tick = 0
 
     # ------------------------------------------------------------ blocks
@@ -170,7 +160,7 @@ class Residency:
     def hold(
         self,
         block: Block,
-        tier_index: int,
+        tier_index: Tier,
         part: int,
         colder_than: int | None = None,
     ) -> Place | None:
@@ -190,7 +180,7 @@ class Residency:
         return place
 
     def claim(
-        self, block: Block, tier_index: int, part: int, place: Place, encoding: Encoding
+        self, block: Block, tier_index: Tier, part: int, place: Place, encoding: Encoding
     ) -> bool:
         """Reserve the slot at a known place for one part (recovery); False when it cannot be had."""
         tier = self.tiers[tier_index]
@@ -240,7 +230,7 @@ class Residency:
         self.settle_state(copy)
         return place
 
-    def end_quarantine(self, tier_index: int, place: Place, slot_bytes: int) -> None:
+    def end_quarantine(self, tier_index: Tier, place: Place, slot_bytes: int) -> None:
         """Nobody can write to the slot any more: it is free."""
         tier = self.tiers[tier_index]
         tier.quarantined_bytes -= slot_bytes
@@ -267,10 +257,10 @@ class Residency:
         for boundary in self.boundaries.values():
             boundary.replaced(copy, twin)
 
-    def resized(self, tier_index: int) -> None:
+    def resized(self, tier_index: Tier) -> None:
         """Arenas of the tier came or went: what is a share of its bytes changes with them."""
         capacity_bytes = self.tiers[tier_index].slots.open_bytes
-        if tier_index == DRAM:
+        if tier_index == Tier.DRAM:
             self.accounts.resize(capacity_bytes)
         for tier in self.tiers.values():
             tier.ledger.resize(tier.slots.open_bytes)
@@ -303,11 +293,11 @@ class Residency:
             if copy.pins:
                 continue
             freed += 1
-            if copy.tier:  # not dram
+            if copy.tier == Tier.HBM:
                 freed_of_hbm += 1
             block = copy.block
             if block.copies[copy.tier] is not copy:
-                raise StoreCorrupt(f"pinned block {block.name.hex()} left {TIER_NAMES[copy.tier]}")
+                raise StoreCorrupt(f"pinned block {block.name.hex()} left {copy.tier}")
             # Most copies were never asked to go while they were pinned, and still have their place.
             if block.is_detached or block.keep_until != NEVER or copy not in policies[copy.tier]:
                 self.settle_state(copy)
@@ -315,7 +305,7 @@ class Residency:
 
     def note_pins(self, space: Space, of_dram: int, of_hbm: int) -> None:
         """So many copies of each tier are pinned now, or (less than none) no more."""
-        for index, count in ((DRAM, of_dram), (HBM, of_hbm)):
+        for index, count in ((Tier.DRAM, of_dram), (Tier.HBM, of_hbm)):
             if count:
                 self.tiers[index].pinned_bytes += count * space.slot_bytes[index] * space.tp_size
 
@@ -396,7 +386,7 @@ class Residency:
     def _shelf(self, copy: Copy) -> Shelf:
         return self.tiers[copy.tier].shelf_of(copy)
 
-    def _open(self, block: Block, tier_index: int) -> Copy:
+    def _open(self, block: Block, tier_index: Tier) -> Copy:
         copy = block.copies[tier_index]
         if copy is None:
             copy = Copy(block, tier_index)
@@ -422,10 +412,10 @@ class Residency:
             self._offer_nvme(block, copy.tier)
         self.forget_if_gone(block)
 
-    def _offer_nvme(self, block: Block, changed_tier: int) -> None:
+    def _offer_nvme(self, block: Block, changed_tier: Tier) -> None:
         """A dram copy came or went, which may change the rank of the one in nvme."""
-        nvme = block.copies[NVME]
-        if changed_tier == DRAM and nvme is not None and nvme.committed:
+        nvme = block.copies[Tier.NVME]
+        if changed_tier == Tier.DRAM and nvme is not None and nvme.committed:
             self.offer(nvme)
 
     def _unlink(self, copy: Copy) -> None:
@@ -486,14 +476,13 @@ class Residency:
 
     def _note(self, kind: str, copy: Copy) -> None:
         block = copy.block
-        name = self.tiers[copy.tier].name
         if len(self._events) == self._events.maxlen:
             self.counters["events_lost"] += 1
-        self._events.append(StoreEvent(kind, block.space.namespace_id, block.name, name))
+        self._events.append(StoreEvent(kind, block.space.namespace_id, block.name, copy.tier))
 
     # ------------------------------------------------------------ making room
 
-    def _make_room(self, tier: Tier, space: Space, colder_than: int | None) -> Place | None:
+    def _make_room(self, tier: TierState, space: Space, colder_than: int | None) -> Place | None:
         slot_bytes = space.slot_bytes[tier.index]
         place = tier.slots.allocate(slot_bytes)
         if place is None:
@@ -514,7 +503,7 @@ class Residency:
             place = tier.slots.allocate(slot_bytes)
         return place
 
-    def _thin_out_others(self, tier: Tier, space: Space, colder_than: int | None) -> bool:
+    def _thin_out_others(self, tier: TierState, space: Space, colder_than: int | None) -> bool:
         """Evict some of the coldest leaves of other slot sizes; False when that can lead nowhere."""
         evicted = 0
         for copy in victims.leaves_of_others(tier, space, colder_than):
@@ -525,16 +514,16 @@ class Residency:
         return evicted > 0
 
 
-def _boundaries(tiers: dict[int, Tier], config: StoreConfig) -> dict[int, Boundary]:
-    made: dict[int, Boundary] = {}
-    if HBM in tiers:
+def _boundaries(tiers: dict[Tier, TierState], config: StoreConfig) -> dict[Tier, Boundary]:
+    made: dict[Tier, Boundary] = {}
+    if Tier.HBM in tiers:
         high, low = config.hbm_high_watermark, config.hbm_low_watermark
-        made[HBM] = Boundary(tiers[HBM], DRAM, (DRAM, NVME), high, low)
-    if NVME in tiers:
-        made[DRAM] = Boundary(
-            tiers[DRAM],
-            NVME,
-            (NVME,),
+        made[Tier.HBM] = Boundary(tiers[Tier.HBM], Tier.DRAM, (Tier.DRAM, Tier.NVME), high, low)
+    if Tier.NVME in tiers:
+        made[Tier.DRAM] = Boundary(
+            tiers[Tier.DRAM],
+            Tier.NVME,
+            (Tier.NVME,),
             config.dram_high_watermark,
             config.dram_low_watermark,
             is_write_through=config.write_through,

@@ -12,15 +12,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvpool.blocks.layout import Namespace
+from kvpool.blocks.tier import Tier
 from tiers.policies.cost import prefill_cost
 from tiers.store.fp8 import Encoding
 from tiers.store.slab_allocator import Place
 
-DRAM = 0
-NVME = 1
-HBM = 2
-TIER_NAMES = ("dram", "nvme", "hbm")
-BEST_FIRST = (HBM, DRAM, NVME)  # the order in which a copy is looked for
 NEVER_USED = -1
 NEVER = -math.inf  # `Block.keep_until` of a block that nobody protects
 FOREVER = math.inf  # of one that is never evicted
@@ -46,7 +42,7 @@ class Copy:
     )
 
     def __init__(
-        self, block: Block, tier: int, encoding: Encoding | None = None, slot_bytes: int = 0
+        self, block: Block, tier: Tier, encoding: Encoding | None = None, slot_bytes: int = 0
     ) -> None:
         space = block.space
         tp_size = space.tp_size
@@ -54,7 +50,7 @@ class Copy:
         self.tier = tier
         # On disk there may be copies from before a change of settings, in slots of another size.
         if encoding is None:
-            encoding = space.nvme_encoding if tier == NVME else "as_is"
+            encoding = space.nvme_encoding if tier == Tier.NVME else "as_is"
         self.encoding: Encoding = encoding
         self.slot_bytes = slot_bytes or space.slot_bytes[tier]
         self.places: list[Place | None] = [None] * tp_size
@@ -122,7 +118,7 @@ class Block:
         self.depth = depth  # known blocks before it when it came; an estimate for policies
         self.keep_until = NEVER  # monotonic seconds: soft protection; FOREVER: hard protection
         self.is_shielded = False  # needed by the call under way: not evicted to make its room
-        self.copies: list[Copy | None] = [None] * len(TIER_NAMES)  # by tier
+        self.copies: list[Copy | None] = [None] * len(Tier)  # by tier
         self.is_detached = False  # dropped, but some slot is still read or written
 
 
@@ -160,10 +156,10 @@ class Space:
         self.nvme_encoding = nvme_encoding  # of parts that are written there from now on
         self.account = account  # whose quota its slots count against
         self.blocks: dict[bytes, Block] = {}
-        self.visible: tuple[dict[bytes, Copy], ...] = tuple({} for _ in TIER_NAMES)  # whole ones
+        self.visible: tuple[dict[bytes, Copy], ...] = tuple({} for _ in Tier)  # whole ones
         # By tier: parent hash -> how many of its children have a copy there (invariant 6). Counted even
         # while the parent is elsewhere, so that it is right from the moment that the parent arrives.
-        self.children: tuple[dict[bytes, int], ...] = tuple({} for _ in TIER_NAMES)
+        self.children: tuple[dict[bytes, int], ...] = tuple({} for _ in Tier)
         self.kept_children: dict[bytes, int] = {}  # parent hash -> how many of them are protected
 
     @property
@@ -178,7 +174,7 @@ class StoreEvent(NamedTuple):
     kind: str
     namespace_id: bytes
     block_hash: bytes
-    tier: str
+    tier: Tier
 
 
 class Move(NamedTuple):
@@ -188,9 +184,9 @@ class Move(NamedTuple):
     namespace_id: bytes
     block_hash: bytes
     part: int
-    source_tier: str
+    source_tier: Tier
     source: Place
-    target_tier: str
+    target_tier: Tier
     target: Place
     length: int  # bytes of the part, not of the slot
     checksum: int
@@ -225,7 +221,7 @@ class PinResult:
     found: int
     places: list[Place]
     checksums: list[int]
-    tiers: list[str]
+    tiers: list[Tier]
     ttl_s: float
     miss_reason: str
     promote: list[Move]

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument, NotFound
 from tiers.store import eviction
 from tiers.store.block_table import Residency
-from tiers.store.blocks import DRAM, NEVER, TIER_NAMES, Block, Copy, Move, Space
+from tiers.store.blocks import NEVER, Block, Copy, Move, Space
 from tiers.store.migrations import MoveBook
 from tiers.store.slab_allocator import Place, SlotAllocator, StoreCorrupt
 
@@ -106,7 +107,7 @@ class RetirementBook:
         Raises:
             NotFound: no such arena. InvalidArgument: it is the last one.
         """
-        slots = self._residency.tiers[DRAM].slots
+        slots = self._residency.tiers[Tier.DRAM].slots
         arena = next((arena for arena in slots.arenas if arena.arena_id == arena_id), None)
         if arena is None:
             raise NotFound(f"there is no dram arena {arena_id}")
@@ -116,7 +117,7 @@ class RetirementBook:
             raise InvalidArgument(f"arena {arena_id} is the last one", hint="stop the node instead")
         slots.close(arena_id)
         self._walks[arena_id] = _Walk(arena, self._residency.advance(0))
-        self._residency.resized(DRAM)
+        self._residency.resized(Tier.DRAM)
 
     def retiring(self) -> dict[int, int]:
         """Bytes in slots of each arena that is on its way out."""
@@ -129,14 +130,14 @@ class RetirementBook:
             del self._walks[arena_id]
             if not self._walks:
                 self._demoted.clear()
-            self._residency.tiers[DRAM].slots.remove(arena_id)
-            self._residency.resized(DRAM)
+            self._residency.tiers[Tier.DRAM].slots.remove(arena_id)
+            self._residency.resized(Tier.DRAM)
         return empty
 
     def plan(self, max_blocks: int, *, may_demote: bool = True) -> list[Move]:
         """Move or evict up to `max_blocks` blocks that nobody holds; returns the moves to carry out."""
         self._may_demote = may_demote
-        owners = self._residency.tiers[DRAM].owners
+        owners = self._residency.tiers[Tier.DRAM].owners
         budget = _Budget(max_blocks)
         for walk in self._walks.values():
             is_stuck = False
@@ -209,7 +210,7 @@ class RetirementBook:
     def _parent_in(self, arena_id: int, block: Block) -> Copy | None:
         """The parent's copy where it stands in the same arena: the walk has passed it by, as a rule."""
         parent = block.space.blocks.get(block.parent)
-        copy = parent.copies[DRAM] if parent is not None else None
+        copy = parent.copies[Tier.DRAM] if parent is not None else None
         return copy if copy is not None and eviction.stands_in(copy, {arena_id}) else None
 
     def _relocate(self, source: Copy, colder_than: int | None, budget: _Budget) -> list[Move]:
@@ -236,7 +237,7 @@ class RetirementBook:
             to = target.places[part] if target is not None else None
             if target is None or to is None or place is None or checksum is None:
                 raise StoreCorrupt(f"block {block.name.hex()} lost a part")
-            tier = TIER_NAMES[source.tier]
+            tier = source.tier
             move = Move(
                 self._next_id,
                 space.namespace_id,

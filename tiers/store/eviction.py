@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Set
 
+from kvpool.blocks.tier import Tier
 from tiers.policies import EvictionPolicy, LazyHeap, create
-from tiers.store.blocks import DRAM, FOREVER, HBM, NEVER, NVME, Copy
+from tiers.store.blocks import FOREVER, NEVER, Copy
 
 PLAIN = 0  # in the policy's order
 DOUBLE = 1  # an nvme copy of a block that stands in dram too: by recency, see `Shelf`
@@ -41,12 +42,12 @@ def is_standing(copy: Copy) -> bool:
 
 def is_hard(copy: Copy) -> bool:
     """The block is protected without an end: it is never evicted."""
-    return copy.block.keep_until == FOREVER and copy.tier != HBM
+    return copy.block.keep_until == FOREVER and copy.tier != Tier.HBM
 
 
 def is_soft(copy: Copy) -> bool:
     """The block is protected for a while: it goes only when nothing else can."""
-    return NEVER < copy.block.keep_until < FOREVER and copy.tier != HBM
+    return NEVER < copy.block.keep_until < FOREVER and copy.tier != Tier.HBM
 
 
 def is_spared(copy: Copy) -> bool:
@@ -55,7 +56,7 @@ def is_spared(copy: Copy) -> bool:
     Unless the tier below had no room for it, all there being used since, and it is not used again. A
     protected block is promised to stay on the node, not in hbm: it waits for that room however long.
     """
-    if copy.tier != HBM or not copy.is_whole or has_backing(copy):
+    if copy.tier != Tier.HBM or not copy.is_whole or has_backing(copy):
         return False
     block = copy.block
     return block.keep_until != NEVER or copy.refused_use != block.last_use
@@ -99,19 +100,19 @@ class Shelf:
     """
 
     def __init__(
-        self, tier_index: int, policy: str, parked: list[Copy], closed: Set[int] = frozenset()
+        self, tier_index: Tier, policy: str, parked: list[Copy], closed: Set[int] = frozenset()
     ) -> None:
         self._parked = parked
         self._closed = closed
         self.policy: EvictionPolicy[Copy] = create(policy, lambda copy: self._may_go(copy, PLAIN))
-        self._is_double_apart = tier_index == NVME and not self.policy.is_by_recency
+        self._is_double_apart = tier_index == Tier.NVME and not self.policy.is_by_recency
         self._by_rank = {DOUBLE: self._recent_last(DOUBLE), SOFT: self._recent_last(SOFT)}
 
     def rank(self, copy: Copy) -> int:
         """PLAIN, DOUBLE or SOFT, as of now."""
         if is_soft(copy):
             return SOFT
-        if self._is_double_apart and copy.block.copies[DRAM] is not None:
+        if self._is_double_apart and copy.block.copies[Tier.DRAM] is not None:
             return DOUBLE
         return PLAIN
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from kvpool.blocks.tier import Tier
 from tiers.store.block_table import Residency
 from tiers.store.slab_allocator import Place
 
@@ -17,12 +18,12 @@ class LossBook:
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
-        self._left: deque[tuple[int, Place]] = deque()  # (tier, place) still to be looked at
+        self._left: deque[tuple[Tier, Place]] = deque()  # (tier, place) still to be looked at
 
     def __len__(self) -> int:
         return len(self._left)
 
-    def close(self, tier_index: int, arena_id: int) -> None:
+    def close(self, tier_index: Tier, arena_id: int) -> None:
         """Allocate nothing there from now on; what stands there can be read, and goes by itself.
 
         Raises:
@@ -33,7 +34,7 @@ class LossBook:
             slots.close(arena_id)
             self._residency.resized(tier_index)
 
-    def lose(self, tier_index: int, arena_id: int) -> None:
+    def lose(self, tier_index: Tier, arena_id: int) -> None:
         """Nothing can be read there any more: close it, and give up what stands there (see `step`).
 
         Raises:

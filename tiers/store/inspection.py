@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from itertools import islice
 
+from kvpool.blocks.tier import Tier
 from kvpool.wire import messages as m
 from tiers.store.access_clock import Ages
 from tiers.store.block_table import Residency
-from tiers.store.blocks import BEST_FIRST, FOREVER, NEVER, TIER_NAMES, Block, Space
+from tiers.store.blocks import FOREVER, NEVER, Block, Space
 
 MAX_PAGE = 1000  # blocks: a few milliseconds of the event loop
 
@@ -15,7 +16,7 @@ MAX_PAGE = 1000  # blocks: a few milliseconds of the event loop
 def usage_of(space: Space) -> m.NamespaceUsage:
     """One namespace and what stands of it in each tier."""
     namespace = space.namespace
-    blocks = {TIER_NAMES[tier]: len(space.visible[tier]) for tier in BEST_FIRST}
+    blocks = {tier: len(space.visible[tier]) for tier in Tier}
     return m.NamespaceUsage(
         space.namespace_id,
         namespace.name,
@@ -35,7 +36,7 @@ def page(space: Space, offset: int, limit: int, ages: Ages, now: float) -> list[
 
 
 def _described(block: Block, ages: Ages, now: float) -> m.BlockInfo:
-    copies = [copy for copy in (block.copies[tier] for tier in BEST_FIRST) if copy is not None]
+    copies = [copy for copy in (block.copies[tier] for tier in Tier) if copy is not None]
     protected_s = -1.0
     if block.keep_until != NEVER:
         protected_s = 0.0 if block.keep_until == FOREVER else max(1e-3, block.keep_until - now)
@@ -43,7 +44,7 @@ def _described(block: Block, ages: Ages, now: float) -> m.BlockInfo:
         block.name,
         block.parent,
         block.depth,
-        [TIER_NAMES[copy.tier] for copy in copies if copy.is_whole],
+        [copy.tier for copy in copies if copy.is_whole],
         max((copy.committed for copy in copies), default=0),
         sum(copy.slot_bytes * (copy.committed + copy.filling) for copy in copies),
         sum(copy.pins for copy in copies),

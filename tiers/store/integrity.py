@@ -10,8 +10,9 @@ from collections import Counter
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from kvpool.blocks.tier import Tier
 from tiers.store import eviction
-from tiers.store.blocks import HBM, NEVER, TIER_NAMES, Block, Copy, Move
+from tiers.store.blocks import NEVER, Block, Copy, Move
 from tiers.store.slab_allocator import Place, StoreCorrupt
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from tiers.store.migrations import MoveBook
     from tiers.store.reservations import ReservationBook
     from tiers.store.retention import ProtectionBook
-    from tiers.store.victims import Tier
+    from tiers.store.victims import TierState
     from tiers.store.writeback import Boundary
 
 Slot = tuple[Place, int]  # where, bytes
@@ -136,7 +137,7 @@ def _check_block(block: Block) -> None:
             _require(is_current, f"{name}: hands out old checksums")
 
 
-def _check_tier(tier: Tier, copies: list[Copy], quarantined: list[Slot]) -> None:
+def _check_tier(tier: TierState, copies: list[Copy], quarantined: list[Slot]) -> None:
     """Invariant 7: the states make the arena, and no two slots overlap."""
     slots: list[Slot] = list(quarantined)
     reserved = committed = pinned = 0
@@ -167,7 +168,7 @@ def _check_tier(tier: Tier, copies: list[Copy], quarantined: list[Slot]) -> None
     _require(tier.free_bytes == tier.slots.free_bytes, f"{tier.name}: a slot leaked")
 
 
-def _check_candidates(residency: Residency, tier: Tier, copies: list[Copy]) -> None:
+def _check_candidates(residency: Residency, tier: TierState, copies: list[Copy]) -> None:
     """Nothing that could be evicted or demoted is forgotten."""
     for copy in copies:
         if copy.tier != tier.index:
@@ -198,7 +199,7 @@ def _check_boundary(boundary: Boundary, blocks: list[Block], moves: MoveBook) ->
     _require(parts == boundary.cleaning_bytes, f"{name}: bytes under demotion are miscounted")
 
 
-def _check_ledger(tier: Tier, quarantined: list[Slot]) -> None:
+def _check_ledger(tier: TierState, quarantined: list[Slot]) -> None:
     """Every slot counts for one account, in quarantine too."""
     used: Counter[int] = Counter()
     for copy in tier.owners.values():
@@ -218,7 +219,7 @@ def _check_protection(
     kept = {block for block in blocks if block.keep_until != NEVER}
     _require(kept == set(protections.values()), "protected blocks are misfiled")
     for tier in residency.tiers.values():
-        promising = kept if tier.index != HBM else set()
+        promising = kept if tier.index != Tier.HBM else set()
         promised = sum(b.space.slot_bytes[tier.index] * b.space.tp_size for b in promising)
         _require(tier.kept_bytes == promised, f"{tier.name}: {tier.kept_bytes} != {promised} kept")
     for space in residency.spaces.values():
@@ -229,7 +230,7 @@ def _check_protection(
 def _check_children(residency: Residency) -> None:
     """Invariant 6: every copy counts with its parent."""
     for space in residency.spaces.values():
-        for tier_index in range(len(TIER_NAMES)):
+        for tier_index in Tier:
             children = Counter(
                 block.parent
                 for block in space.blocks.values()

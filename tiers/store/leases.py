@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
+from kvpool.blocks.tier import Tier
 from kvpool.errors import LeaseExpired
 from tiers.store.block_table import Residency
 from tiers.store.blocks import Copy, Space
@@ -59,6 +60,7 @@ class LeaseBook:
         """Pin the copies of a run of one chain, note their use, and return the lease's number."""
         fresh = 0
         in_hbm: list[Copy] = []
+        hbm = Tier.HBM
         residency = self._residency
         tick = residency.advance(len(copies))  # inlined `touch`: one pass over the run
         for copy in copies:
@@ -69,7 +71,7 @@ class LeaseBook:
             else:
                 copy.pins = 1
                 fresh += 1
-                if copy.tier:  # not dram: rare, and for that out of the way
+                if copy.tier == hbm:  # rare
                     in_hbm.append(copy)
         if residency.wants_uses:
             residency.note_uses([copy.block for copy in copies])

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument
 from tiers.store import eviction
 from tiers.store.block_table import Residency
-from tiers.store.blocks import BEST_FIRST, NVME, TIER_NAMES, Copy, Move, Space
+from tiers.store.blocks import Copy, Move, Space
 from tiers.store.writeback import Boundary
 
 PATIENCE = 16  # times the wait of a block that found no room, when it is refused again unused
@@ -42,7 +43,7 @@ class MoveBook:
         return list(self._moves.values())
 
     def promote_run(
-        self, space: Space, hashes: Sequence[bytes], readable: Collection[int], target: int
+        self, space: Space, hashes: Sequence[bytes], readable: Collection[Tier], target: Tier
     ) -> tuple[list[Copy], list[Move], str]:
         """Start bringing into `target` what the leading run has in no tier of `readable`, best first.
 
@@ -53,7 +54,7 @@ class MoveBook:
         for name in hashes:
             copy = whole_copy(space, readable, name)
             is_ready = copy is not None
-            copy = copy or whole_copy(space, BEST_FIRST, name)
+            copy = copy or whole_copy(space, tuple(Tier), name)
             if copy is None:
                 break
             run.append((copy, is_ready))
@@ -79,7 +80,7 @@ class MoveBook:
             return [], moves, "promoting"
         return [copy for copy, _ in run], [], ""
 
-    def plan_demotions(self, max_blocks: int, now: float, sources: Collection[int]) -> list[Move]:
+    def plan_demotions(self, max_blocks: int, now: float, sources: Collection[Tier]) -> list[Move]:
         """Moves for the coldest blocks of each source that stand in no tier below it, `max_blocks` of each.
 
         A block takes the place of a colder one only: else a full disk would be rewritten for ever. One that
@@ -157,7 +158,7 @@ class MoveBook:
             raise InvalidArgument(f"no move {move_id} is under way")
         move, source, target = self._moves.pop(move_id)
         residency = self._residency
-        is_up = BEST_FIRST.index(target.tier) < BEST_FIRST.index(source.tier)
+        is_up = target.tier < source.tier
         boundary = self._crossed(source, target.tier)
         if boundary is not None:
             boundary.cleaning_bytes -= source.block.space.slot_bytes[source.tier]
@@ -180,17 +181,15 @@ class MoveBook:
 
     # ------------------------------------------------------------ within
 
-    def _crossed(self, source: Copy, target_tier: int) -> Boundary | None:
+    def _crossed(self, source: Copy, target_tier: Tier) -> Boundary | None:
         """The boundary that a move cleans by crossing it."""
         boundary = self._residency.boundaries.get(source.tier)
         return boundary if boundary is not None and boundary.target == target_tier else None
 
-    def _begin(self, source: Copy, target_tier: int, colder_than: int | None) -> list[Move] | None:
+    def _begin(self, source: Copy, target_tier: Tier, colder_than: int | None) -> list[Move] | None:
         block = source.block
         if not source.is_whole:
-            raise InvalidArgument(
-                f"block {block.name.hex()} is not whole in {TIER_NAMES[source.tier]}"
-            )
+            raise InvalidArgument(f"block {block.name.hex()} is not whole in {source.tier}")
         residency, space = self._residency, block.space
         source.reading += space.tp_size  # before room is made: the source is never the victim
         for part in range(space.tp_size):
@@ -213,14 +212,14 @@ class MoveBook:
                 space.namespace_id,
                 block.name,
                 part,
-                TIER_NAMES[source.tier],
+                source.tier,
                 place,
-                TIER_NAMES[target_tier],
+                target_tier,
                 to,
                 space.part_bytes,
                 checksum,
                 block.parent,
-                target.encoding if target_tier == NVME else source.encoding,
+                target.encoding if target_tier == Tier.NVME else source.encoding,
             )
             self._moves[self._next_id] = (move, source, target)
             self._next_id += 1
@@ -232,7 +231,7 @@ class MoveBook:
         return moves
 
 
-def whole_copy(space: Space, tiers: Collection[int], name: bytes) -> Copy | None:
+def whole_copy(space: Space, tiers: Collection[Tier], name: bytes) -> Copy | None:
     """The block's whole copy in the first of the tiers that has one."""
     for tier in tiers:
         copy = space.visible[tier].get(name)

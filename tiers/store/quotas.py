@@ -13,6 +13,7 @@ from math import inf
 from typing import NamedTuple
 
 from kvpool.blocks.layout import Namespace
+from kvpool.blocks.tier import Tier
 from kvpool.errors import ConfigError
 
 Quotas = Mapping[str, float | int]
@@ -23,7 +24,7 @@ class AccountUsage(NamedTuple):
     """What one account has of one tier, in bytes of slots; `quota_bytes` is what it can always get."""
 
     account: str  # tenant or namespace id (hex); "" for all others together
-    tier: str
+    tier: Tier
     quota_bytes: int
     used_bytes: int
 

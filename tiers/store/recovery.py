@@ -7,9 +7,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument, NoRoom
 from tiers.store.block_table import Residency
-from tiers.store.blocks import FOREVER, NVME, Block, Space
+from tiers.store.blocks import FOREVER, Block, Space
 from tiers.store.fp8 import Encoding
 from tiers.store.retention import ProtectionBook
 from tiers.store.slab_allocator import Place
@@ -45,17 +46,17 @@ def recover_part(
 
     Parts of one block that are encoded in different ways do not make a block.
     """
-    if NVME not in residency.tiers or not 0 <= part < space.tp_size:
+    if Tier.NVME not in residency.tiers or not 0 <= part < space.tp_size:
         return False
     block = residency.block(space, block_hash, parent)
-    copy = block.copies[NVME]
+    copy = block.copies[Tier.NVME]
     is_known = any(other is not None and other is not copy for other in block.copies) or (
         copy is not None and (copy.places[part] is not None or copy.encoding != encoding)
     )
-    if is_known or not residency.claim(block, NVME, part, place, encoding):
+    if is_known or not residency.claim(block, Tier.NVME, part, place, encoding):
         residency.forget_if_gone(block)
         return False
-    copy = block.copies[NVME]
+    copy = block.copies[Tier.NVME]
     if copy is not None and residency.fill(copy, part, checksum):
         residency.counters["recovered"] += 1
     return True
@@ -66,7 +67,7 @@ def discard_partial(residency: Residency) -> list[tuple[bytes, bytes]]:
     partial: list[tuple[bytes, bytes]] = []
     for space in residency.spaces.values():
         for block in list(space.blocks.values()):
-            copy = block.copies[NVME]
+            copy = block.copies[Tier.NVME]
             if copy is not None and copy.committed and not copy.is_whole and not copy.filling:
                 partial.append((space.namespace_id, block.name))
                 residency.discard_partial(copy)
@@ -76,7 +77,7 @@ def discard_partial(residency: Residency) -> list[tuple[bytes, bytes]]:
 def uses(residency: Residency, count: int) -> Iterator[list[tuple[int, Use]]]:
     """(device, last use) of what stands in nvme, `count` blocks at a time; the store may change in between."""
     for space in list(residency.spaces.values()):
-        standing = space.visible[NVME]
+        standing = space.visible[Tier.NVME]
         names = list(standing)
         for start in range(0, len(names), count):
             rows: list[tuple[int, Use]] = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from kvpool.blocks.tier import Tier
 from tiers.store.blocks import Block, Copy, Space
 from tiers.store.slab_allocator import Place
 
@@ -44,7 +45,7 @@ class ReserveRun:
     writer_id: str
     ttl_s: float
     deadline: float
-    tier: int
+    tier: Tier
     tick: int  # of recency, for the next block that is here
     shielded: Collection[Block]
     statuses: list[int] = field(default_factory=list)  # `BlockStatus`

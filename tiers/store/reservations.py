@@ -11,10 +11,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 
+from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument, ReservationGone
 from kvpool.wire.messages import BlockStatus
 from tiers.store.block_table import Residency
-from tiers.store.blocks import DRAM, HBM, NVME, Block, Copy, Space
+from tiers.store.blocks import Block, Copy, Space
 from tiers.store.reservation_cursors import CommitRun, Grant, ReserveRun
 from tiers.store.slab_allocator import Place
 
@@ -24,7 +25,7 @@ class Quarantined:
 
     __slots__ = ("is_over", "place", "slot_bytes", "tier", "until")
 
-    def __init__(self, tier: int, place: Place, slot_bytes: int, until: float) -> None:
+    def __init__(self, tier: Tier, place: Place, slot_bytes: int, until: float) -> None:
         self.tier = tier
         self.place = place
         self.slot_bytes = slot_bytes
@@ -82,7 +83,7 @@ class ReservationBook:
         writer_id: str,
         ttl_s: float,
         deadline: float,
-        tier: int = DRAM,
+        tier: Tier = Tier.DRAM,
     ) -> ReserveRun:
         """Begin to hold slots for what is not here of a run of one chain: see `reserve_some`.
 
@@ -255,13 +256,13 @@ class ReservationBook:
         return grant
 
     def _reserve_part(
-        self, space: Space, name: bytes, parent: bytes, part: int, tier: int
+        self, space: Space, name: bytes, parent: bytes, part: int, tier: Tier
     ) -> tuple[int, Copy | None]:
         if any(name in names for names in space.visible):
             return BlockStatus.EXISTS, None
         residency = self._residency
         begun = _begun_copy(space.blocks.get(name))
-        if begun is not None and begun.tier == HBM and tier != HBM:
+        if begun is not None and begun.tier == Tier.HBM and tier != Tier.HBM:
             # This writer cannot write where the others did: a block stands whole in one tier or in none.
             if begun.filling:
                 return BlockStatus.IN_PROGRESS, None
@@ -272,12 +273,12 @@ class ReservationBook:
                 is_committed = begun.checksums[part] is not None
                 return (BlockStatus.EXISTS if is_committed else BlockStatus.IN_PROGRESS), None
             tier = begun.tier
-        tiers = (HBM, DRAM) if tier == HBM and begun is None else (tier,)
+        tiers = (Tier.HBM, Tier.DRAM) if tier == Tier.HBM and begun is None else (tier,)
         for index in tiers:
             if index not in residency.tiers:
                 continue
             block = residency.block(space, name, parent)  # anew: in vain, its record went again
-            recovered = block.copies[NVME]
+            recovered = block.copies[Tier.NVME]
             if residency.hold(block, index, part) is not None:
                 if recovered is not None:  # in part, before a restart: the new bytes replace it
                     residency.discard_partial(recovered)
@@ -366,7 +367,7 @@ def _has_part(block: Block, part: int) -> bool:
 def _begun_copy(block: Block | None) -> Copy | None:
     """Where writers have begun with a block; what was recovered from nvme in part is nobody's."""
     copies = block.copies if block is not None else []
-    return next((copies[tier] for tier in (HBM, DRAM) if copies and copies[tier]), None)
+    return next((copies[tier] for tier in (Tier.HBM, Tier.DRAM) if copies and copies[tier]), None)
 
 
 def _ancestors(space: Space, parent: bytes) -> Iterator[Block]:

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
+from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument, NoRoom
 from tiers.store.block_table import Residency
-from tiers.store.blocks import FOREVER, HBM, NEVER, Block, Space
-from tiers.store.victims import Tier
+from tiers.store.blocks import FOREVER, NEVER, Block, Space
+from tiers.store.victims import TierState
 
 
 class ProtectionBook:
@@ -111,8 +112,8 @@ class ProtectionBook:
 
     # ------------------------------------------------------------ within
 
-    def _promising_tiers(self) -> list[Tier]:
-        return [tier for tier in self._residency.tiers.values() if tier.index != HBM]
+    def _promising_tiers(self) -> list[TierState]:
+        return [tier for tier in self._residency.tiers.values() if tier.index != Tier.HBM]
 
     def _wait_for(self, block: Block) -> None:
         if block.keep_until == FOREVER:

@@ -9,31 +9,20 @@ answers. Not thread-safe: one thread owns it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Literal
 
 from kvpool.blocks.hashing import HASH_BYTES
 from kvpool.blocks.layout import Namespace
+from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument, LayoutMismatch, NoRoom, NotFound, UnknownNamespace
 from kvpool.wire.messages import BlockInfo, NamespaceUsage, TierUsage
 from tiers.store import inspection, integrity, recovery
 from tiers.store.access_clock import Ages
 from tiers.store.arena_allocator import SlotPool, pool_of
 from tiers.store.block_table import Residency
-from tiers.store.blocks import (
-    BEST_FIRST,
-    DRAM,
-    HBM,
-    NVME,
-    TIER_NAMES,
-    Copy,
-    Move,
-    PinResult,
-    Reservation,
-    Space,
-    StoreEvent,
-)
+from tiers.store.blocks import Copy, Move, PinResult, Reservation, Space, StoreEvent
 from tiers.store.config import StoreConfig
 from tiers.store.evacuation import RetirementBook
 from tiers.store.failed_arenas import LossBook
@@ -130,10 +119,10 @@ class Store:
             )
         layout = namespace.layout
         on_disk = encoding_of(layout, self.config.nvme_dtype)
-        sizes = {NVME: stored_bytes(layout, on_disk)}
+        sizes = {Tier.NVME: stored_bytes(layout, on_disk)}
         slot_bytes = tuple(
             tier.slots.slot_size(sizes.get(index, layout.part_bytes)) if tier else 0
-            for index, tier in ((i, self._residency.tiers.get(i)) for i in range(len(TIER_NAMES)))
+            for index, tier in ((i, self._residency.tiers.get(i)) for i in Tier)
         )
         account = self._residency.accounts.number_of(namespace)
         spaces[namespace_id] = Space(namespace, slot_bytes, account, on_disk)
@@ -194,39 +183,39 @@ class Store:
         return {name: copy.block.parent for names in visible for name, copy in names.items()}
 
     @property
-    def tier_names(self) -> list[str]:
-        """The tiers that this node has."""
-        return [tier.name for tier in self._residency.tiers.values()]
+    def tiers(self) -> list[Tier]:
+        """The tiers that this node has, fastest first."""
+        return sorted(self._residency.tiers)
 
     # ------------------------------------------------------------ reading
 
-    def lookup(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[str]:
-        """Best tier of each leading block that is visible. Takes no lease, counts as no use.
+    def lookup(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[Tier]:
+        """Fastest tier of each leading block that is visible. Takes no lease, counts as no use.
 
         Raises:
             UnknownNamespace, InvalidArgument: too many hashes.
         """
-        dram, nvme, hbm = self._space(namespace_id, len(hashes)).visible
-        found: list[str] = []
+        hbm, dram, nvme = self._space(namespace_id, len(hashes)).visible
+        found: list[Tier] = []
         for name in hashes:
             if name in hbm:
-                found.append("hbm")
+                found.append(Tier.HBM)
             elif name in dram:
-                found.append("dram")
+                found.append(Tier.DRAM)
             elif name in nvme:
-                found.append("nvme")
+                found.append(Tier.NVME)
             else:
                 break
         return found
 
-    def standing(self, namespace_id: bytes, block_hash: bytes) -> list[str]:
-        """All tiers in which a block is visible, best first.
+    def standing(self, namespace_id: bytes, block_hash: bytes) -> list[Tier]:
+        """All tiers in which a block is visible, fastest first.
 
         Raises:
             UnknownNamespace.
         """
         visible = self._space(namespace_id, 1).visible
-        return [TIER_NAMES[tier] for tier in BEST_FIRST if block_hash in visible[tier]]
+        return [tier for tier in Tier if block_hash in visible[tier]]
 
     def pin(
         self,
@@ -236,7 +225,7 @@ class Store:
         ttl_s: float,
         now: float,
         parts: Sequence[int] | None = None,
-        tier: str = "",
+        tier: Tier = Tier.DRAM,
         *,
         cold: Cold = "promote",
     ) -> PinResult:
@@ -248,8 +237,8 @@ class Store:
         Args:
             ttl_s: seconds, cut to `max_lease_s`; `ttl_s` of the result is what was given.
             parts: tensor-parallel parts whose places are wanted; None or empty for all.
-            tier: "" or "dram" for places in dram, which anybody can read; "hbm" where the caller can read
-                device memory: places lie there or in dram, and the lease holds that copy alone.
+            tier: the fastest that the caller can read. DRAM: every place is in DRAM. HBM: each place is in
+                HBM or DRAM, and the lease holds that copy alone.
             cold: what to do about blocks that stand elsewhere: "tell" only says "promoting" and does
                 nothing, "lease" says it, too, and leases what comes before the first of them.
 
@@ -260,9 +249,9 @@ class Store:
         space = self._space(namespace_id, len(hashes))
         ttl_s = _ttl(ttl_s, self.config.max_lease_s)
         wanted = self._wanted_parts(space, parts)
-        is_device_wanted = self._memory_tier(tier) == HBM
-        readable = (HBM, DRAM) if is_device_wanted else (DRAM,)
-        find: Callable[[bytes], Copy | None] = space.visible[DRAM].get
+        is_device_wanted = _checked_memory_tier(tier) == Tier.HBM
+        readable = (Tier.HBM, Tier.DRAM) if is_device_wanted else (Tier.DRAM,)
+        find: Callable[[bytes], Copy | None] = space.visible[Tier.DRAM].get
         if is_device_wanted:
             find = partial(whole_copy, space, readable)
         copies: list[Copy] = []
@@ -279,7 +268,9 @@ class Store:
                 reason = "promoting"
             if reason and cold == "promote":
                 self.expire(now)
-                copies, promote, reason = self._moves.promote_run(space, hashes, readable, DRAM)
+                copies, promote, reason = self._moves.promote_run(
+                    space, hashes, readable, Tier.DRAM
+                )
                 if reason == "promoting":
                     return PinResult(0, 0, [], [], [], 0.0, reason, promote)
             reason = reason or self._miss_reason(space, hashes, len(copies))
@@ -297,24 +288,24 @@ class Store:
         else:
             places = [copy.whole_places[part] for copy in copies for part in wanted]
             checksums = [copy.whole_checksums[part] for copy in copies for part in wanted]
-        tiers = ["dram"] * len(copies)
+        tiers = [Tier.DRAM] * len(copies)
         if is_device_wanted:
-            tiers = [TIER_NAMES[copy.tier] for copy in copies]
+            tiers = [copy.tier for copy in copies]
         return PinResult(lease_id, len(copies), places, checksums, tiers, ttl_s, reason, [])
 
     def promote(
-        self, namespace_id: bytes, hashes: Sequence[bytes], now: float, tier: str = ""
+        self, namespace_id: bytes, hashes: Sequence[bytes], now: float, tier: Tier = Tier.DRAM
     ) -> tuple[list[Move], str]:
-        """Start bringing what the leading run has not in `tier` ("" is dram) there, without a lease.
+        """Start bringing what the leading run has not in `tier` there, without a lease.
 
         Returns the moves to carry out (see `finish_move`), and "no_room" when not even the first block
         that needs room could have it, or the node has no such tier.
 
         Raises:
-            UnknownNamespace, InvalidArgument: too many hashes, or neither "dram" nor "hbm".
+            UnknownNamespace, InvalidArgument: too many hashes, or NVME.
         """
         space = self._space(namespace_id, len(hashes))
-        target = self._memory_tier(tier)
+        target = _checked_memory_tier(tier)
         if target not in self._residency.tiers:
             return [], "no_room"
         self.expire(now)
@@ -348,7 +339,7 @@ class Store:
         writer_id: str,
         ttl_s: float,
         now: float,
-        tier: str = "",
+        tier: Tier = Tier.DRAM,
     ) -> Reservation:
         """Reserve slots for one part of the blocks of a run that are not here, evicting when needed.
 
@@ -356,7 +347,7 @@ class Store:
             hashes: a run of one chain.
             parent: hash of the block before the first, b"" at the start of a chain.
             ttl_s: seconds, cut to `max_reservation_s`.
-            tier: "" or "dram"; "hbm" asks for slots in device memory, and grants what finds no room there
+            tier: HBM asks for slots in device memory, and grants what finds no room there
                 in dram: the places say which.
 
         Raises:
@@ -376,7 +367,7 @@ class Store:
         writer_id: str,
         ttl_s: float,
         now: float,
-        tier: str = "",
+        tier: Tier = Tier.DRAM,
     ) -> ReserveRun:
         """As `reserve`, for a run so long that others shall be served in between.
 
@@ -391,7 +382,7 @@ class Store:
         if len(parent) not in (0, HASH_BYTES) or any(len(name) != HASH_BYTES for name in hashes):
             raise InvalidArgument(f"block hashes have {HASH_BYTES} bytes each")
         return self._reservations.begin_reserve(
-            space, hashes, parent, part, writer_id, ttl_s, now + ttl_s, self._memory_tier(tier)
+            space, hashes, parent, part, writer_id, ttl_s, now + ttl_s, _checked_memory_tier(tier)
         )
 
     def reserve_some(self, run: ReserveRun, count: int, now: float) -> None:
@@ -406,7 +397,7 @@ class Store:
     def reserved(self, run: ReserveRun) -> Reservation:
         """What became of a run that is done."""
         reservation_id = run.grant.reservation_id if run.grant is not None else 0
-        slot_bytes = run.space.slot_bytes[DRAM]
+        slot_bytes = run.space.slot_bytes[Tier.DRAM]
         return Reservation(
             reservation_id, run.statuses, run.places, slot_bytes, run.ttl_s, run.deadline
         )
@@ -552,7 +543,7 @@ class Store:
     # ------------------------------------------------------------ moves
 
     def plan_demotions(
-        self, max_blocks: int, now: float, sources: Sequence[str] = ("hbm", "dram")
+        self, max_blocks: int, now: float, sources: Collection[Tier] = (Tier.HBM, Tier.DRAM)
     ) -> list[Move]:
         """Moves that give the coldest blocks of hbm a copy in dram, and those of dram one in nvme.
 
@@ -561,8 +552,7 @@ class Store:
         Apply the nvme "removed" events of `take_events` before writing to the targets: their slots may
         have held those blocks until now.
         """
-        indexes = [TIER_NAMES.index(name) for name in sources]
-        return self._moves.plan_demotions(max_blocks, now, indexes)
+        return self._moves.plan_demotions(max_blocks, now, sources)
 
     @property
     def has_more_demotions(self) -> bool:
@@ -592,20 +582,21 @@ class Store:
 
     # ------------------------------------------------------------ arenas
 
-    def add_arena(self, tier: str, allocator: SlotAllocator, now: float) -> None:
+    def add_arena(self, tier: Tier, allocator: SlotAllocator, now: float) -> None:
         """Take in one more arena of a tier; slots come from it at once.
 
         Raises:
             NotFound: there is no such tier. InvalidArgument: its id is known in this tier or, as clients see
                 ids alone, in the other of dram and hbm; or its slabs are not like those of the tier.
         """
-        index = self._tier_index(tier)
+        if tier not in self._residency.tiers:
+            raise NotFound(f"this node has no {tier}")
         for other in self._residency.tiers.values():
             ids = [arena.arena_id for arena in other.slots.arenas]
-            if NVME not in (index, other.index) and allocator.arena_id in ids:
+            if Tier.NVME not in (tier, other.index) and allocator.arena_id in ids:
                 raise InvalidArgument(f"arena {allocator.arena_id} is one of {other.name}")
-        self._residency.tiers[index].slots.add(allocator)
-        self._residency.resized(index)
+        self._residency.tiers[tier].slots.add(allocator)
+        self._residency.resized(tier)
 
     def retire_arena(self, arena_id: int, now: float) -> None:
         """Begin to empty a dram arena: nothing is allocated there from now on.
@@ -633,7 +624,7 @@ class Store:
 
     def arena_bytes(self) -> dict[int, int]:
         """Bytes in slots of each dram arena, by arena id."""
-        arenas = self._residency.tiers[DRAM].slots.arenas
+        arenas = self._residency.tiers[Tier.DRAM].slots.arenas
         return {arena.arena_id: arena.used_bytes for arena in arenas}
 
     def retiring(self) -> dict[int, int]:
@@ -715,12 +706,12 @@ class Store:
         Raises:
             NotFound: there is no such device.
         """
-        self._losses.close(NVME, number)
+        self._losses.close(Tier.NVME, number)
 
     def rest_devices(self, numbers: Iterable[int]) -> None:
         """Plan no writes to these nvme devices until the next call, which names others or none."""
-        if NVME in self._residency.tiers:
-            self._residency.tiers[NVME].slots.rest(numbers)
+        if Tier.NVME in self._residency.tiers:
+            self._residency.tiers[Tier.NVME].slots.rest(numbers)
 
     def lose_device(self, number: int, now: float) -> None:
         """An nvme device cannot be read any more: plan nothing there, and give up its blocks.
@@ -730,7 +721,7 @@ class Store:
         Raises:
             NotFound: there is no such device.
         """
-        self._losses.lose(NVME, number)
+        self._losses.lose(Tier.NVME, number)
 
     def drop_lost(self, max_slots: int, now: float) -> int:
         """Hide blocks that were lost with their device, and free their slots; returns how many slots are left.
@@ -749,10 +740,10 @@ class Store:
         """
         return self._residency.take_events()
 
-    def snapshot(self) -> Iterator[tuple[bytes, str, bytes]]:
+    def snapshot(self) -> Iterator[tuple[bytes, Tier, bytes]]:
         """(namespace id, tier, hash) of every whole copy, as of this call."""
         slices = [
-            (space.namespace_id, TIER_NAMES[tier.index], list(space.visible[tier.index]))
+            (space.namespace_id, tier.index, list(space.visible[tier.index]))
             for space in self._residency.spaces.values()
             for tier in self._residency.tiers.values()
         ]
@@ -784,7 +775,7 @@ class Store:
         spaces = self._residency.spaces.values()
         return [
             TierUsage(
-                tier.name,
+                tier.index,
                 tier.slots.capacity_bytes,
                 tier.free_bytes,
                 tier.reserved_bytes,
@@ -800,7 +791,7 @@ class Store:
     def accounts(self) -> list[AccountUsage]:
         """What each tenant or namespace with a quota, and all others together, use of each tier."""
         return [
-            AccountUsage(name, tier.name, tier.ledger.quotas[number], tier.ledger.used[number])
+            AccountUsage(name, tier.index, tier.ledger.quotas[number], tier.ledger.used[number])
             for tier in self._residency.tiers.values()
             for number, name in enumerate(self._residency.accounts.names)
         ]
@@ -855,13 +846,6 @@ class Store:
             )
         return space
 
-    @staticmethod
-    def _memory_tier(name: str) -> int:
-        """The tier that a reader or writer names."""
-        if name not in ("", "dram", "hbm"):
-            raise InvalidArgument(f"no memory tier is called {name!r}", hint="dram or hbm")
-        return HBM if name == "hbm" else DRAM
-
     def _finish(
         self, move_id: int, ok: bool | None, now: float, checksum: int | None = None
     ) -> None:
@@ -869,12 +853,6 @@ class Store:
             self._retirements.finish(move_id, ok)
         else:
             self._moves.finish(move_id, ok, now, checksum)
-
-    def _tier_index(self, name: str) -> int:
-        for tier in self._residency.tiers.values():
-            if tier.name == name:
-                return tier.index
-        raise NotFound(f"this node has no tier {name!r}")
 
     def _wanted_parts(self, space: Space, parts: Sequence[int] | None) -> Sequence[int] | None:
         if not parts:
@@ -894,6 +872,12 @@ class Store:
             if reason:
                 return reason
         return "never_stored"
+
+
+def _checked_memory_tier(tier: Tier) -> Tier:
+    if tier == Tier.NVME:
+        raise InvalidArgument("clients do not read or write nvme", hint="dram or hbm")
+    return tier
 
 
 def _owner(namespace: Namespace) -> tuple[str, str, str, str]:

@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from kvpool.blocks.tier import Tier
 from tiers.store import eviction
 from tiers.store.arena_allocator import SlotPool
-from tiers.store.blocks import NVME, Copy, Space
+from tiers.store.blocks import Copy, Space
 from tiers.store.eviction import DOUBLE, PLAIN, SOFT, Shelf
 from tiers.store.quotas import Accounts, Ledger
 from tiers.store.slab_allocator import Place
@@ -21,12 +22,11 @@ SLABS_WHEN_DUE = 64  # looked at while this size has something to give itself
 SLABS_AT_MOST = 4096  # looked at otherwise; more would be a pause of more than 5 ms
 
 
-class Tier:
+class TierState:
     """One tier's slots, who stands in them, and bytes by state (slot sizes, so rounded up).
 
     Args:
-        index: DRAM, NVME or HBM.
-        name: what users call it.
+        index: which tier it is.
         slots: its arenas.
         policy: name of the eviction policy.
         accounts: who has which share.
@@ -35,15 +35,14 @@ class Tier:
 
     def __init__(
         self,
-        index: int,
-        name: str,
+        index: Tier,
         slots: SlotPool,
         policy: str,
         accounts: Accounts,
         parked: list[Copy],
     ) -> None:
         self.index = index
-        self.name = name
+        self.name = str(index)
         self.slots = slots
         self.reserved_bytes = 0
         self.committed_bytes = 0
@@ -93,12 +92,12 @@ class Tier:
         shelf = self.shelves.get(key)
         if shelf is None:
             # What stands on a disk that takes nothing more still goes: it may be the child of what must.
-            closed = self.slots.closed if self.index != NVME else frozenset()
+            closed = self.slots.closed if self.index != Tier.NVME else frozenset()
             shelf = self.shelves[key] = Shelf(self.index, self._policy, self._parked, closed)
         return shelf
 
 
-def victims(tier: Tier, space: Space, colder_than: int | None) -> list[Copy]:
+def victims(tier: TierState, space: Space, colder_than: int | None) -> list[Copy]:
     """The next copy of this slot size to go, or all of another size's slab that is colder still.
 
     Slabs are looked at when this size has nothing to give, and once per slab's worth of evictions:
@@ -136,7 +135,7 @@ def victims(tier: Tier, space: Space, colder_than: int | None) -> list[Copy]:
     return _coldest_slab_of_others(tier, space, colder_than, worst_rank, lambda _: True)
 
 
-def leaves_of_others(tier: Tier, space: Space, colder_than: int | None) -> Iterator[Copy]:
+def leaves_of_others(tier: TierState, space: Space, colder_than: int | None) -> Iterator[Copy]:
     """The coldest leaves of other slot sizes, one after the other; evict each before the next is asked for.
 
     Where chains lie across slabs no slab can be emptied at once, but leaf after leaf they can. Nothing
@@ -174,13 +173,13 @@ def leaves_of_others(tier: Tier, space: Space, colder_than: int | None) -> Itera
         yield min(leaves, key=lambda leaf: (leaf[0] == SOFT, leaf[1].last_use))[1]
 
 
-def _ranks(tier: Tier, colder_than: int | None) -> tuple[int, ...]:
+def _ranks(tier: TierState, colder_than: int | None) -> tuple[int, ...]:
     """Who may go at all, first to last. A demotion can wait: it takes nobody who is protected."""
-    ranks = (PLAIN, DOUBLE) if tier.index == NVME else (PLAIN,)
+    ranks = (PLAIN, DOUBLE) if tier.index == Tier.NVME else (PLAIN,)
     return (*ranks, SOFT) if tier.kept_bytes and colder_than is None else ranks
 
 
-def _own(tier: Tier, space: Space, rank: int, colder_than: int | None) -> Copy | None:
+def _own(tier: TierState, space: Space, rank: int, colder_than: int | None) -> Copy | None:
     """The next copy of this slot size and rank, from the first account that has one to give."""
     slot_bytes = space.slot_bytes[tier.index]
     for account in tier.ledger.donors(space.account, slot_bytes):
@@ -202,7 +201,7 @@ def _may_take(copy: Copy, worst_rank: int) -> bool:
 
 
 def _coldest_slab_of_others(
-    tier: Tier,
+    tier: TierState,
     space: Space,
     colder_than: int | None,
     worst_rank: int,
@@ -231,7 +230,7 @@ def _coldest_slab_of_others(
     return best
 
 
-def _is_fair(tier: Tier, space: Space, is_own_spared: bool, copies: list[Copy]) -> bool:
+def _is_fair(tier: TierState, space: Space, is_own_spared: bool, copies: list[Copy]) -> bool:
     """Whether all may go for this namespace: each is its own, or of an account that is over its quota then."""
     lost: Counter[int] = Counter()
     for copy in copies:

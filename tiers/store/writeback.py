@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 
+from kvpool.blocks.tier import Tier
 from tiers.policies import LazyHeap
 from tiers.store import eviction
 from tiers.store.blocks import Copy
-from tiers.store.victims import Tier
+from tiers.store.victims import TierState
 
 
 class Boundary:
@@ -28,9 +29,9 @@ class Boundary:
 
     def __init__(
         self,
-        upper: Tier,
-        target: int,
-        lower: tuple[int, ...],
+        upper: TierState,
+        target: Tier,
+        lower: tuple[Tier, ...],
         high_watermark: float,
         low_watermark: float,
         *,

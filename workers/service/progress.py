@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from kvpool.blocks.tier import Tier
 from kvpool.wire import messages as m
 from workers.engine.contract import SequenceState
 
@@ -22,7 +23,7 @@ class Progress:
     pool_tokens: int = 0
     local_tokens: int = 0
     verified_blocks: int = 0
-    tiers: tuple[str, ...] = ()  # one a block read: where it stood
+    tiers: tuple[Tier, ...] = ()  # one a block read: where it stood
     fallback_reason: str = ""
 
     @contextlib.contextmanager
@@ -44,7 +45,7 @@ class Progress:
             return {"engine": self.local_tokens}
         tokens: Counter[str] = Counter()
         for index, tier in enumerate(self.tiers):
-            tokens[tier] += min(block_tokens, self.pool_tokens - index * block_tokens)
+            tokens[str(tier)] += min(block_tokens, self.pool_tokens - index * block_tokens)
         return {tier: count for tier, count in tokens.items() if count > 0}
 
     def report(

@@ -18,6 +18,7 @@ from conductor.scheduling.inputs import WorkerStatus
 from conductor.scheduling.strategies.baselines import draw
 from conductor.scheduling.strategies.candidates import Choices
 from conductor.scheduling.strategies.ranked import Ranked, Stage
+from kvpool.blocks.tier import Tier
 
 
 class Dynamo(Ranked):
@@ -72,7 +73,7 @@ def _credit(choices: Choices, worker: WorkerStatus) -> float:
             break  # later blocks lack their prefix
         end = min(segment.start + segment.count, request.full_blocks)
         ready = end  # end of the part that is in memory
-        if segment.tier == "nvme":
+        if segment.tier == Tier.NVME:
             ready = min(end, segment.start + segment.ready)
         memory = options.host_credit if node.host == worker.host else options.remote_credit
         start = max(own, segment.start)

@@ -86,7 +86,7 @@ def _row(block: m.BlockInfo, tp_size: int) -> tuple[object, ...]:
     return (
         block.block_hash.hex()[:SHOWN_HASH],
         block.parent.hex()[:SHOWN_HASH] or "-",
-        "+".join(block.tiers) or "being written",
+        "+".join(map(str, block.tiers)) or "being written",
         block.depth,
         f"{block.parts}/{tp_size}",
         f"{block.size_bytes / 1024:.1f}",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 from kvpool.blocks.layout import Namespace
+from kvpool.blocks.tier import Tier
 from kvpool.client.admin import discovery, listing, replication, retention
 from kvpool.client.admin.listing import NodeListing
 from kvpool.client.admin.replication import PrefetchResult, ReplicateResult
@@ -15,17 +16,17 @@ from kvpool.client.node.directory import NodeDirectory
 from kvpool.errors import ConfigError, InvalidArgument
 from kvpool.wire import messages as m
 
-MemoryTier = Literal["", "dram", "hbm"]  # where a caller wants to read or write; "" is dram
 
-
-def check_tier(tier: str) -> None:
-    """Check that `tier` is a `MemoryTier`.
+def check_memory_tier(tier: Tier) -> None:
+    """Check that clients read and write `tier`.
 
     Raises:
         InvalidArgument: it is not.
     """
-    if tier not in get_args(MemoryTier):
-        raise InvalidArgument(f"no memory tier is called {tier!r}", hint="dram or hbm")
+    if tier not in (Tier.HBM, Tier.DRAM):
+        raise InvalidArgument(
+            f"clients read and write memory, not {tier!s}", hint="Tier.DRAM or Tier.HBM"
+        )
 
 
 class PoolAdmin:
@@ -212,23 +213,23 @@ class PoolAdmin:
         namespace: Namespace,
         hashes: Sequence[bytes],
         *,
-        tier: MemoryTier = "",
+        tier: Tier = Tier.DRAM,
         timeout_s: float | None = None,
     ) -> PrefetchResult:
         """Have nodes bring the leading run of a chain into memory before a read. Returns before it is there.
 
         Args:
-            tier: "hbm" brings the blocks into device memory; default: DRAM.
+            tier: HBM brings the blocks into device memory; default: DRAM.
 
         Returns:
             How many blocks the nodes accepted, had already, or declined and why. Declined blocks may be asked
             for again.
 
         Raises:
-            InvalidArgument: there is no such tier.
+            InvalidArgument: `tier` is NVME.
             DeadlineExceeded, Unavailable: the conductor (or the single node) did not answer the look-up.
         """
-        check_tier(tier)
+        check_memory_tier(tier)
         deadline = self._deadline(timeout_s)
         return await replication.prefetch(self.directory, namespace, hashes, deadline, tier)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from kvpool.blocks.hashing import pack_hashes
 from kvpool.blocks.layout import Namespace
+from kvpool.blocks.tier import Tier
 from kvpool.client.node.deadlines import time_left
 from kvpool.client.node.directory import NodeDirectory
 from kvpool.client.node.lookup import lookup
@@ -182,7 +183,7 @@ async def prefetch(
     namespace: Namespace,
     hashes: Sequence[bytes],
     deadline: float,
-    tier: str = "",
+    tier: Tier = Tier.DRAM,
 ) -> PrefetchResult:
     """Ask every holder to bring its blocks into `tier`. Result and errors are those of `AsyncPool.prefetch`."""
     located = await lookup(directory, namespace, hashes, deadline)
@@ -210,7 +211,7 @@ async def _prefetch_at(
     hashes: Sequence[bytes],
     segment: m.Segment,
     deadline: float,
-    tier: str,
+    tier: Tier,
 ) -> m.PrefetchReply:
     rows = hashes[segment.start : segment.start + segment.count]
     request = m.Prefetch(namespace.namespace_id, pack_hashes(rows), tier)

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvpool.blocks.layout import Namespace
 from kvpool.blocks.resharding import Plan, plan_part
+from kvpool.blocks.tier import Tier
 from kvpool.client.data.buffers import block_addresses
 from kvpool.client.data.reading import MIN_WAIT_S
 from kvpool.client.node.deadlines import time_left
@@ -85,7 +86,7 @@ async def pin(
     ttl_s: float,
     part: int | None,
     max_wait_s: float,
-    tier: str,
+    tier: Tier,
     is_guess: bool,
 ) -> PinnedBlocks:
     """Pin the blocks of `segments` in order. Arguments and errors are those of `AsyncPool.pin`."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvpool.blocks.layout import Namespace
 from kvpool.blocks.resharding import Plan
+from kvpool.blocks.tier import Tier
 from kvpool.client.node.directory import NodeDirectory
 from kvpool.client.node.grants import BytesMoved, ReadLease
 from kvpool.client.node.lookup import lookup
@@ -38,7 +39,7 @@ class GetResult:
     """What `get` read: blocks [0, found) of the chain. `tiers` names the tier of each."""
 
     found: int
-    tiers: tuple[str, ...]
+    tiers: tuple[Tier, ...]
     bytes_moved: dict[str, int]  # by transport
     verified: int  # blocks whose checksum was compared
     miss_reason: str  # why block number `found` was not read; "" if all were
@@ -51,7 +52,7 @@ class _Piece:
     """What one segment gave: how many leading blocks, and why no more."""
 
     found: int
-    tiers: tuple[str, ...]
+    tiers: tuple[Tier, ...]
     transport: str
     reason: str
     wait_s: float = 0.0
@@ -66,7 +67,7 @@ class ChainReader:
         plan: which parts are read, and which of their bytes go where.
         deadline: monotonic seconds.
         max_wait_s: as for `AsyncPool.get`. It limits each node of a round, because nodes are read at once.
-        tier: "hbm" to read blocks from device memory.
+        tier: HBM to read blocks from device memory.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class ChainReader:
         deadline: float,
         is_disposable: bool,
         max_wait_s: float = 0.0,
-        tier: str = "",
+        tier: Tier = Tier.DRAM,
     ) -> None:
         self._directory = directory
         self._namespace = namespace
@@ -99,7 +100,7 @@ class ChainReader:
         self._insists = False  # give all remaining time to one node
         self._tier = tier
         self._found = 0
-        self._tiers: list[str] = []
+        self._tiers: list[Tier] = []
         self._moved = BytesMoved()
         self._reason = ""
         self._failed_nodes: set[str] = set()
@@ -228,7 +229,7 @@ class ChainReader:
                 parts=self._plan.parts,
                 max_wait_s=max_wait_s,
                 # Only mapped memory allows comparing pieces of parts with their checksums.
-                tier=self._tier if self._plan.is_whole else "",
+                tier=self._tier if self._plan.is_whole else Tier.DRAM,
             )
 
         try:

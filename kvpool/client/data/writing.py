@@ -13,6 +13,7 @@ import numpy as np
 
 from kvpool.blocks.layout import Namespace
 from kvpool.blocks.resharding import Plan
+from kvpool.blocks.tier import Tier
 from kvpool.client.admin.replication import add_replicas
 from kvpool.client.node.deadlines import time_left
 from kvpool.client.node.directory import NodeDirectory
@@ -45,7 +46,7 @@ class ChainWriter:
         addresses, owner: where each block is, and what keeps that memory alive.
         plan: which parts are written, and from which of the caller's bytes.
         deadline: monotonic seconds.
-        tier: "hbm" to write to device memory while it has room.
+        tier: HBM to write to device memory while it has room.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class ChainWriter:
         parent: bytes,
         plan: Plan,
         deadline: float,
-        tier: str = "",
+        tier: Tier = Tier.DRAM,
     ) -> None:
         self._directory = directory
         self._namespace = namespace

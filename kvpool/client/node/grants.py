@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvpool.blocks.tier import Tier
 from kvpool.errors import TransferFailed
 from kvpool.transports.copy import Int64Array
 from kvpool.wire import messages as m
@@ -22,7 +23,7 @@ class ReadLease:
     found: int  # leading blocks that the lease covers
     places: Int64Array  # [found * parts, 2]: arena id, byte offset
     checksums: np.ndarray  # uint64 [found * parts]
-    tiers: tuple[str, ...]
+    tiers: tuple[Tier, ...]
     deadline: float  # monotonic seconds of this process
     miss_reason: str
     wait_s: float = 0.0  # predicted for all blocks that the node has; -1: unknown

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvpool.blocks.hashing import pack_hashes
 from kvpool.blocks.layout import Namespace
+from kvpool.blocks.tier import Tier
 from kvpool.client.node.deadlines import time_left
 from kvpool.client.node.directory import NodeDirectory
 from kvpool.errors import UnknownNamespace
@@ -42,7 +43,7 @@ async def lookup(
     )
     if not at_node.found:
         return m.LookupReply(0, [])
-    tier = m.TIERS[max(at_node.tiers)]
+    tier = Tier(max(at_node.tiers))
     segment = m.Segment(link.node.node_id, 0, at_node.found, tier)
     return m.LookupReply(at_node.found, [segment], at_node.wait_s)
 
@@ -56,7 +57,7 @@ async def locate(
     """
     if not directory.has_conductor:
         link = await directory.only_link(deadline)
-        return [m.Segment(link.node.node_id, 0, len(hashes), "dram")] if hashes else []
+        return [m.Segment(link.node.node_id, 0, len(hashes), Tier.DRAM)] if hashes else []
     found = await lookup(directory, namespace, hashes, deadline)
     return directory.recent_writes.extend(
         found, namespace.namespace_id, hashes, time.monotonic()

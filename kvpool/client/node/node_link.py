@@ -19,6 +19,7 @@ from kvpool.blocks.hash_check import proof_of
 from kvpool.blocks.hashing import pack_hashes
 from kvpool.blocks.layout import Namespace
 from kvpool.blocks.resharding import Plan, plan_part
+from kvpool.blocks.tier import Tier, unpack_tiers
 from kvpool.client.node.deadlines import time_left
 from kvpool.client.node.grants import (
     ReadLease,
@@ -86,7 +87,7 @@ class NodeLink:
         self._transports = transports
         self._host = host
         self.read_rate, self.write_rate = TransferRate(), TransferRate()
-        self._hbm_arenas = [a.arena_id for a in node.arenas if a.tier == "hbm"]
+        self._hbm_arenas = [a.arena_id for a in node.arenas if a.tier == Tier.HBM]
 
     # ------------------------------------------------------------ transports
 
@@ -137,21 +138,21 @@ class NodeLink:
         chosen: Transport | None = self.__dict__.get("transport")
         return chosen
 
-    def _is_mapped(self, tier: str) -> bool:
+    def _is_mapped(self, tier: Tier) -> bool:
         """Whether granted blocks will be copied through shared memory; False while this is unknown."""
         chosen = self._chosen_transport()
-        return not tier and chosen is not None and chosen.name == "shm"
+        return tier == Tier.DRAM and chosen is not None and chosen.name == "shm"
 
     def _is_in_hbm(self, places: Int64Array) -> bool:
         return bool(self._hbm_arenas) and bool(np.isin(places[:, 0], self._hbm_arenas).any())
 
-    async def _usable_tier(self, tier: str) -> str:
+    async def _usable_tier(self, tier: Tier) -> Tier:
         """The tier to ask for when the caller wants `tier`: never HBM that this process cannot reach."""
-        if tier != "hbm" or not self._hbm_arenas:
-            return ""
+        if tier != Tier.HBM or not self._hbm_arenas:
+            return Tier.DRAM
         if "hbm_transport" not in self.__dict__:
             await asyncio.to_thread(lambda: self.hbm_transport)
-        return tier if self.hbm_transport is not None else ""
+        return tier if self.hbm_transport is not None else Tier.DRAM
 
     async def _loaded_transport(self, places: Int64Array, timeout_s: float) -> Transport:
         needed = "hbm_transport" if self._is_in_hbm(places) else "transport"
@@ -259,7 +260,7 @@ class NodeLink:
         timeout_s: float,
         parts: Sequence[int] = (),
         max_wait_s: float = 0.0,
-        tier: str = "",
+        tier: Tier = Tier.DRAM,
     ) -> ReadLease:
         """Look up and lease the longest leading run of a chain, in one call.
 
@@ -268,7 +269,7 @@ class NodeLink:
             parts: tensor-parallel parts; empty: all.
             max_wait_s: the node declines blocks on a slow tier that it predicts to take longer. 0: no limit
                 but `timeout_s`, of which the node waits at most nine tenths.
-            tier: "hbm" also accepts places in the node's device memory, if this process can reach it.
+            tier: HBM also accepts places in the node's device memory, if this process can reach it.
 
         Returns:
             The lease. `found` is 0 if it covers nothing.
@@ -292,7 +293,7 @@ class NodeLink:
             reply.found,
             np.frombuffer(reply.places, dtype="<i8").reshape(-1, 2),
             np.frombuffer(reply.checksums, dtype="<u8"),
-            tuple(m.TIERS[code] for code in reply.tiers),
+            unpack_tiers(reply.tiers),
             # Counted from before the call, plus the wait that the node measured: never later than the
             # node's own deadline.
             asked + reply.waited_s + reply.ttl_s,
@@ -428,13 +429,13 @@ class NodeLink:
         ttl_s: float,
         timeout_s: float,
         writer_id: str = "",
-        tier: str = "",
+        tier: Tier = Tier.DRAM,
     ) -> WriteReservation:
         """Reserve slots for a run of a chain. Blocks that exist or are being written are not granted.
 
         Args:
             parent: hash of the block before the first; b"" at the start of a chain.
-            tier: "hbm" asks for slots in device memory. The places are in DRAM if the node has no such slot,
+            tier: HBM asks for slots in device memory. The places are in DRAM if the node has no such slot,
                 or if this process cannot reach them.
         """
         asked = time.monotonic()

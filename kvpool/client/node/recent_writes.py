@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvpool.blocks.tier import Tier
 from kvpool.wire import messages as m
 
 RECENT_S = 3.0  # nodes report their commits several times a second
@@ -71,7 +72,7 @@ class RecentWrites:
             if last is not None and last.node_id == place[0]:
                 segments[-1] = m.Segment(place[0], last.start, last.count + 1, last.tier)
             else:
-                segments.append(m.Segment(place[0], at, 1, "dram"))
+                segments.append(m.Segment(place[0], at, 1, Tier.DRAM))
         else:
             at = len(hashes)
         return m.LookupReply(at, segments, found.wait_s) if at > found.found else found

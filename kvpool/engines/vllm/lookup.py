@@ -17,6 +17,7 @@ from concurrent.futures import wait as wait_for_all
 import structlog
 
 from kvpool.blocks.layout import Namespace
+from kvpool.blocks.tier import Tier
 from kvpool.client.async_pool import AsyncPool
 from kvpool.client.data.pinning import PinnedBlocks
 from kvpool.client.pool import Pool
@@ -92,7 +93,7 @@ class Lookup:
         if self._pinned is None:
             return ()
         return tuple(
-            m.Segment(link.node.node_id, start, lease.found, "dram")
+            m.Segment(link.node.node_id, start, lease.found, Tier.DRAM)
             for link, lease, start in self._pinned.held
             if lease.found
         )
@@ -139,7 +140,7 @@ class Lookup:
         home = self._reach.home
         if not home:
             return await self._ask(pool)
-        here = [m.Segment(home, 0, len(self.hashes), "dram")]
+        here = [m.Segment(home, 0, len(self.hashes), Tier.DRAM)]
         near, far = await asyncio.gather(
             self._hold(pool, self.hashes, here, NO_DISK_S, is_guess=True),
             pool.lookup(self._namespace, self.hashes, timeout_s=self._timeout_s),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvpool.blocks.hash_check import HashProof
 from kvpool.blocks.layout import Namespace
+from kvpool.blocks.tier import Tier
 from kvpool.wire.messages.node import NodeDescriptor, NodeStatsReply
 from kvpool.wire.messages.types import Message, Reply
 
@@ -14,7 +15,7 @@ class BlockEvent(Reply, frozen=True):
     kind: str  # "stored", "removed", "cleared"
     namespace_id: bytes
     hashes: bytes
-    tier: str
+    tier: Tier | None  # of a "stored" event; None: every tier
 
 
 class NodeJoin(Message, frozen=True):
@@ -113,7 +114,7 @@ class Segment(Reply, frozen=True):
     node_id: str
     start: int
     count: int
-    tier: str  # the slowest in which some of it stands
+    tier: Tier  # the slowest in which some of it stands
     ready: int = 0  # leading blocks of it that stand in a faster one
 
 

@@ -6,13 +6,14 @@ import msgspec
 
 from kvpool.blocks.hash_check import HashProof
 from kvpool.blocks.layout import Namespace
+from kvpool.blocks.tier import Tier
 from kvpool.wire.messages.types import Message, Reply
 
 
 class Arena(Reply, frozen=True):
     """One registered memory region of a node; `base` is its address there, for one-sided access.
 
-    Only those of tier "dram" are handed out as file descriptors.
+    Only those of DRAM are handed out as file descriptors.
     """
 
     arena_id: int
@@ -20,7 +21,7 @@ class Arena(Reply, frozen=True):
     base: int
     kind: str = "dram"  # of the memory: "vram" on device `device_id`
     device_id: int = 0
-    tier: str = "dram"
+    tier: Tier = Tier.DRAM
 
 
 class NodeDescriptor(Reply, frozen=True):
@@ -64,7 +65,9 @@ class Reserve(Message, frozen=True):
     part: int
     ttl_s: float
     writer_id: str = ""  # who will write; default: the connection's client
-    tier: str = ""  # "hbm" asks for device memory, and grants in dram what finds no room there
+    tier: Tier = (
+        Tier.DRAM
+    )  # HBM asks for device memory, and grants in DRAM what finds no room there
     is_mapped: bool = False  # as in `Pin`
 
 
@@ -121,7 +124,9 @@ class Pin(Message, frozen=True):
     hashes: bytes
     ttl_s: float
     parts: list[int] = []  # empty: all
-    tier_preference: str = ""  # "hbm": the caller can read device memory; else places lie in dram
+    tier_preference: Tier = (
+        Tier.DRAM
+    )  # HBM: the caller can read device memory; DRAM: every place is in DRAM
     max_wait_s: float = 0.0
     timeout_s: float = 0.0
     is_mapped: bool = (
@@ -141,7 +146,7 @@ class PinReply(Reply, frozen=True):
     found: int
     places: bytes
     checksums: bytes
-    tiers: bytes  # one byte a block: where it was found (see `TIERS`)
+    tiers: bytes  # one byte a block: where it was found (see `Tier`)
     ttl_s: float
     miss_reason: str = ""  # why block number `found` was not here, or is not given: see `DECLINED`
     wait_s: float = 0.0
@@ -219,7 +224,7 @@ class GetInline(Message, frozen=True):
 class GetInlineReply(Reply, frozen=True):
     data: bytes
     checksum: int
-    tier: str
+    tier: Tier
 
 
 class Protect(Message, frozen=True):
@@ -257,7 +262,7 @@ class DropBlocksReply(Reply, frozen=True):
 class TierUsage(Reply, frozen=True):
     """Accounting of one tier, in bytes; the states add up to `capacity_bytes` (invariant 7)."""
 
-    tier: str
+    tier: Tier
     capacity_bytes: int
     free_bytes: int
     reserved_bytes: int
@@ -281,7 +286,7 @@ class NamespaceUsage(Reply, frozen=True):
     block_tokens: int
     tp_size: int
     blocks: int  # those that are being written, too
-    standing: dict[str, int]
+    standing: dict[Tier, int]
 
 
 class ListNamespaces(Message, frozen=True):
@@ -301,7 +306,7 @@ class BlockInfo(Reply, frozen=True):
     block_hash: bytes
     parent: bytes
     depth: int
-    tiers: list[str]  # where it stands whole, best first; empty while it is written
+    tiers: list[Tier]  # where it stands whole, best first; empty while it is written
     parts: int  # committed, of the fullest copy
     size_bytes: int  # of its slots, in all tiers
     pins: int  # leases on it
@@ -377,7 +382,7 @@ class Prefetch(Message, frozen=True):
 
     namespace_id: bytes
     hashes: bytes
-    tier: str = ""  # "hbm"; default: dram
+    tier: Tier = Tier.DRAM  # or HBM
 
 
 class PrefetchReply(Reply, frozen=True):

@@ -6,8 +6,6 @@ import msgspec
 
 PROTOCOL_VERSION = 1
 
-TIERS = ("hbm", "dram", "nvme")
-
 
 class Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """Base of all requests."""

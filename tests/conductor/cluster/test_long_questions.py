@@ -9,6 +9,7 @@ from conductor.index.memory import MemoryIndex
 from conductor.members.membership import MembershipConfig
 from conductor.scheduling.scheduler import SchedulerConfig
 from kvpool.blocks.hashing import MAX_HASHES, pack_hashes
+from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument
 from kvpool.wire import messages as m
 from tests.support.process_cluster import NAMESPACE
@@ -23,7 +24,7 @@ def hashes(count: int) -> list[bytes]:
 def cluster_with(held: list[bytes]) -> Cluster:
     cluster = Cluster("c", 1, MemoryIndex(), MembershipConfig(), SchedulerConfig())
     cluster.node_join(m.NodeJoin(m.NodeDescriptor("n", 1, "h", "h:1"), [NAMESPACE]))
-    stored = m.BlockEvent("stored", SPACE, pack_hashes(held), "dram")
+    stored = m.BlockEvent("stored", SPACE, pack_hashes(held), Tier.DRAM)
     cluster.node_events(m.NodeEvents("n", 1, 1, [stored], snapshot=True, snapshot_end=True))
     return cluster
 

@@ -10,6 +10,7 @@ from conductor.index.memory import MemoryIndex
 from conductor.members.membership import MembershipConfig
 from conductor.scheduling.scheduler import SchedulerConfig
 from kvpool.blocks.hashing import pack_hashes
+from kvpool.blocks.tier import Tier
 from kvpool.errors import UnknownNamespace
 from kvpool.wire import messages as m
 from tests.support.process_cluster import LAYOUT, NAMESPACE
@@ -28,7 +29,7 @@ def test_a_namespace_of_another_layout_keeps_no_node_out() -> None:
     joined = cluster.node_join(m.NodeJoin(descriptor, [contradicts, innocent]))
     assert not joined.resync
     stored = [
-        m.BlockEvent("stored", namespace.namespace_id, HASHES, "dram")
+        m.BlockEvent("stored", namespace.namespace_id, HASHES, Tier.DRAM)
         for namespace in (contradicts, innocent)
     ]
     assert not cluster.node_events(m.NodeEvents("n", 1, 1, stored, True, True)).resync

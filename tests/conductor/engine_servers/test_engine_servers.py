@@ -18,6 +18,7 @@ from conductor.members.membership import MembershipConfig
 from conductor.scheduling.scheduler import IDLE
 from kvpool.blocks.hash_check import proof_of
 from kvpool.blocks.hashing import hash_chain, pack_hashes
+from kvpool.blocks.tier import Tier
 from kvpool.config.engine_server import EngineServer
 from kvpool.config.loader import load_settings, parse_override
 from kvpool.errors import ConfigError
@@ -71,7 +72,7 @@ def stores(running: list[Conductor]) -> Any:
 
     def stored(tokens: list[int]) -> None:
         hashes = pack_hashes(hash_chain(NAMESPACE, tokens))
-        event = m.BlockEvent("stored", NAMESPACE.namespace_id, hashes, "dram")
+        event = m.BlockEvent("stored", NAMESPACE.namespace_id, hashes, Tier.DRAM)
         running[0].cluster.node_events(m.NodeEvents("n", 1, next(sequence), [event]))
 
     return stored

@@ -15,6 +15,7 @@ from conductor.scheduling.decision import Decision
 from conductor.scheduling.scheduler import SchedulerConfig
 from kvpool.blocks.hashing import hash_chain, pack_hashes
 from kvpool.blocks.layout import Namespace
+from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument
 from kvpool.wire import WireClient, WireServer
 from kvpool.wire import messages as m
@@ -392,7 +393,7 @@ async def test_workers_are_told_how_long_a_disk_may_take_and_what_they_decline_s
         cluster.namespaces.add(NAMESPACE)
         node = m.NodeDescriptor("n", 1, "h", "127.0.0.1:1")
         cluster.node_join(m.NodeJoin(node, [NAMESPACE]))
-        event = m.BlockEvent("stored", NAMESPACE.namespace_id, pack_hashes(hashes), "nvme")
+        event = m.BlockEvent("stored", NAMESPACE.namespace_id, pack_hashes(hashes), Tier.NVME)
         cluster.node_events(m.NodeEvents("n", 1, 1, [event], True, True))
         for _ in range(20):
             cluster.cost.observe_prefill("w1", 12, 0, 3.0)

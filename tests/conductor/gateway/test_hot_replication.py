@@ -6,6 +6,7 @@ import pytest
 
 from conductor.scheduling.hot_blocks import HotBlocks
 from kvpool.blocks.hashing import hash_chain, pack_hashes
+from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument
 from kvpool.wire import WireServer
 from kvpool.wire import messages as m
@@ -48,7 +49,7 @@ async def test_the_second_request_that_reads_from_afar_has_its_prefix_copied() -
         far, _ = await _join(running, "far", "elsewhere")
         near, asked = await _join(running, "near", "h")
         hashes = hash_chain(NAMESPACE, [65] * 10)
-        stored = m.BlockEvent("stored", NAMESPACE.namespace_id, pack_hashes(hashes), "dram")
+        stored = m.BlockEvent("stored", NAMESPACE.namespace_id, pack_hashes(hashes), Tier.DRAM)
         running.cluster.node_events(m.NodeEvents("far", 1, 1, [stored], True, True))
         await running.ask()
         assert "replications:asked" not in running.counters
@@ -68,7 +69,7 @@ async def test_no_copy_is_asked_for_when_none_are_allowed() -> None:
         far, _ = await _join(running, "far", "elsewhere")
         near, asked = await _join(running, "near", "h")
         hashes = pack_hashes(hash_chain(NAMESPACE, [65] * 10))
-        stored = m.BlockEvent("stored", NAMESPACE.namespace_id, hashes, "dram")
+        stored = m.BlockEvent("stored", NAMESPACE.namespace_id, hashes, Tier.DRAM)
         running.cluster.node_events(m.NodeEvents("far", 1, 1, [stored], True, True))
         for _ in range(3):
             await running.ask()

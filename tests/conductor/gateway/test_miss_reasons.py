@@ -20,6 +20,7 @@ from conductor.gateway.miss_reasons import (
 from conductor.index.block_history import BlockHistory, LastEvent
 from kvpool.blocks.hashing import hash_chain, pack_hashes
 from kvpool.blocks.layout import Layout, Namespace
+from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument
 from kvpool.wire import messages as m
 from tests.support.scripted import NAMESPACE, Conductor, ScriptedWorker, conductor
@@ -28,7 +29,7 @@ CHAIN = [bytes([number]) * 16 for number in range(1, 9)]
 
 
 def event(kind: str, hashes: list[bytes]) -> m.BlockEvent:
-    return m.BlockEvent(kind, b"n" * 16, pack_hashes(hashes), "dram")
+    return m.BlockEvent(kind, b"n" * 16, pack_hashes(hashes), Tier.DRAM)
 
 
 # ------------------------------------------------------------ the last news
@@ -143,7 +144,9 @@ async def test_evicted_blocks_and_those_of_a_node_that_left_are_told_apart() -> 
         hashes = hash_chain(NAMESPACE, [65] * 10)
         join(running, "gone", hashes[1:])
         join(running, "n", hashes[:1])
-        removed = m.BlockEvent("removed", NAMESPACE.namespace_id, pack_hashes(hashes[:1]), "dram")
+        removed = m.BlockEvent(
+            "removed", NAMESPACE.namespace_id, pack_hashes(hashes[:1]), Tier.DRAM
+        )
         running.cluster.node_events(m.NodeEvents("n", 1, 2, [removed]))
         running.cluster.node_leave(m.NodeLeave("gone", 1))
         assert await missed(running) == [Miss("evicted", 1), Miss("node_gone", 1)]
@@ -223,5 +226,5 @@ def join(
     """A node on another host that says that it holds these."""
     descriptor = m.NodeDescriptor(node_id, 1, "elsewhere", "127.0.0.1:1")
     running.cluster.node_join(m.NodeJoin(descriptor, [namespace]))
-    stored = m.BlockEvent("stored", namespace.namespace_id, pack_hashes(hashes), "dram")
+    stored = m.BlockEvent("stored", namespace.namespace_id, pack_hashes(hashes), Tier.DRAM)
     running.cluster.node_events(m.NodeEvents(node_id, 1, 1, [stored], True, True))

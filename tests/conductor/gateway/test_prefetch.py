@@ -13,6 +13,7 @@ from conductor.gateway.prefetch import PrefetchReport
 from conductor.gateway.request import GenerationRequest
 from conductor.scheduling.decision import Candidate, Decision
 from kvpool.blocks.hashing import hash_chain, pack_hashes, unpack_hashes
+from kvpool.blocks.tier import Tier
 from kvpool.wire import WireServer
 from kvpool.wire import messages as m
 from tests.support.engine_server import ScriptedServer, engine_servers
@@ -37,7 +38,7 @@ class ScriptedNode:
         self.wire.handle(m.Replicate, lambda request, _s: self._replicate(request))
         self.wire.handle(m.RegisterNamespace, lambda _r, _s: m.NamespaceReply(b"n" * 16))
 
-    async def join(self, running: Conductor, tier: str, hashes: list[bytes]) -> None:
+    async def join(self, running: Conductor, tier: Tier, hashes: list[bytes]) -> None:
         port = await self.wire.listen("127.0.0.1", 0)
         descriptor = m.NodeDescriptor(self.node_id, 1, self.host, f"127.0.0.1:{port}")
         running.cluster.node_join(m.NodeJoin(descriptor, [NAMESPACE]))
@@ -61,7 +62,7 @@ class ScriptedNode:
 
 @contextlib.asynccontextmanager
 async def pool(
-    *nodes: tuple[ScriptedNode, str, list[bytes]], worker: ScriptedWorker | None, **settings: Any
+    *nodes: tuple[ScriptedNode, Tier, list[bytes]], worker: ScriptedWorker | None, **settings: Any
 ) -> AsyncIterator[Conductor]:
     async with conductor(*([worker] if worker else []), **settings) as running:
         for node, tier, hashes in nodes:
@@ -82,7 +83,7 @@ async def hint(running: Conductor) -> PrefetchReport:
 
 async def test_what_stands_on_a_disk_near_the_reader_is_promoted() -> None:
     node = ScriptedNode("n")
-    async with pool((node, "nvme", HASHES), worker=ScriptedWorker("w")) as running:
+    async with pool((node, Tier.NVME, HASHES), worker=ScriptedWorker("w")) as running:
         done = await hint(running)
     assert (done.worker, done.host, done.found) == ("w", "h", 10)
     assert (done.promoting, done.copying, done.declined) == (10, 0, 0)
@@ -93,7 +94,7 @@ async def test_what_stands_on_a_disk_near_the_reader_is_promoted() -> None:
 async def test_what_stands_on_another_host_is_copied_to_the_readers() -> None:
     far, near = ScriptedNode("far", host="elsewhere"), ScriptedNode("near")
     async with pool(
-        (far, "nvme", HASHES), (near, "dram", []), worker=ScriptedWorker("w")
+        (far, Tier.NVME, HASHES), (near, Tier.DRAM, []), worker=ScriptedWorker("w")
     ) as running:
         done = await hint(running)
         await until(lambda: near.copied == HASHES, "the near node was told to pull")
@@ -103,14 +104,14 @@ async def test_what_stands_on_another_host_is_copied_to_the_readers() -> None:
 
 async def test_with_no_node_near_the_reader_it_is_promoted_where_it_stands() -> None:
     far = ScriptedNode("far", host="elsewhere")
-    async with pool((far, "nvme", HASHES), worker=ScriptedWorker("w")) as running:
+    async with pool((far, Tier.NVME, HASHES), worker=ScriptedWorker("w")) as running:
         assert (await hint(running)).promoting == 10
     assert far.prefetched == HASHES
 
 
 async def test_what_is_in_memory_near_the_reader_needs_nothing() -> None:
     node = ScriptedNode("n")
-    async with pool((node, "dram", HASHES), worker=ScriptedWorker("w")) as running:
+    async with pool((node, Tier.DRAM, HASHES), worker=ScriptedWorker("w")) as running:
         done = await hint(running)
     assert (done.resident, done.promoting, done.declined) == (10, 0, 0)
     assert node.prefetched == []
@@ -118,7 +119,7 @@ async def test_what_is_in_memory_near_the_reader_needs_nothing() -> None:
 
 async def test_each_no_has_its_reason() -> None:
     node = ScriptedNode("n")
-    async with pool((node, "nvme", HASHES[:7]), worker=ScriptedWorker("w")) as running:
+    async with pool((node, Tier.NVME, HASHES[:7]), worker=ScriptedWorker("w")) as running:
         assert (await hint(running)).reasons == {"not_in_pool": 3}
         node.decline = "queue_full"
         assert (await hint(running)).reasons == {"not_in_pool": 3, "queue_full": 7}
@@ -126,10 +127,10 @@ async def test_each_no_has_its_reason() -> None:
         assert (await hint(running)).reasons == {"not_in_pool": 3, "unavailable": 7}
         assert running.counters["prefetch:declined:not_in_pool"] == 9
         assert running.counters["prefetch:declined:queue_full"] == 7
-    async with pool((ScriptedNode("n"), "nvme", HASHES), worker=None) as running:
+    async with pool((ScriptedNode("n"), Tier.NVME, HASHES), worker=None) as running:
         assert (await hint(running)).reasons == {"no_worker": 10}
     async with pool(
-        (node := ScriptedNode("n"), "nvme", HASHES), worker=ScriptedWorker("w")
+        (node := ScriptedNode("n"), Tier.NVME, HASHES), worker=ScriptedWorker("w")
     ) as running:
         running.gateway.prefetch._is_active = False
         assert (await hint(running)).reasons == {"off": 10}
@@ -138,7 +139,7 @@ async def test_each_no_has_its_reason() -> None:
 
 async def test_what_is_dearer_to_read_than_to_compute_is_left() -> None:
     node = ScriptedNode("n")
-    async with pool((node, "nvme", HASHES), worker=ScriptedWorker("w")) as running:
+    async with pool((node, Tier.NVME, HASHES), worker=ScriptedWorker("w")) as running:
         for _ in range(20):  # a worker that computes in no time
             running.cluster.cost.observe_prefill("w", 40, 0, 1e-7)
             running.cluster.cost.observe_prefill("w", 4000, 0, 1e-5)
@@ -152,7 +153,7 @@ async def test_what_is_dearer_to_read_than_to_compute_is_left() -> None:
 
 async def test_a_session_is_prefetched_by_the_key_of_its_requests() -> None:
     node = ScriptedNode("n")
-    async with pool((node, "nvme", HASHES), worker=ScriptedWorker("w")) as running:
+    async with pool((node, Tier.NVME, HASHES), worker=ScriptedWorker("w")) as running:
         unknown = await running.http.post("/v1/prefetch", json={"key": "agent-7"})
         assert unknown.status_code == 404
         headers = {"X-Kvpool-Key": "agent-7"}
@@ -169,7 +170,7 @@ async def test_a_session_is_prefetched_by_the_key_of_its_requests() -> None:
 
 async def test_an_agent_may_name_the_prompt_or_the_conversation_instead() -> None:
     node = ScriptedNode("n")
-    async with pool((node, "nvme", HASHES), worker=ScriptedWorker("w")) as running:
+    async with pool((node, Tier.NVME, HASHES), worker=ScriptedWorker("w")) as running:
         for body in (
             {"prompt": PROMPT},
             {"prompt": "A" * 42},
@@ -202,7 +203,7 @@ async def test_while_a_request_waits_for_a_slot_its_blocks_come_up() -> None:
     node, worker = ScriptedNode("n"), ScriptedWorker("w")
     worker.pause_s = 0.05
     settings = {"max_active_requests": 1, "max_queued_requests": 4, "slo_ttft_s": 60.0}
-    async with pool((node, "nvme", HASHES), worker=worker, **settings) as running:
+    async with pool((node, Tier.NVME, HASHES), worker=worker, **settings) as running:
         first = asyncio.create_task(running.ask())
         await until(lambda: worker.running == 1, "the first is in work")
         second = asyncio.create_task(running.ask(prompt=PROMPT))
@@ -226,7 +227,7 @@ def request() -> GenerationRequest:
 
 async def test_the_decode_workers_reads_are_prepared_while_another_prefills() -> None:
     node = ScriptedNode("n")
-    async with pool((node, "nvme", HASHES), worker=ScriptedWorker("w")) as running:
+    async with pool((node, Tier.NVME, HASHES), worker=ScriptedWorker("w")) as running:
         offer = running.gateway.prefetch.offer
         offer(request(), decision("local", queue_s=1.0))  # our worker pins at once: nothing to gain
         offer(request(), decision("disaggregated", prefill_s=0.001))  # over before it could help
@@ -239,7 +240,7 @@ async def test_an_engine_server_with_a_queue_reads_later_so_it_is_prepared() -> 
     node, server = ScriptedNode("n", host="127.0.0.1"), ScriptedServer()
     async with engine_servers(server):
         settings = {"engines": [server.entry()], "engine_check_s": 0.05}
-        async with pool((node, "nvme", HASHES), worker=None, **settings) as running:
+        async with pool((node, Tier.NVME, HASHES), worker=None, **settings) as running:
             await until(lambda: len(running.cluster.workers), "joined")
             offer = running.gateway.prefetch.offer
             chosen = Candidate("local", None, server.worker_id, 10, 1.0, 0.01, queue_s=0.5)

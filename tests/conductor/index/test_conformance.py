@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from conductor.index.contract import Holder, Index, cover_run
 from conductor.index.memory import MemoryIndex
+from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument, StaleEpoch
-from kvpool.wire.messages import TIERS, BlockEvent
+from kvpool.wire.messages import BlockEvent
 from tests.support import valkey
 from tests.support.sizes import examples
 from tests.support.valkey import Driven
@@ -46,11 +47,13 @@ def h(number: int) -> bytes:
 CHAIN = [h(i) for i in range(8)]
 
 
-def event(kind: str, hashes: Sequence[bytes], tier: str = "dram", ns: bytes = NS) -> BlockEvent:
+def event(
+    kind: str, hashes: Sequence[bytes], tier: Tier | None = Tier.DRAM, ns: bytes = NS
+) -> BlockEvent:
     return BlockEvent(kind, ns, b"".join(hashes), tier)
 
 
-def stored(hashes: Sequence[bytes], tier: str = "dram", ns: bytes = NS) -> list[BlockEvent]:
+def stored(hashes: Sequence[bytes], tier: Tier = Tier.DRAM, ns: bytes = NS) -> list[BlockEvent]:
     return [event("stored", hashes, tier, ns)]
 
 
@@ -77,36 +80,36 @@ def test_namespaces_do_not_mix(index: Index) -> None:
 
 
 def test_holders_name_nodes_and_tiers_fastest_first(index: Index) -> None:
-    index.apply("node-b", 1, stored(CHAIN[:1], "nvme"))
-    index.apply("node-b", 1, stored(CHAIN[:1], "dram"))
-    index.apply("node-a", 1, stored(CHAIN[:2], "nvme"))
+    index.apply("node-b", 1, stored(CHAIN[:1], Tier.NVME))
+    index.apply("node-b", 1, stored(CHAIN[:1], Tier.DRAM))
+    index.apply("node-a", 1, stored(CHAIN[:2], Tier.NVME))
     assert index.holders(NS, CHAIN) == [
-        (Holder("node-b", "dram"), Holder("node-a", "nvme"), Holder("node-b", "nvme")),
-        (Holder("node-a", "nvme"),),
+        (Holder("node-b", Tier.DRAM), Holder("node-a", Tier.NVME), Holder("node-b", Tier.NVME)),
+        (Holder("node-a", Tier.NVME),),
     ]
     assert index.blocks() == 2
 
 
 def test_removed_without_tier_removes_every_copy_on_the_node(index: Index) -> None:
-    index.apply("node-a", 1, stored(CHAIN, "dram") + stored(CHAIN, "nvme"))
-    index.apply("node-a", 1, [event("removed", CHAIN[:1], "dram")])
-    assert index.holders(NS, CHAIN[:1]) == [(Holder("node-a", "nvme"),)]
-    index.apply("node-a", 1, [event("removed", CHAIN[:1], "")])
+    index.apply("node-a", 1, stored(CHAIN, Tier.DRAM) + stored(CHAIN, Tier.NVME))
+    index.apply("node-a", 1, [event("removed", CHAIN[:1], Tier.DRAM)])
+    assert index.holders(NS, CHAIN[:1]) == [(Holder("node-a", Tier.NVME),)]
+    index.apply("node-a", 1, [event("removed", CHAIN[:1], None)])
     assert leading_run(index, NS, CHAIN) == 0
     assert index.blocks() == len(CHAIN) - 1
 
 
 def test_removing_what_is_not_there_changes_nothing(index: Index) -> None:
     index.apply("node-a", 1, stored(CHAIN[:2]))
-    index.apply("node-b", 1, [event("removed", CHAIN, "dram")])
-    index.apply("node-a", 1, [event("removed", CHAIN, "nvme"), event("cleared", [], "", NS2)])
+    index.apply("node-b", 1, [event("removed", CHAIN, Tier.DRAM)])
+    index.apply("node-a", 1, [event("removed", CHAIN, Tier.NVME), event("cleared", [], None, NS2)])
     assert leading_run(index, NS, CHAIN) == 2
 
 
 def test_cleared_hides_the_namespace_on_that_node_alone(index: Index) -> None:
     index.apply("node-a", 1, stored(CHAIN) + stored(CHAIN, ns=NS2))
     index.apply("node-b", 1, stored(CHAIN[:2]))
-    index.apply("node-a", 1, [event("cleared", [], "")])
+    index.apply("node-a", 1, [event("cleared", [], None)])
     assert leading_run(index, NS, CHAIN) == 2
     assert leading_run(index, NS2, CHAIN) == len(CHAIN)
     index.apply("node-a", 1, stored(CHAIN[:3]))
@@ -119,10 +122,9 @@ def test_cleared_hides_the_namespace_on_that_node_alone(index: Index) -> None:
     "bad",
     [
         event("moved", CHAIN),
-        event("stored", CHAIN, "tape"),
-        event("stored", CHAIN, ""),
-        BlockEvent("stored", NS, b"short", "dram"),
-        BlockEvent("stored", b"ns", CHAIN[0], "dram"),
+        event("stored", CHAIN, None),
+        BlockEvent("stored", NS, b"short", Tier.DRAM),
+        BlockEvent("stored", b"ns", CHAIN[0], Tier.DRAM),
     ],
 )
 def test_a_bad_event_is_refused_and_nothing_of_its_batch_applied(
@@ -137,24 +139,24 @@ def test_a_bad_event_is_refused_and_nothing_of_its_batch_applied(
 
 
 def test_segments_prefer_the_host_then_length_then_tier_then_id(index: Index) -> None:
-    index.apply("node-b", 1, stored(CHAIN, "dram"))
-    index.apply("node-a", 1, stored(CHAIN[:3], "nvme"))
-    index.apply("node-c", 1, stored(CHAIN[:3], "dram"))
+    index.apply("node-b", 1, stored(CHAIN, Tier.DRAM))
+    index.apply("node-a", 1, stored(CHAIN[:3], Tier.NVME))
+    index.apply("node-c", 1, stored(CHAIN[:3], Tier.DRAM))
 
-    def spans(host: str) -> list[tuple[str, int, int, str]]:
+    def spans(host: str) -> list[tuple[str, int, int, Tier]]:
         found = index.segments(NS, CHAIN, HOSTS, host)
         return [(s.node_id, s.start, s.count, s.tier) for s in found]
 
-    assert spans("host-2") == [("node-b", 0, 8, "dram")]
-    assert spans("host-1") == [("node-c", 0, 3, "dram"), ("node-b", 3, 5, "dram")]
-    assert spans("") == [("node-b", 0, 8, "dram")]
-    index.apply("node-a", 1, stored(CHAIN[:3], "dram"))
-    assert spans("host-1")[0] == ("node-a", 0, 3, "dram")
+    assert spans("host-2") == [("node-b", 0, 8, Tier.DRAM)]
+    assert spans("host-1") == [("node-c", 0, 3, Tier.DRAM), ("node-b", 3, 5, Tier.DRAM)]
+    assert spans("") == [("node-b", 0, 8, Tier.DRAM)]
+    index.apply("node-a", 1, stored(CHAIN[:3], Tier.DRAM))
+    assert spans("host-1")[0] == ("node-a", 0, 3, Tier.DRAM)
 
 
 def test_segment_tier_is_the_slowest_within_it(index: Index) -> None:
-    index.apply("node-a", 1, stored(CHAIN[:2], "dram") + stored(CHAIN[2:], "nvme"))
-    assert [(s.tier, s.ready) for s in index.segments(NS, CHAIN, HOSTS)] == [("nvme", 2)]
+    index.apply("node-a", 1, stored(CHAIN[:2], Tier.DRAM) + stored(CHAIN[2:], Tier.NVME))
+    assert [(s.tier, s.ready) for s in index.segments(NS, CHAIN, HOSTS)] == [(Tier.NVME, 2)]
 
 
 def test_segments_leave_out_nodes_that_may_not_be_read(index: Index) -> None:
@@ -165,13 +167,13 @@ def test_segments_leave_out_nodes_that_may_not_be_read(index: Index) -> None:
 
 
 copies = st.lists(
-    st.sets(st.tuples(st.sampled_from(NODES), st.sampled_from(TIERS)), max_size=4), max_size=7
+    st.sets(st.tuples(st.sampled_from(NODES), st.sampled_from(Tier)), max_size=4), max_size=7
 )
 
 
 @given(copies, st.sampled_from(["", "host-1", "host-2"]))
 def test_cover_is_local_where_possible_and_no_shorter_one_exists(
-    blocks: list[set[tuple[str, str]]], prefer: str
+    blocks: list[set[tuple[str, Tier]]], prefer: str
 ) -> None:
     holders = [tuple(Holder(*copy) for copy in sorted(block)) for block in blocks]
     segments = cover_run(holders, HOSTS, prefer)
@@ -203,7 +205,7 @@ def test_cover_is_local_where_possible_and_no_shorter_one_exists(
 def test_an_older_epoch_is_refused_and_a_newer_one_voids_the_older(index: Index) -> None:
     index.apply("node-a", 2, stored(CHAIN))
     with pytest.raises(StaleEpoch):
-        index.apply("node-a", 1, [event("removed", CHAIN, "dram")])
+        index.apply("node-a", 1, [event("removed", CHAIN, Tier.DRAM)])
     assert leading_run(index, NS, CHAIN) == len(CHAIN)
     index.apply("node-a", 3, stored(CHAIN[:2]))
     assert leading_run(index, NS, CHAIN) == 2
@@ -225,8 +227,8 @@ def test_snapshot_keeps_the_known_visible_and_drops_what_it_did_not_name(index: 
     index.begin_snapshot("node-a", 1)
     index.apply("node-a", 1, stored(CHAIN[:2]))
     assert leading_run(index, NS, CHAIN) == len(CHAIN)
-    assert index.holders(NS, CHAIN)[0] == (Holder("node-a", "dram"),)
-    index.apply("node-a", 1, [event("removed", CHAIN[1:2], "dram")])
+    assert index.holders(NS, CHAIN)[0] == (Holder("node-a", Tier.DRAM),)
+    index.apply("node-a", 1, [event("removed", CHAIN[1:2], Tier.DRAM)])
     assert leading_run(index, NS, CHAIN) == 1
     index.apply("node-a", 1, stored(CHAIN[1:3]))
     assert index.end_snapshot("node-a")
@@ -296,10 +298,10 @@ def test_a_suspect_copy_is_not_answered_until_its_time_has_passed(index: Index) 
 
 
 def test_suspicion_falls_on_one_node_and_on_all_its_tiers(index: Index) -> None:
-    index.apply("node-a", 1, stored(CHAIN, "dram") + stored(CHAIN, "nvme"))
-    index.apply("node-b", 1, stored(CHAIN, "nvme"))
+    index.apply("node-a", 1, stored(CHAIN, Tier.DRAM) + stored(CHAIN, Tier.NVME))
+    index.apply("node-b", 1, stored(CHAIN, Tier.NVME))
     index.record_miss("node-a", NS, CHAIN[0], until=10.0)
-    assert index.holders(NS, CHAIN[:1]) == [(Holder("node-b", "nvme"),)]
+    assert index.holders(NS, CHAIN[:1]) == [(Holder("node-b", Tier.NVME),)]
 
 
 def test_a_new_stored_event_ends_suspicion(index: Index) -> None:
@@ -326,8 +328,8 @@ class Model:
     """The contract in the plainest words: a set of (namespace, hash, node, tier)."""
 
     def __init__(self) -> None:
-        self.old: set[tuple[bytes, bytes, str, str]] = set()
-        self.new: set[tuple[bytes, bytes, str, str]] = set()
+        self.old: set[tuple[bytes, bytes, str, Tier]] = set()
+        self.new: set[tuple[bytes, bytes, str, Tier]] = set()
         self.snapshots: set[str] = set()
         self.epochs: dict[str, int] = {}
 
@@ -345,8 +347,9 @@ class Model:
 
     def apply(self, node: str, epoch: int, e: BlockEvent, hashes: Sequence[bytes]) -> None:
         self.admit(node, epoch)
-        tiers = (e.tier,) if e.tier else TIERS
+        tiers = (e.tier,) if e.tier is not None else tuple(Tier)
         if e.kind == "stored":
+            assert e.tier is not None
             side = self.new if node in self.snapshots else self.old
             side |= {(e.namespace_id, x, node, e.tier) for x in hashes}
             return
@@ -380,7 +383,7 @@ steps = st.lists(
             st.integers(1, 3),
             st.sampled_from(["stored", "stored", "stored", "removed", "cleared"]),
             st.lists(st.integers(0, 7), max_size=5),
-            st.sampled_from(TIERS),
+            st.sampled_from(Tier),
             st.sampled_from([NS, NS2]),
         ),
         st.tuples(st.just("begin"), st.sampled_from(NODES), st.integers(1, 3)),
@@ -404,7 +407,15 @@ def _agree(backend: str, script: list[tuple[object, ...]]) -> None:
     index, model = BACKENDS[backend](), Model()
     for step in script:
         match step:
-            case ("event", str(node), int(epoch), str(kind), list(numbers), str(tier), bytes(ns)):
+            case (
+                "event",
+                str(node),
+                int(epoch),
+                str(kind),
+                list(numbers),
+                Tier() as tier,
+                bytes(ns),
+            ):
                 hashes = [h(n) for n in numbers]
                 e = event(kind, hashes, tier, ns)
                 _same(
@@ -457,7 +468,7 @@ def test_entries_are_bounded_and_what_is_over_is_counted(backend: str) -> None:
     assert index.blocks() == 3
     assert leading_run(index, NS, CHAIN) == 3
     index.apply("node-b", 1, stored(CHAIN[:3]))
-    assert index.holders(NS, CHAIN)[0] == (Holder("node-a", "dram"), Holder("node-b", "dram"))
+    assert index.holders(NS, CHAIN)[0] == (Holder("node-a", Tier.DRAM), Holder("node-b", Tier.DRAM))
 
 
 @pytest.mark.parametrize("backend", sorted(BACKENDS))

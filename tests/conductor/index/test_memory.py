@@ -7,6 +7,7 @@ import pytest
 from conductor.index import packed_hashes
 from conductor.index.contract import Holder
 from conductor.index.memory import MemoryIndex
+from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument
 from tests.conductor.index.test_conformance import ALL, CHAIN, NS, event, leading_run, stored
 
@@ -35,10 +36,10 @@ def test_a_bit_given_to_another_node_does_not_answer_with_the_old_name() -> None
     index = MemoryIndex()
     index.apply("node-a", 1, stored(CHAIN))
     index.apply("node-b", 1, stored(CHAIN[:1]))  # keeps the namespace alive meanwhile
-    assert index.holders(NS, CHAIN[1:2]) == [(Holder("node-a", "dram"),)]
+    assert index.holders(NS, CHAIN[1:2]) == [(Holder("node-a", Tier.DRAM),)]
     assert index.remove_node("node-a", ALL)
     index.apply("node-c", 1, stored(CHAIN))
-    assert index.holders(NS, CHAIN[1:2]) == [(Holder("node-c", "dram"),)]
+    assert index.holders(NS, CHAIN[1:2]) == [(Holder("node-c", Tier.DRAM),)]
 
 
 def test_limits_must_be_positive() -> None:
@@ -56,7 +57,7 @@ def test_blocks_that_come_and_go_leave_nothing_in_the_reverse_index(
     for life in range(500):
         passing = [(1000 + life).to_bytes(16, "big")]
         index.apply("node-a", 1, stored(passing))
-        index.apply("node-a", 1, [event("removed", passing, "dram")])
+        index.apply("node-a", 1, [event("removed", passing, Tier.DRAM)])
         index.reclaim(100)
     index.check_integrity()
     [holding] = [holding for holding in index._spaces[NS].holdings if holding is not None]

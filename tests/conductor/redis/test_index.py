@@ -9,6 +9,7 @@ import pytest
 from conductor.index.contract import Holder
 from conductor.redis.client import RedisClient, RedisTarget
 from conductor.redis.index import RedisIndex, _Session
+from kvpool.blocks.tier import Tier
 from kvpool.errors import StaleEpoch, Unavailable
 from tests.conductor.index.test_conformance import ALL, CHAIN, NS, NS2, event, stored
 from tests.support import valkey
@@ -39,8 +40,8 @@ async def test_what_one_conductor_is_told_the_other_answers(
     for index in two:
         assert len(await index.holders(NS, CHAIN)) == len(CHAIN)
         assert (await index.holders(NS, CHAIN))[0] == (
-            Holder("node-a", "dram"),
-            Holder("node-b", "dram"),
+            Holder("node-a", Tier.DRAM),
+            Holder("node-b", Tier.DRAM),
         )
 
 
@@ -53,7 +54,7 @@ async def test_a_conductor_that_stood_still_cannot_undo_what_another_was_told(
     await a.end_snapshot("node-a")
     await b.begin_snapshot("node-a", 1)  # the node has turned to the other one
     await b.apply("node-a", 1, stored(CHAIN[:3]))
-    for late in ([event("removed", CHAIN[:1], "dram")], stored(CHAIN), stored(CHAIN, ns=NS2)):
+    for late in ([event("removed", CHAIN[:1], Tier.DRAM)], stored(CHAIN), stored(CHAIN, ns=NS2)):
         with pytest.raises(StaleEpoch):
             await _as_of(a, 1).apply("node-a", 1, late)
     with pytest.raises(StaleEpoch):
@@ -86,7 +87,7 @@ async def test_what_a_dead_conductor_left_to_reclaim_is_found(
 async def test_every_key_expires(client: RedisClient, two: tuple[RedisIndex, RedisIndex]) -> None:
     index, _ = two
     await index.begin_snapshot("node-a", 1)
-    await index.apply("node-a", 1, stored(CHAIN) + stored(CHAIN, "nvme"))
+    await index.apply("node-a", 1, stored(CHAIN) + stored(CHAIN, Tier.NVME))
     await index.end_snapshot("node-a")
     await index.begin_snapshot("node-a", 2)
     keys = await client.command("KEYS", b"*" + index._pool + b"*")

@@ -13,6 +13,7 @@ from conductor.redis.shared_state import SharedCluster
 from conductor.scheduling.scheduler import SchedulerConfig
 from kvpool.blocks.hashing import pack_hashes
 from kvpool.blocks.layout import Layout, Namespace
+from kvpool.blocks.tier import Tier
 from kvpool.errors import LayoutMismatch, UnknownNamespace
 from kvpool.wire import messages as m
 from tests.conductor.index.test_conformance import CHAIN
@@ -73,7 +74,7 @@ def node(epoch: int = 1) -> m.NodeJoin:
 def report(
     sequence: int, hashes: list[bytes], epoch: int = 1, kind: str = "stored"
 ) -> m.NodeEvents:
-    events = [m.BlockEvent(kind, NAMESPACE.namespace_id, pack_hashes(hashes), "dram")]
+    events = [m.BlockEvent(kind, NAMESPACE.namespace_id, pack_hashes(hashes), Tier.DRAM)]
     return m.NodeEvents("n", epoch, sequence, events, kind == "stored", kind == "stored")
 
 

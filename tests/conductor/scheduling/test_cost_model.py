@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conductor.scheduling.cost_model import CostModel, LinkProfile, OnlineFit, Profile
+from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument
 from tests.support.sizes import examples
 
@@ -108,17 +109,17 @@ def test_links_learn_apart_by_locality_and_transport() -> None:
 def test_a_slow_tier_costs_its_own_reading_and_does_not_spoil_the_link() -> None:
     model = CostModel()
     dram_s = model.transfer_s(1e9, same_host=True)
-    assert model.transfer_s(1e9, same_host=True, tier="nvme") == pytest.approx(dram_s + 1 / 2.5)
+    assert model.transfer_s(1e9, same_host=True, tier=Tier.NVME) == pytest.approx(dram_s + 1 / 2.5)
     for _ in range(50):
-        model.observe_transfer(1e9, dram_s + 1 / 2.5, same_host=True, tier="nvme")
+        model.observe_transfer(1e9, dram_s + 1 / 2.5, same_host=True, tier=Tier.NVME)
     assert model.transfer_s(1e9, same_host=True) == pytest.approx(dram_s, rel=0.02)
 
 
 def test_a_measured_disk_outweighs_the_profiles() -> None:
     model = CostModel()
-    assert model.tier_s(1e9, "nvme") == pytest.approx(1 / 2.5)
-    assert model.tier_s(1e9, "nvme", 5e7) == pytest.approx(20.0)
-    assert model.tier_s(1e9, "dram") == 0.0
+    assert model.tier_s(1e9, Tier.NVME) == pytest.approx(1 / 2.5)
+    assert model.tier_s(1e9, Tier.NVME, 5e7) == pytest.approx(20.0)
+    assert model.tier_s(1e9, Tier.DRAM) == 0.0
 
 
 def test_a_wait_is_worth_what_computing_would_take_once_that_was_measured() -> None:

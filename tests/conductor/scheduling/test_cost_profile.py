@@ -8,6 +8,7 @@ import pytest
 
 from conductor.scheduling.cost_model import CostModel, LinkProfile, Profile
 from conductor.scheduling.cost_profile import profile_from_file, read_profile
+from kvpool.blocks.tier import Tier
 from kvpool.config.profile_file import parse_profile_file, write_profile_file
 from kvpool.errors import ConfigError
 from workers.service.profile_fit import fit_profile
@@ -59,7 +60,7 @@ def test_what_a_file_leaves_out_keeps_its_default_and_links_can_be_given() -> No
     }
     profile = profile_from_file(parse_profile_file(content, "here"), "here")
     assert profile.other_host == LinkProfile(1e-5, 2.5e10)
-    assert profile.tier_bytes_per_s == {"nvme": 7e9}
+    assert profile.tier_bytes_per_s == {Tier.NVME: 7e9}
     assert profile.prefill_token_s == Profile().prefill_token_s
 
 

@@ -21,6 +21,7 @@ from conductor.scheduling.scheduler import (
     schedule,
     strategies,
 )
+from kvpool.blocks.tier import Tier
 from kvpool.errors import ConfigError, InvalidArgument
 from kvpool.wire.messages import Segment
 from tests.support.clusters import (
@@ -165,27 +166,27 @@ def test_reuse_can_be_insisted_on_whatever_it_costs() -> None:
 def test_only_the_segment_that_pays_is_reused() -> None:
     slow_link = replace(PROFILE, other_host=LinkProfile(1e-3, 1e6))
     state = replace(inputs_of(PD), cost=CostModel(slow_link))
-    segments = {"h2": [Segment("n2", 0, 6, "dram"), Segment("n1", 6, 6, "dram")]}
+    segments = {"h2": [Segment("n2", 0, 6, Tier.DRAM), Segment("n1", 6, 6, Tier.DRAM)]}
     assert schedule(request(segments=segments), state, 0.0).reuse_blocks == 6
 
 
 def test_a_disk_is_priced_as_its_node_measured_it() -> None:
-    segments = pool_has(10, tier="nvme")
+    segments = pool_has(10, tier=Tier.NVME)
     slow_s = 10 * BLOCK_BYTES / 1e9
-    fast = [NodeStatus("n1", "h1", GIB, read_bytes_per_s={"nvme": 1e9})]
+    fast = [NodeStatus("n1", "h1", GIB, read_bytes_per_s={Tier.NVME: 1e9})]
     decision = schedule(request(segments=segments), inputs_of(PD, fast), 0.0)
     assert decision.reuse_blocks == 10
     assert decision.candidates[0].fetch_s == pytest.approx(1e-3 + 2 * slow_s, rel=0.01)
     busy_disk = [replace(fast[0], queued_read_bytes=10 * BLOCK_BYTES)]
     decision = schedule(request(segments=segments), inputs_of(PD, busy_disk), 0.0)
     assert decision.candidates[0].fetch_s == pytest.approx(1e-3 + 3 * slow_s, rel=0.01)
-    slow = [NodeStatus("n1", "h1", GIB, read_bytes_per_s={"nvme": 1e6})]
+    slow = [NodeStatus("n1", "h1", GIB, read_bytes_per_s={Tier.NVME: 1e6})]
     assert schedule(request(segments=segments), inputs_of(PD, slow), 0.0).reuse_blocks == 0
 
 
 def test_what_stands_in_memory_is_reused_though_the_rest_lies_on_a_slow_disk() -> None:
-    slow = [NodeStatus("n1", "h1", GIB, read_bytes_per_s={"nvme": 1e6})]
-    segments = {"": [Segment("n1", 0, 10, "nvme", ready=7)]}
+    slow = [NodeStatus("n1", "h1", GIB, read_bytes_per_s={Tier.NVME: 1e6})]
+    segments = {"": [Segment("n1", 0, 10, Tier.NVME, ready=7)]}
     decision = schedule(request(segments=segments), inputs_of(PD, slow), 0.0)
     assert decision.reuse_blocks == 7
     assert decision.candidates[0].fetch_s == pytest.approx(1e-3 + 7 * BLOCK_BYTES / 1e9, rel=0.01)
@@ -205,7 +206,7 @@ def test_a_whole_prompt_in_the_pool_still_computes_its_last_token() -> None:
 
 def test_segments_of_a_silent_node_and_what_follows_are_not_reused() -> None:
     nodes = [NodeStatus("n1", "h1", GIB, State.SUSPECT), NodeStatus("n2", "h2", GIB)]
-    segments = {"": [Segment("n1", 0, 5, "dram"), Segment("n2", 5, 5, "dram")]}
+    segments = {"": [Segment("n1", 0, 5, Tier.DRAM), Segment("n2", 5, 5, Tier.DRAM)]}
     assert schedule(request(segments=segments), inputs_of(PD, nodes), 0.0).reuse_blocks == 0
 
 

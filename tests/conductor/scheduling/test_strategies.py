@@ -18,6 +18,7 @@ from conductor.scheduling.inputs import DynamoOptions, SglangOptions
 from conductor.scheduling.scheduler import NodeStatus, ScheduleRequest, WorkerStatus, schedule
 from conductor.scheduling.strategies import strategy_named
 from conductor.server import scheduler_config
+from kvpool.blocks.tier import Tier
 from kvpool.config.loader import ConductorConfig
 from kvpool.config.settings import STRATEGIES
 from kvpool.errors import ConfigError
@@ -47,7 +48,7 @@ SPLIT = (
 )
 
 
-def on(node: str, blocks: int, tier: str = "dram") -> dict[str, list[Segment]]:
+def on(node: str, blocks: int, tier: Tier = Tier.DRAM) -> dict[str, list[Segment]]:
     return {"": [Segment(node, 0, blocks, tier)]}
 
 
@@ -245,7 +246,7 @@ def test_sglang_leaves_the_prefix_when_queues_are_out_of_balance() -> None:
 
 def test_dynamo_weighs_overlap_by_where_it_stands() -> None:
     workers = MIXED[:2]
-    for tier, engine_needed in (("dram", 13), ("nvme", 5)):
+    for tier, engine_needed in ((Tier.DRAM, 13), (Tier.NVME, 5)):
         # 16 blocks near at w1: worth 12 in memory and 4 on disk.
         segments = {"h1": on("n1", 16, tier)[""]}
         state = inputs_of(workers, NODES, strategy="dynamo")
@@ -304,8 +305,8 @@ def test_nothing_is_replicated_where_the_prefix_stands_or_when_it_is_switched_of
 def test_the_balancing_threshold_bounds_replication() -> None:
     queued = busy(queued_prefill_tokens=9000, prefill_tokens_per_s=1000.0)
     segments = {
-        "h1": [Segment("n1", 0, 5, "dram"), Segment("n0", 5, 5, "dram")],
-        "": [Segment("n0", 0, 10, "dram")],
+        "h1": [Segment("n1", 0, 5, Tier.DRAM), Segment("n0", 5, 5, Tier.DRAM)],
+        "": [Segment("n0", 0, 10, Tier.DRAM)],
     }
     workers = [replace(MIXED[0], load=queued), MIXED[1]]
     wanted = request(segments=segments)

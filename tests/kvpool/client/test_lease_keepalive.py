@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from kvpool.blocks.tier import Tier
 from kvpool.client.node.grants import ReadLease
 from kvpool.client.node.lease_keepalive import LeaseKeepalive
 from kvpool.errors import LeaseExpired
@@ -20,7 +21,7 @@ MARGIN_S = 0.01
 
 def a_lease(ttl_s: float) -> ReadLease:
     nothing = np.empty(0, dtype=np.int64)
-    return ReadLease(1, 1, nothing, nothing, ("dram",), time.monotonic() + ttl_s, "")
+    return ReadLease(1, 1, nothing, nothing, (Tier.DRAM,), time.monotonic() + ttl_s, "")
 
 
 class Server:

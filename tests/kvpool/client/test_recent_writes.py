@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvpool.blocks.tier import Tier
 from kvpool.client.node.recent_writes import RecentWrites
 from kvpool.wire import messages as m
 
@@ -18,7 +19,7 @@ def test_own_writes_are_found_behind_what_the_index_knows() -> None:
     recent = RecentWrites(ttl_s=3)
     recent.remember("a", SPACE, HASHES[1:3], 0.0)
     recent.remember("b", SPACE, HASHES[3:5], 0.0)
-    known = m.LookupReply(1, [m.Segment("c", 0, 1, "nvme")], 0.5)
+    known = m.LookupReply(1, [m.Segment("c", 0, 1, Tier.NVME)], 0.5)
     reply = recent.extend(known, SPACE, HASHES, 1.0)
     assert (reply.found, reply.wait_s) == (5, 0.5)
     assert places(reply) == [("c", 0, 1), ("a", 1, 2), ("b", 3, 2)]

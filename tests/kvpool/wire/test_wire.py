@@ -19,6 +19,7 @@ import msgspec
 import pytest
 
 from kvpool.blocks.layout import Layout, Namespace
+from kvpool.blocks.tier import Tier
 from kvpool.errors import (
     DeadlineExceeded,
     InvalidArgument,
@@ -283,7 +284,7 @@ def test_random_bodies_decode_or_are_refused_and_nothing_else() -> None:
     seeds = [
         m.NodeLookup(b"n" * 16, b"h" * 64),
         m.Reserve(b"n" * 16, b"h" * 32, b"", 0, 1.0, "w"),
-        m.NodeEvents("n", 1, 2, [m.BlockEvent("stored", b"n", b"h" * 16, "dram")]),
+        m.NodeEvents("n", 1, 2, [m.BlockEvent("stored", b"n", b"h" * 16, Tier.DRAM)]),
         m.RegisterNamespace(NAMESPACE),
         generate(3),
     ]

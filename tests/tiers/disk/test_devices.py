@@ -15,6 +15,7 @@ import pytest
 
 from kvpool.blocks.hashing import checksum, pack_hashes
 from kvpool.blocks.layout import Layout, Namespace
+from kvpool.blocks.tier import Tier
 from kvpool.errors import ConfigError
 from kvpool.wire import messages as m
 from tests.tiers.service.test_migrator import until
@@ -86,7 +87,7 @@ class DiskNode:
 
     async def cleaned(self, namespace: Namespace, hashes: Sequence[bytes]) -> None:
         """Wait until all of the blocks stand on NVMe."""
-        visible = self.store._residency.spaces[namespace.namespace_id].visible[1]
+        visible = self.store._residency.spaces[namespace.namespace_id].visible[Tier.NVME]
         await until(lambda: all(name in visible for name in hashes), "all stand on NVMe")
 
     async def pin(self, namespace: Namespace, hashes: Sequence[bytes]) -> m.PinReply:
@@ -105,7 +106,7 @@ class DiskNode:
         self.service.release(m.Release([reply.lease_id]))
         return parts
 
-    def tiers(self, namespace: Namespace, hashes: Sequence[bytes]) -> list[str]:
+    def tiers(self, namespace: Namespace, hashes: Sequence[bytes]) -> list[Tier]:
         return self.store.lookup(namespace.namespace_id, list(hashes))
 
     def on(self, device: int, namespace: Namespace = WIDE) -> set[bytes]:
@@ -166,7 +167,7 @@ async def test_blocks_are_spread_evenly_and_read_back_from_all_devices(disks: li
         for device in range(3):
             assert len(n.on(device)) == 4
             assert len(n.on(device, HALVES)) == 8
-        assert n.tiers(WIDE, chain) == n.tiers(HALVES, chain) == ["nvme"] * 12
+        assert n.tiers(WIDE, chain) == n.tiers(HALVES, chain) == [Tier.NVME] * 12
         assert is_exact(WIDE, await n.read(WIDE, chain))
         assert is_exact(HALVES, await n.read(HALVES, chain))
         n.store.check_integrity()
@@ -295,7 +296,7 @@ async def test_a_missing_device_costs_its_own_blocks_alone_and_brings_them_back(
         assert n.devices.states()[str(disks[1])] == "failed"
         for name in chain:
             is_here = any(name in n.on(d.number) for d in n.devices)
-            assert n.tiers(WIDE, [name]) == (["nvme"] if is_here else [])
+            assert n.tiers(WIDE, [name]) == ([Tier.NVME] if is_here else [])
         left = [name for name in chain if n.tiers(WIDE, [name])]
         assert len(left) == 6
         seeds = {name: 10 * i for i, name in enumerate(chain)}
@@ -304,7 +305,7 @@ async def test_a_missing_device_costs_its_own_blocks_alone_and_brings_them_back(
             assert np.array_equal(part, content(WIDE, seeds[name]))
         # Of two parts on two devices one is missing: the block is no more, and its other part is forgotten.
         for name in chain:
-            assert n.tiers(HALVES, [name]) == ([] if name in of_b else ["nvme"])
+            assert n.tiers(HALVES, [name]) == ([] if name in of_b else [Tier.NVME])
             assert (name in of_b) != any(name in n.on(d.number, HALVES) for d in n.devices)
         n.store.check_integrity()
     disks[1].unlink()
@@ -418,14 +419,14 @@ async def test_a_device_that_cannot_be_read_loses_its_blocks_and_the_others_go_o
         await n.put(WIDE, chain)
         await n.cleaned(WIDE, chain)
         for name in chain:
-            copy = n.store._residency.spaces[WIDE.namespace_id].visible[1][name]
+            copy = n.store._residency.spaces[WIDE.namespace_id].visible[Tier.NVME][name]
             assert {place.arena_id for place in copy.whole_places} <= {0, 2}
         assert of_b.isdisjoint(n.on(1))  # else its old records would win at the next start
         n.store.check_integrity()
         task.cancel()
 
 
-REMOVED = ("removed", "nvme")
+REMOVED = ("removed", Tier.NVME)
 
 
 async def test_a_device_that_cannot_be_written_is_still_read(
@@ -463,7 +464,7 @@ async def test_when_all_devices_fail_the_node_goes_on_with_dram(
         for i in range(20):  # chains of 80 pages, in 512
             more = names(10, b"more%d" % i)
             await n.put(WIDE, more)
-            assert n.tiers(WIDE, more) == ["dram"] * 10
+            assert n.tiers(WIDE, more) == [Tier.DRAM] * 10
         await until(lambda: n.store.move_count == 0, "all moves are over")
         n.store.check_integrity()
         assert not task.done()
@@ -488,8 +489,8 @@ async def test_a_write_that_ends_after_its_device_was_lost_makes_nothing_visible
         n.mover._give_up(n.devices[0], is_read=True, error="pulled out")
         may_end.set()
         await until(lambda: n.store.move_count == 0, "all moves are over")
-        assert n.tiers(HALVES, names(1)) == ["dram"]
-        assert not n.store._residency.spaces[HALVES.namespace_id].visible[1]
+        assert n.tiers(HALVES, names(1)) == [Tier.DRAM]
+        assert not n.store._residency.spaces[HALVES.namespace_id].visible[Tier.NVME]
         n.store.check_integrity()
         task.cancel()
 
@@ -534,7 +535,7 @@ async def test_old_blocks_are_read_after_the_setting_changed(
         n.store.check_integrity()
         task.cancel()
     with running(disks[:2], dtype=before) as n:
-        assert n.tiers(WIDE, chain) == n.tiers(WIDE, more) == ["nvme"] * 6
+        assert n.tiers(WIDE, chain) == n.tiers(WIDE, more) == [Tier.NVME] * 6
         assert is_exact(WIDE, await n.read(WIDE, chain)) == (before == "as_is")
         assert is_exact(WIDE, await n.read(WIDE, more)) == (after == "as_is")
         n.store.check_integrity()
@@ -550,7 +551,7 @@ async def test_a_full_disk_of_old_blocks_gives_way_to_new_ones(disks: list[Path]
         task.cancel()
     with running(disks[:1], disk_pages=64, dtype="fp8") as n:
         task = asyncio.create_task(n.mover.run())
-        assert n.tiers(WIDE, chain) == ["nvme"] * 8
+        assert n.tiers(WIDE, chain) == [Tier.NVME] * 8
         await n.put(WIDE, more)
         await n.cleaned(WIDE, more)  # three slots of five pages in each of four slabs
         n.store.check_integrity()

@@ -18,6 +18,7 @@ import pytest
 
 from kvpool.blocks.hashing import checksum
 from kvpool.blocks.layout import Layout, Namespace
+from kvpool.blocks.tier import Tier
 from kvpool.errors import ChecksumMismatch
 from tiers.disk import devices
 from tiers.disk.devices import Device
@@ -86,9 +87,9 @@ def move(number: int, source: Place, target: Place, sum_of: int) -> Move:
         SPACE.namespace_id,
         name(number),
         0,
-        "dram",
+        Tier.DRAM,
         source,
-        "nvme",
+        Tier.NVME,
         target,
         PART,
         sum_of,

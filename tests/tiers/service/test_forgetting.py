@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from kvpool.blocks.layout import Layout, Namespace
+from kvpool.blocks.tier import Tier
 from kvpool.errors import NoRoom, ReservationGone, UnknownNamespace
 from kvpool.wire import messages as m
 from tiers.service.migrator import Mover
@@ -56,7 +57,7 @@ def test_the_oldest_of_which_nothing_is_here_makes_room_and_comes_back_when_aske
     assert node.register(namespace(1)) == node.ids[1]
     node.put(node.ids[1])
     node.put(fresh)
-    assert node.store.lookup(node.ids[0], [name]) == ["dram"]
+    assert node.store.lookup(node.ids[0], [name]) == [Tier.DRAM]
     assert node.store.counters["namespaces_forgotten"] == 2
     node.store.check_integrity()
 
@@ -96,5 +97,5 @@ def test_who_has_more_than_its_share_gives_up_its_own() -> None:
         node.register(namespace(number, "t"))
     tenants = [n.tenant for n in node.store.namespaces()]
     assert len(tenants) == 4
-    assert node.store.lookup(node.ids[0], [held]) == ["dram"]
+    assert node.store.lookup(node.ids[0], [held]) == [Tier.DRAM]
     assert tenants.count("") == 3  # the others' stay: a tenant replaces its own

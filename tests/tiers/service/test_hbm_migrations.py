@@ -11,6 +11,7 @@ import pytest
 
 from kvpool.blocks.hashing import checksum, pack_hashes
 from kvpool.blocks.layout import Layout, Namespace
+from kvpool.blocks.tier import Tier
 from kvpool.wire import messages as m
 from tests.support import waiting
 from tiers.memory.arena import Arena
@@ -58,7 +59,7 @@ class Node:
         )
         self.store.register_namespace(NAMESPACE, 0.0)
 
-    def put(self, count: int, tier: str = "hbm") -> None:
+    def put(self, count: int, tier: Tier = Tier.HBM) -> None:
         names = [name(i) for i in range(count)]
         granted = self.store.reserve(ID, names, b"", 0, "w", 60.0, 0.0, tier)
         assert len(granted.places) == count
@@ -71,12 +72,12 @@ class Node:
         self.store.commit(granted.reservation_id, sums, 0.0)
 
     def spoil_hbm(self, i: int) -> None:
-        leased = self.store.pin(ID, [name(i)], "x", 1.0, 0.0, None, "hbm")
-        assert leased.tiers == ["hbm"]
+        leased = self.store.pin(ID, [name(i)], "x", 1.0, 0.0, None, Tier.HBM)
+        assert leased.tiers == [Tier.HBM]
         self.hbm.write_from(leased.places[0].offset, content(99)[:8])
         self.store.release(leased.lease_id, 0.0)
 
-    async def pin(self, count: int, tier: str = "") -> m.PinReply:
+    async def pin(self, count: int, tier: Tier = Tier.DRAM) -> m.PinReply:
         packed = pack_hashes([name(i) for i in range(count)])
         answer = self.service.pin(m.Pin(ID, packed, 60.0, [], tier), "c")
         return answer if isinstance(answer, m.PinReply) else await answer
@@ -101,7 +102,7 @@ def node() -> Iterator[Node]:
 async def test_a_default_pin_waits_for_the_copy_down_and_reads_right_bytes(node: Node) -> None:
     node.put(3)
     reply = await node.pin(3)
-    assert (reply.found, set(reply.tiers)) == (3, {m.TIERS.index("dram")})
+    assert (reply.found, set(reply.tiers)) == (3, {Tier.DRAM})
     places = np.frombuffer(reply.places, dtype="<i8").reshape(-1, 2)
     for i, (arena_id, offset) in enumerate(places.tolist()):
         assert arena_id == 0
@@ -122,18 +123,18 @@ async def test_a_report_of_wrong_bytes_is_verified_in_hbm_too(node: Node) -> Non
     node.put(2)
     report = m.ReportCorrupt(ID, name(0))
     await node.service.report_corrupt(report)
-    assert node.store.lookup(ID, [name(0)]) == ["hbm"]  # a claim is no proof
+    assert node.store.lookup(ID, [name(0)]) == [Tier.HBM]  # a claim is no proof
     node.spoil_hbm(0)
     await node.service.report_corrupt(report)
     assert node.store.lookup(ID, [name(0)]) == []
 
 
 async def test_prefetched_bytes_are_right_in_hbm(node: Node) -> None:
-    node.put(2, tier="")
-    moves, _ = node.store.promote(ID, [name(0), name(1)], 0.0, "hbm")
+    node.put(2, tier=Tier.DRAM)
+    moves, _ = node.store.promote(ID, [name(0), name(1)], 0.0, Tier.HBM)
     await node.mover.promote(moves)
-    leased = node.store.pin(ID, [name(0), name(1)], "c", 1.0, 0.0, None, "hbm")
-    assert leased.tiers == ["hbm"] * 2
+    leased = node.store.pin(ID, [name(0), name(1)], "c", 1.0, 0.0, None, Tier.HBM)
+    assert leased.tiers == [Tier.HBM] * 2
     out = np.empty(PAGE, np.uint8)
     for i, place in enumerate(leased.places):
         node.hbm.read_into(place.offset, out)
@@ -145,7 +146,7 @@ async def test_cold_blocks_go_down_beside_the_traffic_without_a_disk(node: Node)
     running = asyncio.create_task(node.mover.run())
     try:
         await until(lambda: node.store.counters.get("demoted:dram", 0) >= 5, "copied down")
-        assert node.store.lookup(ID, [name(i) for i in range(16)]) == ["hbm"] * 16
+        assert node.store.lookup(ID, [name(i) for i in range(16)]) == [Tier.HBM] * 16
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -164,7 +165,7 @@ async def test_a_device_that_fails_costs_the_wait_and_nothing_else(
         moves = node.store.pin(ID, [name(0)], "c", 1.0, 0.0).promote
         await node.mover.promote(moves)
         assert node.mover.counters["hbm_errors"] == 1
-        assert node.store.lookup(ID, [name(0)]) == ["hbm"]
+        assert node.store.lookup(ID, [name(0)]) == [Tier.HBM]
     assert (await node.pin(1)).found == 1
     node.store.check_integrity()
 
@@ -172,5 +173,5 @@ async def test_a_device_that_fails_costs_the_wait_and_nothing_else(
 async def test_inline_reads_come_from_hbm_and_find_wrong_bytes(node: Node) -> None:
     node.put(2)
     reply = await node.service.get_inline(m.GetInline(ID, name(1)), "c")
-    assert (reply.tier, reply.data) == ("hbm", content(1).tobytes())
+    assert (reply.tier, reply.data) == (Tier.HBM, content(1).tobytes())
     assert node.store.move_count == 0

@@ -6,13 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.blocks.hashing import unpack_hashes
+from kvpool.blocks.tier import Tier
 from tiers.service.index_reporter import BATCH_RUNS, SLICE_BLOCKS, batches
 from tiers.store.blocks import StoreEvent
 
 SPACE = bytes(16)
 
 
-def event(number: int, kind: str = "stored", tier: str = "dram") -> StoreEvent:
+def event(number: int, kind: str = "stored", tier: Tier = Tier.DRAM) -> StoreEvent:
     return StoreEvent(kind, SPACE, number.to_bytes(16, "little"), tier)
 
 
@@ -21,14 +22,17 @@ def told(events: list[StoreEvent]) -> list[StoreEvent]:
         StoreEvent(run.kind, run.namespace_id, block_hash, run.tier)
         for batch in batches(events)
         for run in batch
+        if run.tier is not None
         for block_hash in unpack_hashes(run.hashes)
     ]
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(["stored", "removed"]), st.sampled_from(["dram", "hbm"])))
+    st.lists(
+        st.tuples(st.sampled_from(["stored", "removed"]), st.sampled_from([Tier.DRAM, Tier.HBM]))
+    )
 )
-def test_every_event_is_told_once_and_in_order(kinds: list[tuple[str, str]]) -> None:
+def test_every_event_is_told_once_and_in_order(kinds: list[tuple[str, Tier]]) -> None:
     events = [event(number, *kind) for number, kind in enumerate(kinds)]
     assert told(events) == events
 

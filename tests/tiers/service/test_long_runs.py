@@ -10,6 +10,7 @@ import pytest
 
 from kvpool.blocks.hashing import pack_hashes
 from kvpool.blocks.layout import Layout, Namespace
+from kvpool.blocks.tier import Tier
 from kvpool.errors import ReservationGone
 from kvpool.wire import WireClient, WireServer
 from kvpool.wire import messages as m
@@ -43,7 +44,7 @@ class Sliced(Store):
         writer_id: str,
         ttl_s: float,
         now: float,
-        tier: str = "",
+        tier: Tier = Tier.DRAM,
     ) -> Reservation:
         run = self.begin_reserve(namespace_id, hashes, parent, part, writer_id, ttl_s, now, tier)
         while not run.is_done:

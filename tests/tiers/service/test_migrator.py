@@ -17,6 +17,7 @@ import pytest
 
 from kvpool.blocks.hashing import checksum, pack_hashes
 from kvpool.blocks.layout import Layout, Namespace
+from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument
 from kvpool.wire import messages as m
 from tests.support import waiting
@@ -84,7 +85,7 @@ class Node:
         reply = await self.service.put_inline(m.PutInline(ID, name, parent, 0, data), "w")
         assert reply.status == m.BlockStatus.GRANTED
 
-    def tiers(self, hashes: list[bytes]) -> list[str]:
+    def tiers(self, hashes: list[bytes]) -> list[Tier]:
         return self.store.lookup(ID, hashes)
 
     def has_moves(self, count: int) -> Callable[[], bool]:
@@ -180,7 +181,7 @@ async def test_a_run_that_comes_in_no_time_gives_what_has_come(
         finally:
             gate.open()
         assert (reply.found, reply.miss_reason) == (2, "promoting")
-        await until(lambda: n.tiers(n.chain) == ["dram"] * 4, "the rest comes all the same")
+        await until(lambda: n.tiers(n.chain) == [Tier.DRAM] * 4, "the rest comes all the same")
 
 
 @pytest.mark.parametrize("leaves", ["while it waits", "before its call had a turn"])
@@ -204,7 +205,7 @@ async def test_a_reader_that_leaves_costs_no_block(
         finally:
             gate.open()
         await until(lambda: n.store.move_count == 0, "the moves end by themselves")
-        assert n.tiers(n.chain) == ["dram"] * 3
+        assert n.tiers(n.chain) == [Tier.DRAM] * 3
         assert n.recorded() == set(n.chain)
         assert "dropped" not in n.store.counters
         assert n.store.lease_count == 0
@@ -239,9 +240,9 @@ async def test_blocks_of_a_disk_that_cannot_be_read_are_hidden_and_hold_nobody_u
         assert (reply.found, reply.miss_reason) == (1, "disk_failed")
         again = n.pin(n.chain)  # answered at once: nothing is tried any more
         assert (again.found, again.miss_reason) == (1, "disk_failed")
-        assert n.tiers(n.chain) == ["dram"]
+        assert n.tiers(n.chain) == [Tier.DRAM]
         gone = [(e.kind, e.block_hash, e.tier) for e in n.store.take_events()]
-        assert sorted(gone) == [("removed", name, "nvme") for name in n.chain]
+        assert sorted(gone) == [("removed", name, Tier.NVME) for name in n.chain]
         assert n.recorded() == set(n.chain)  # a restart tries again
         assert n.mover.counters["corrupt_blocks"] == 0
         assert n.mover.is_disk_failed
@@ -259,7 +260,7 @@ async def test_after_a_failed_write_what_stands_on_the_disk_is_still_read(
         await n.put(b"w" * 16)
         await until(lambda: n.mover.is_disk_failed, "the write failed")
         assert (await n.pin(n.chain)).found == 2
-        assert n.tiers([b"w" * 16]) == ["dram"]
+        assert n.tiers([b"w" * 16]) == [Tier.DRAM]
         task.cancel()
 
 
@@ -366,7 +367,7 @@ async def test_a_namespace_that_cannot_be_recorded_is_counted_and_fails_nobody(
         task = asyncio.create_task(n.mover.run())
         if not n.mover.is_disk_failed:
             await until(lambda: n.store.counters.get("moves_failed"), "its block is not written")
-        assert n.tiers([b"w" * 16]) == ["dram"]
+        assert n.tiers([b"w" * 16]) == [Tier.DRAM]
         assert n.recorded() == set()
         assert not task.done()
         task.cancel()
@@ -392,7 +393,7 @@ async def test_a_report_whose_sender_leaves_keeps_no_lease(
             assert n.store.lease_count == 0
         finally:
             gate.open()
-        assert n.tiers([b"w" * 16]) == ["dram"]
+        assert n.tiers([b"w" * 16]) == [Tier.DRAM]
 
 
 async def test_a_report_about_a_block_on_nvme_alone_moves_and_evicts_nothing(
@@ -403,8 +404,8 @@ async def test_a_report_about_a_block_on_nvme_alone_moves_and_evicts_nothing(
         for i, name in enumerate(full):
             await n.put(name, seed=i)
         await n.service.report_corrupt(m.ReportCorrupt(ID, n.chain[0]))
-        assert n.tiers(n.chain) == ["nvme"]
-        assert [n.tiers([name]) for name in full] == [["dram"]] * 16
+        assert n.tiers(n.chain) == [Tier.NVME]
+        assert [n.tiers([name]) for name in full] == [[Tier.DRAM]] * 16
         assert (n.store.move_count, n.store.lease_count) == (0, 0)
         assert "moves_cancelled" not in n.store.counters
 
@@ -413,7 +414,7 @@ async def test_a_true_report_drops_the_block_and_a_false_one_does_not(tmp_path: 
     with running(tmp_path) as n:
         await n.put(b"w" * 16)
         await n.service.report_corrupt(m.ReportCorrupt(ID, b"w" * 16))
-        assert n.tiers([b"w" * 16]) == ["dram"]
+        assert n.tiers([b"w" * 16]) == [Tier.DRAM]
         [offset] = np.frombuffer(n.pin([b"w" * 16]).places, "<i8")[1:]
         n.arena.view(int(offset), 1)[0] ^= 1
         await n.service.report_corrupt(m.ReportCorrupt(ID, b"w" * 16))

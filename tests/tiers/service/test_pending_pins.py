@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvpool.blocks.hashing import pack_hashes
+from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument
 from kvpool.wire import messages as m
 from tests.tiers.disk.test_io_stats import drive
@@ -38,7 +39,7 @@ async def test_what_takes_longer_than_its_worth_is_declined_at_once_and_not_prom
         assert (reply.found, reply.miss_reason) == (2, "declined_cost")
         assert reply.wait_s == pytest.approx(6.0, rel=0.5)
         assert n.store.move_count == 0
-        assert n.tiers(n.chain) == ["dram"] * 2 + ["nvme"] * 6
+        assert n.tiers(n.chain) == [Tier.DRAM] * 2 + [Tier.NVME] * 6
         assert n.service.counters["miss:declined_cost"] == 1
         assert n.service.counters["misses"] == 6
         again = pin(n, n.chain[2:], max_wait_s=0.5)
@@ -70,11 +71,9 @@ async def test_a_caller_without_a_limit_waits_and_is_told_what_it_took(tmp_path:
         assert (reply.found, reply.miss_reason) == (8, "")
         assert reply.wait_s == pytest.approx(2.0, rel=0.1)
         assert 0 < reply.waited_s < reply.wait_s
-        assert set(reply.tiers) == {
-            m.TIERS.index("nvme")
-        }  # where it was found, not where it is now
+        assert set(reply.tiers) == {Tier.NVME}  # where it was found, not where it is now
         warm = pin(n, n.chain, max_wait_s=1e-9)
-        assert set(warm.tiers) == {m.TIERS.index("dram")}
+        assert set(warm.tiers) == {Tier.DRAM}
         assert (warm.found, warm.wait_s, warm.waited_s) == (8, 0.0, 0.0)
 
 
@@ -137,7 +136,7 @@ async def test_a_disk_found_slow_is_tried_again_after_a_while(tmp_path: Path) ->
         assert (reply.found, reply.miss_reason) == (0, "declined_cost")
         assert (n.store.move_count, n.service.counters["disk_probes"]) == (1, 1)
         pin(n, n.chain, max_wait_s=0.5)
-        await until(lambda: n.tiers(n.chain).count("dram") == 1, "one block is read")
+        await until(lambda: n.tiers(n.chain).count(Tier.DRAM) == 1, "one block is read")
         pin(n, n.chain, max_wait_s=0.5)
         assert n.service.counters["disk_probes"] == 1  # one is enough for now
 
@@ -154,7 +153,7 @@ async def test_promotions_of_others_lie_ahead(
             assert n.mover.queued_read_bytes == 6 * PAGE
             waits = n.mover.waits(ID, n.chain, n.tiers(n.chain))
             assert waits == pytest.approx([1, 2, 3, 4, 5, 6, 7, 8], rel=0.1)
-            rest = n.mover.waits(ID, n.chain[6:], ["nvme"] * 2)
+            rest = n.mover.waits(ID, n.chain[6:], [Tier.NVME] * 2)
             assert rest == pytest.approx([7, 8], rel=0.1)
             declined = pin(n, n.chain[6:], max_wait_s=4)
             assert declined.miss_reason == "declined_cost"
@@ -170,7 +169,7 @@ async def test_lookup_and_stats_say_what_is_known(tmp_path: Path) -> None:
         assert n.service.lookup(look).wait_s == -1.0
         teach(n, 2.0)
         assert n.service.lookup(look).wait_s == pytest.approx(4.0, rel=0.1)
-        [nvme] = [t for t in n.service.stats().tiers if t.tier == "nvme"]
+        [nvme] = [t for t in n.service.stats().tiers if t.tier == Tier.NVME]
         assert nvme.read_bytes_per_s == pytest.approx(2.0 * PAGE, rel=0.1)
         assert nvme.write_bytes_per_s == 0.0
         await pin(n, n.chain)

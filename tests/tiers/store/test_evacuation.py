@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument, NoRoom, NotFound
 from tests.support.pool_model import CONFIG, LARGE, PAGE, SLAB, SMALL
 from tests.tiers.store.test_store import A, B, names, put, store
@@ -16,7 +17,7 @@ from tiers.store.store import Store
 
 
 def grow(s: Store, arena_id: int, slabs: int = 1) -> None:
-    s.add_arena("dram", SlotAllocator(slabs * SLAB, SLAB, arena_id), 0.0)
+    s.add_arena(Tier.DRAM, SlotAllocator(slabs * SLAB, SLAB, arena_id), 0.0)
 
 
 def empty(s: Store, now: float = 0.0, *, ok: bool = True) -> None:
@@ -31,8 +32,9 @@ def empty(s: Store, now: float = 0.0, *, ok: bool = True) -> None:
     s.check_integrity()
 
 
-def tiers_of(s: Store, run: list[bytes], space: bytes = A) -> list[str]:
-    return [(s.lookup(space, [name]) or ["gone"])[0] for name in run]
+def tiers_of(s: Store, run: list[bytes], space: bytes = A) -> list[Tier | str]:
+    found = (s.lookup(space, [name]) for name in run)
+    return [tiers[0] if tiers else "gone" for tiers in found]
 
 
 def places_of(s: Store, run: list[bytes], space: bytes = A) -> list[Place]:
@@ -46,7 +48,7 @@ def test_a_new_arena_takes_what_the_old_ones_have_no_room_for() -> None:
     put(s, names(4))
     grow(s, 1)
     put(s, names(4, b"m"))
-    assert tiers_of(s, names(4) + names(4, b"m")) == ["dram"] * 8
+    assert tiers_of(s, names(4) + names(4, b"m")) == [Tier.DRAM] * 8
     assert s.usage()[0].capacity_bytes == 2 * SLAB
     assert {place.arena_id for place in places_of(s, names(4, b"m"))} == {1}
 
@@ -59,7 +61,7 @@ def test_a_block_that_fits_in_what_remains_is_never_lost() -> None:
     s.retire_arena(0, 0.0)
     empty(s)
     assert (s.take_retired(), s.retiring()) == ([0], {})
-    assert tiers_of(s, run) == ["dram"] * 4
+    assert tiers_of(s, run) == [Tier.DRAM] * 4
 
 
 def test_blocks_move_with_their_checksums_and_without_an_event() -> None:
@@ -86,8 +88,8 @@ def test_both_parts_of_a_block_move_and_readers_get_the_new_places() -> None:
     s.retire_arena(0, 0.0)
     moves = s.plan_retirement(4, 0.0)
     assert [(m.source_tier, m.target_tier, m.part) for m in moves] == [
-        ("dram", "dram", 0),
-        ("dram", "dram", 1),
+        (Tier.DRAM, Tier.DRAM, 0),
+        (Tier.DRAM, Tier.DRAM, 1),
     ]
     assert [m.source for m in moves] == before.places
     s.finish_move(moves[0].move_id, True, 0.0)
@@ -107,7 +109,7 @@ def test_what_was_used_last_stays_and_what_is_cold_goes() -> None:
     s.retire_arena(1, 0.0)
     empty(s)
     assert s.take_retired() == [1]
-    assert tiers_of(s, names(4, b"h")) == ["dram"] * 4
+    assert tiers_of(s, names(4, b"h")) == [Tier.DRAM] * 4
     assert tiers_of(s, names(4, b"c")) == ["gone"] * 4
 
 
@@ -119,7 +121,7 @@ def test_cold_blocks_of_the_arena_go_before_warmer_ones_elsewhere_and_tails_befo
     s.retire_arena(0, 0.0)
     s.take_events()
     empty(s)
-    assert tiers_of(s, names(4, b"h")) == ["dram"] * 4
+    assert tiers_of(s, names(4, b"h")) == [Tier.DRAM] * 4
     assert [e.block_hash for e in s.take_events()] == names(4, b"c")[::-1]
 
 
@@ -131,8 +133,8 @@ def test_what_finds_no_room_in_dram_goes_down_to_nvme() -> None:
     s.retire_arena(0, 0.0)
     empty(s)
     assert s.take_retired() == [0]
-    assert tiers_of(s, names(4, b"c")) == ["nvme"] * 4
-    assert tiers_of(s, names(4, b"h")) == ["dram"] * 4
+    assert tiers_of(s, names(4, b"c")) == [Tier.NVME] * 4
+    assert tiers_of(s, names(4, b"h")) == [Tier.DRAM] * 4
     assert s.counters.get("lost", 0) == 0
 
 
@@ -150,7 +152,7 @@ def test_leased_blocks_keep_their_places_until_the_lease_and_its_grace_are_over(
     assert (s.retiring(), s.take_retired()) == ({0: 2 * PAGE}, [])
     empty(s, now=5.0 + CONFIG.grace_s)
     assert s.take_retired() == [0]
-    assert tiers_of(s, run) == ["dram"] * 4
+    assert tiers_of(s, run) == [Tier.DRAM] * 4
     assert {place.arena_id for place in lease.places} == {0}
 
 
@@ -173,7 +175,7 @@ def test_new_readers_of_a_leased_block_find_it_elsewhere() -> None:
     assert s.drop(A, run[0], "checksum", 0.0)
     s.release(new.lease_id, 0.0)
     s.check_integrity()
-    assert tiers_of(s, run) == ["gone", "dram"]
+    assert tiers_of(s, run) == ["gone", Tier.DRAM]
 
 
 def test_leased_blocks_that_fit_nowhere_else_stay_until_they_are_released() -> None:
@@ -207,7 +209,7 @@ def test_a_lease_that_begins_while_its_block_moves_keeps_the_old_place() -> None
     assert s.retiring() == {0: PAGE}
     s.release(lease.lease_id, 0.0)
     assert s.take_retired() == [0]
-    assert tiers_of(s, run) == ["dram"]
+    assert tiers_of(s, run) == [Tier.DRAM]
 
 
 def test_what_waits_for_a_lease_takes_no_room_from_what_was_used_since() -> None:
@@ -223,7 +225,7 @@ def test_what_waits_for_a_lease_takes_no_room_from_what_was_used_since() -> None
     s.release(lease.lease_id, 0.0)
     empty(s)
     assert s.take_retired() == [0]
-    assert tiers_of(s, new) == ["dram"] * 4
+    assert tiers_of(s, new) == [Tier.DRAM] * 4
     assert tiers_of(s, old) == ["gone"] * 4
 
 
@@ -241,7 +243,7 @@ def test_reserved_and_quarantined_slots_hold_the_arena() -> None:
     assert (s.retiring(), s.take_retired()) == ({0: PAGE}, [])
     empty(s, CONFIG.quarantine_s)
     assert s.take_retired() == [0]
-    assert tiers_of(s, names(2)) == ["dram"] * 2
+    assert tiers_of(s, names(2)) == [Tier.DRAM] * 2
 
 
 def test_a_block_whose_bytes_could_not_be_moved_stays_readable_and_is_tried_again() -> None:
@@ -252,7 +254,7 @@ def test_a_block_whose_bytes_could_not_be_moved_stays_readable_and_is_tried_agai
     for move in s.plan_retirement(4, 0.0):
         s.finish_move(move.move_id, False, 0.0)
     s.check_integrity()
-    assert (tiers_of(s, names(2)), s.retiring()) == (["dram"] * 2, {0: 2 * PAGE})
+    assert (tiers_of(s, names(2)), s.retiring()) == ([Tier.DRAM] * 2, {0: 2 * PAGE})
     empty(s)
     assert s.take_retired() == [0]
 
@@ -277,7 +279,7 @@ def test_pressure_elsewhere_takes_nothing_from_an_arena_on_its_way_out() -> None
     s.retire_arena(0, 0.0)
     put(s, names(4, b"n"))
     put(s, names(2, b"p"))
-    assert tiers_of(s, names(4, b"o")) == ["dram"] * 4
+    assert tiers_of(s, names(4, b"o")) == [Tier.DRAM] * 4
     assert s.counters["evicted"] == 2
     s.check_integrity()
 
@@ -292,7 +294,7 @@ def test_protected_blocks_take_room_from_warmer_ones(until: float | None) -> Non
     s.retire_arena(0, 0.0)
     empty(s)
     assert s.take_retired() == [0]
-    assert tiers_of(s, names(2, b"k")) == ["dram"] * 2
+    assert tiers_of(s, names(2, b"k")) == [Tier.DRAM] * 2
 
 
 def test_what_may_be_protected_follows_the_capacity() -> None:
@@ -334,7 +336,7 @@ def test_the_last_arena_stays_and_unknown_ones_are_not_found() -> None:
     with pytest.raises(NotFound):
         s.retire_arena(7, 0.0)
     with pytest.raises(NotFound):
-        s.add_arena("tape", SlotAllocator(SLAB, SLAB, 1), 0.0)
+        s.add_arena(Tier.HBM, SlotAllocator(SLAB, SLAB, 1), 0.0)
     grow(s, 1)
     s.retire_arena(0, 0.0)
     s.retire_arena(0, 0.0)
@@ -351,7 +353,7 @@ def test_no_call_takes_long_however_much_stands_in_the_arena() -> None:
         s.register_namespace(namespace, 0.0)
     run = names(slots)
     put(s, run)
-    s.add_arena("dram", SlotAllocator(slots * PAGE // 2, 64 * SLAB, 1), 0.0)
+    s.add_arena(Tier.DRAM, SlotAllocator(slots * PAGE // 2, 64 * SLAB, 1), 0.0)
     s.retire_arena(0, 0.0)
     times: list[float] = []
     while not s.take_retired():
@@ -360,7 +362,7 @@ def test_no_call_takes_long_however_much_stands_in_the_arena() -> None:
         times.append(time.process_time() - start)
         for move in moves:
             s.finish_move(move.move_id, True, 0.0)
-    assert tiers_of(s, run) == ["dram"] * (slots // 2) + ["gone"] * (slots // 2)
+    assert tiers_of(s, run) == [Tier.DRAM] * (slots // 2) + ["gone"] * (slots // 2)
     times.sort()
     assert times[len(times) // 2] < 0.005
     s.check_integrity()

@@ -7,8 +7,9 @@ import random
 import pytest
 
 from kvpool.blocks.layout import Layout, Namespace
+from kvpool.blocks.tier import Tier
 from tiers.store.arena_allocator import SlotPool
-from tiers.store.blocks import NVME, Move
+from tiers.store.blocks import Move
 from tiers.store.fp8 import Encoding
 from tiers.store.slab_allocator import Place, SlotAllocator
 from tiers.store.store import Store, StoreConfig
@@ -98,7 +99,7 @@ class Story:
             self.store.release(self.leases.pop(), self.now)
 
     def demote(self) -> None:
-        moves = self.store.plan_demotions(3, self.now, ("dram",))
+        moves = self.store.plan_demotions(3, self.now, (Tier.DRAM,))
         for move in moves:
             assert move.target.arena_id not in self.lost | self.closed
         self.moves += moves
@@ -126,17 +127,17 @@ class Story:
 
     def listen(self) -> None:
         for event in self.store.take_events():
-            if event.tier == "nvme":
+            if event.tier == Tier.NVME:
                 known = (event.namespace_id, event.block_hash)
                 (self.on_disk.add if event.kind == "stored" else self.on_disk.discard)(known)
 
     def check(self) -> None:
         self.store.check_integrity()
-        told = {(s, name) for s, tier, name in self.store.snapshot() if tier == "nvme"}
+        told = {(s, name) for s, tier, name in self.store.snapshot() if tier == Tier.NVME}
         assert told == self.on_disk
         if not len(self.store._losses):
             for space in self.store._residency.spaces.values():
-                for copy in space.visible[NVME].values():
+                for copy in space.visible[Tier.NVME].values():
                     assert self.lost.isdisjoint(place.arena_id for place in copy.whole_places)
 
 
@@ -158,7 +159,7 @@ def test_devices_that_fail_at_any_moment_break_no_invariant(seed: int) -> None:
     story.listen()
     story.check()
     assert story.on_disk == set()
-    [nvme] = [usage for usage in story.store.usage() if usage.tier == "nvme"]
+    [nvme] = [usage for usage in story.store.usage() if usage.tier == Tier.NVME]
     assert nvme.capacity_bytes == nvme.committed_bytes == nvme.reserved_bytes == 0
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvpool.blocks.tier import Tier
 from kvpool.errors import BlockTooLarge, ConfigError, InvalidArgument
 from tests.support.pool_model import CONFIG, HBM_ARENA, LARGE, PAGE, SLAB, SMALL
 from tests.tiers.store.test_store import EXISTS, GRANTED, IN_PROGRESS, NO_ROOM, A, B, demote, names
@@ -27,7 +28,7 @@ def store(hbm: int = 1, dram: int = 1, nvme: int = 0, config: StoreConfig = CONF
     return made
 
 
-def put(s: Store, run: list[bytes], parent: bytes = b"", tier: str = "hbm") -> list[int]:
+def put(s: Store, run: list[bytes], parent: bytes = b"", tier: Tier = Tier.HBM) -> list[int]:
     """Returns the arena of each block."""
     granted = s.reserve(A, run, parent, 0, "w", 5.0, 0.0, tier)
     assert granted.statuses == [GRANTED] * len(run)
@@ -40,7 +41,7 @@ def finish(s: Store, moves: list[Move], ok: bool = True) -> None:
         s.finish_move(move.move_id, ok, 0.0)
 
 
-def usage(s: Store, tier: str) -> tuple[int, int, int]:
+def usage(s: Store, tier: Tier) -> tuple[int, int, int]:
     [found] = [u for u in s.usage() if u.tier == tier]
     return found.blocks, found.committed_bytes, found.pinned_bytes
 
@@ -51,67 +52,67 @@ def usage(s: Store, tier: str) -> tuple[int, int, int]:
 def test_blocks_are_granted_in_hbm_as_far_as_there_is_room_and_then_in_dram() -> None:
     s = store()
     assert put(s, names(6)) == [HBM_ARENA] * 4 + [0, 0]
-    assert s.lookup(A, names(6)) == ["hbm"] * 4 + ["dram"] * 2
+    assert s.lookup(A, names(6)) == [Tier.HBM] * 4 + [Tier.DRAM] * 2
     events = [(event.kind, event.tier) for event in s.take_events()]
-    assert events == [("stored", "hbm")] * 4 + [("stored", "dram")] * 2
-    assert usage(s, "hbm") == (4, 4 * PAGE, 0)
+    assert events == [("stored", Tier.HBM)] * 4 + [("stored", Tier.DRAM)] * 2
+    assert usage(s, Tier.HBM) == (4, 4 * PAGE, 0)
 
 
 def test_who_does_not_ask_for_hbm_is_given_none() -> None:
     s = store()
-    assert put(s, names(2), tier="") == [0, 0]
-    assert put(s, names(1, b"m"), tier="dram") == [0]
+    assert put(s, names(2), tier=Tier.DRAM) == [0, 0]
+    assert put(s, names(1, b"m"), tier=Tier.DRAM) == [0]
     with pytest.raises(InvalidArgument, match="nvme"):
-        s.reserve(A, names(1, b"o"), b"", 0, "w", 5.0, 0.0, "nvme")
+        s.reserve(A, names(1, b"o"), b"", 0, "w", 5.0, 0.0, Tier.NVME)
 
 
 def test_a_node_without_hbm_grants_in_dram() -> None:
     s = store(hbm=0)
     assert put(s, names(2)) == [0, 0]
-    assert s.tier_names == ["dram"]
-    assert s.promote(A, names(2), 0.0, "hbm") == ([], "no_room")
-    assert s.pin(A, names(2), "c", 1.0, 0.0, None, "hbm").tiers == ["dram"] * 2
+    assert s.tiers == [Tier.DRAM]
+    assert s.promote(A, names(2), 0.0, Tier.HBM) == ([], "no_room")
+    assert s.pin(A, names(2), "c", 1.0, 0.0, None, Tier.HBM).tiers == [Tier.DRAM] * 2
 
 
 def test_what_stands_in_hbm_exists_for_every_writer() -> None:
     s = store()
     put(s, names(1))
-    for tier in ("", "hbm"):
+    for tier in (Tier.DRAM, Tier.HBM):
         assert s.reserve(A, names(1), b"", 0, "w", 5.0, 0.0, tier).statuses == [EXISTS]
 
 
 def test_all_parts_of_a_block_stand_in_the_tier_of_the_first() -> None:
     s = store(hbm=2, dram=2)
-    first = s.reserve(B, names(1), b"", 0, "w", 5.0, 0.0, "hbm")
+    first = s.reserve(B, names(1), b"", 0, "w", 5.0, 0.0, Tier.HBM)
     # Who cannot write to hbm cannot join in.
-    assert s.reserve(B, names(1), b"", 1, "v", 5.0, 0.0, "").statuses == [IN_PROGRESS]
-    second = s.reserve(B, names(1), b"", 1, "v", 5.0, 0.0, "hbm")
+    assert s.reserve(B, names(1), b"", 1, "v", 5.0, 0.0, Tier.DRAM).statuses == [IN_PROGRESS]
+    second = s.reserve(B, names(1), b"", 1, "v", 5.0, 0.0, Tier.HBM)
     assert [g.places[0].arena_id for g in (first, second)] == [HBM_ARENA] * 2
     s.commit(first.reservation_id, [1], 0.0)
     assert s.commit(second.reservation_id, [2], 0.0) == names(1)
-    other = s.reserve(B, names(1, b"m"), b"", 0, "w", 5.0, 0.0, "")
-    joined = s.reserve(B, names(1, b"m"), b"", 1, "w", 5.0, 0.0, "hbm")
+    other = s.reserve(B, names(1, b"m"), b"", 0, "w", 5.0, 0.0, Tier.DRAM)
+    joined = s.reserve(B, names(1, b"m"), b"", 1, "w", 5.0, 0.0, Tier.HBM)
     assert [g.places[0].arena_id for g in (other, joined)] == [0, 0]
 
 
 def test_a_half_written_block_in_hbm_gives_way_to_a_writer_of_dram() -> None:
     s = store(hbm=2, dram=2)
-    half = s.reserve(B, names(1), b"", 0, "w", 5.0, 0.0, "hbm")
+    half = s.reserve(B, names(1), b"", 0, "w", 5.0, 0.0, Tier.HBM)
     s.commit(half.reservation_id, [1], 0.0)
     for part in (0, 1):
         granted = s.reserve(B, names(1), b"", part, "v", 5.0, 0.0)
         assert [place.arena_id for place in granted.places] == [0]
         s.commit(granted.reservation_id, [part], 0.0)
-    assert s.lookup(B, names(1)) == ["dram"]
-    assert usage(s, "hbm") == (0, 0, 0)
+    assert s.lookup(B, names(1)) == [Tier.DRAM]
+    assert usage(s, Tier.HBM) == (0, 0, 0)
     s.check_integrity()
 
 
 def test_late_writes_to_hbm_keep_their_slots_in_quarantine() -> None:
     s = store(dram=1)
-    s.reserve(A, names(4), b"", 0, "w", 1.0, 0.0, "hbm")
+    s.reserve(A, names(4), b"", 0, "w", 1.0, 0.0, Tier.HBM)
     s.expire(2.0)
-    [hbm] = [u for u in s.usage() if u.tier == "hbm"]
+    [hbm] = [u for u in s.usage() if u.tier == Tier.HBM]
     assert (hbm.quarantined_bytes, hbm.free_bytes) == (4 * PAGE, 0)
     assert put(s, names(1, b"m")) == [0]
     s.writer_stopped("w", 2.0)
@@ -126,13 +127,13 @@ def test_a_reader_of_device_memory_is_given_hbm_first_and_holds_that_copy_alone(
     s = store(dram=2)
     run = names(6)
     put(s, run)
-    pinned = s.pin(A, run, "c", 1.0, 0.0, None, "hbm")
-    assert pinned.tiers == ["hbm"] * 4 + ["dram"] * 2
+    pinned = s.pin(A, run, "c", 1.0, 0.0, None, Tier.HBM)
+    assert pinned.tiers == [Tier.HBM] * 4 + [Tier.DRAM] * 2
     assert [place.arena_id for place in pinned.places] == [HBM_ARENA] * 4 + [0, 0]
-    assert usage(s, "hbm")[2] == 4 * PAGE
-    assert usage(s, "dram")[2] == 2 * PAGE
+    assert usage(s, Tier.HBM)[2] == 4 * PAGE
+    assert usage(s, Tier.DRAM)[2] == 2 * PAGE
     s.release(pinned.lease_id, 0.0)
-    assert usage(s, "hbm")[2] == usage(s, "dram")[2] == 0
+    assert usage(s, Tier.HBM)[2] == usage(s, Tier.DRAM)[2] == 0
 
 
 def test_other_readers_wait_until_the_block_is_copied_down() -> None:
@@ -140,20 +141,20 @@ def test_other_readers_wait_until_the_block_is_copied_down() -> None:
     put(s, names(2))
     waiting = s.pin(A, names(2), "c", 1.0, 0.0)
     assert (waiting.found, waiting.miss_reason) == (0, "promoting")
-    assert [(m.source_tier, m.target_tier) for m in waiting.promote] == [("hbm", "dram")] * 2
+    assert [(m.source_tier, m.target_tier) for m in waiting.promote] == [(Tier.HBM, Tier.DRAM)] * 2
     again = s.pin(A, names(2), "d", 1.0, 0.0)
     assert (again.miss_reason, again.promote) == ("promoting", [])
     finish(s, waiting.promote)
     pinned = s.pin(A, names(2), "c", 1.0, 0.0)
-    assert (pinned.found, pinned.tiers) == (2, ["dram"] * 2)
-    assert s.standing(A, names(1)[0]) == ["hbm", "dram"]
+    assert (pinned.found, pinned.tiers) == (2, [Tier.DRAM] * 2)
+    assert s.standing(A, names(1)[0]) == [Tier.HBM, Tier.DRAM]
     assert s.counters["demoted:dram"] == 2
 
 
 def test_a_block_pinned_in_hbm_stays_there_whatever_is_asked_for() -> None:
     s = store(config=EARLY)
     put(s, names(4))
-    pinned = s.pin(A, names(4), "c", 1.0, 0.0, None, "hbm")
+    pinned = s.pin(A, names(4), "c", 1.0, 0.0, None, Tier.HBM)
     finish(s, s.pin(A, names(4), "d", 1.0, 0.0).promote)  # clean now, and held all the same
     s.drop(A, names(4)[0], "test", 0.0)
     assert put(s, names(1, b"m")) == [0]
@@ -168,12 +169,12 @@ def test_cold_blocks_are_copied_down_before_they_leave() -> None:
     s = store(dram=2)
     put(s, names(4))
     moves = s.plan_demotions(100, 0.0)
-    assert {(m.source_tier, m.target_tier) for m in moves} == {("hbm", "dram")}
+    assert {(m.source_tier, m.target_tier) for m in moves} == {(Tier.HBM, Tier.DRAM)}
     assert len(moves) == 3  # down to the low watermark of a quarter
     finish(s, moves)
-    assert s.lookup(A, names(4)) == ["hbm"] * 4
+    assert s.lookup(A, names(4)) == [Tier.HBM] * 4
     assert put(s, names(3, b"m")) == [HBM_ARENA] * 3
-    assert s.lookup(A, names(4)) == ["hbm"] + ["dram"] * 3
+    assert s.lookup(A, names(4)) == [Tier.HBM] + [Tier.DRAM] * 3
     assert s.counters.get("lost", 0) == 0
 
 
@@ -181,58 +182,58 @@ def test_the_only_copy_of_a_block_does_not_leave_hbm_for_want_of_time() -> None:
     s = store(dram=2)
     put(s, names(4))
     assert put(s, names(2, b"m")) == [0, 0]  # nothing was copied down yet
-    assert s.lookup(A, names(4)) == ["hbm"] * 4
+    assert s.lookup(A, names(4)) == [Tier.HBM] * 4
 
 
 def test_what_is_colder_than_all_of_dram_may_leave_hbm_and_is_lost() -> None:
     s = store(config=EARLY)
     put(s, names(4))
-    put(s, names(4, b"m"), tier="")
+    put(s, names(4, b"m"), tier=Tier.DRAM)
     assert s.plan_demotions(100, 0.0) == []
     assert s.counters["demotion_refused"] == 4
     assert put(s, names(1, b"o")) == [HBM_ARENA]
-    assert s.lookup(A, names(4)) == ["hbm"] * 3
-    assert s.pin(A, names(4), "c", 1.0, 0.0, None, "hbm").miss_reason == "evicted"
+    assert s.lookup(A, names(4)) == [Tier.HBM] * 3
+    assert s.pin(A, names(4), "c", 1.0, 0.0, None, Tier.HBM).miss_reason == "evicted"
     s.check_integrity()
 
 
 def test_a_refused_block_that_is_used_again_stays() -> None:
     s = store(config=EARLY)
     put(s, names(4))
-    put(s, names(4, b"m"), tier="")
+    put(s, names(4, b"m"), tier=Tier.DRAM)
     s.plan_demotions(100, 0.0)
-    s.release(s.pin(A, names(4), "c", 1.0, 0.0, None, "hbm").lease_id, 0.0)
+    s.release(s.pin(A, names(4), "c", 1.0, 0.0, None, Tier.HBM).lease_id, 0.0)
     # The oldest of dram goes for it instead: it is the colder one now.
     assert put(s, names(1, b"o")) == [0]
-    assert s.lookup(A, names(4)) == ["hbm"] * 4
+    assert s.lookup(A, names(4)) == [Tier.HBM] * 4
 
 
 def test_a_protected_block_leaves_hbm_only_for_the_tier_below() -> None:
     s = store(dram=2, config=replace(EARLY, protected_share=1.0))
     put(s, names(1))
     s.protect(A, names(1), None, 0.0)
-    [kept] = [u for u in s.usage() if u.tier == "hbm"]
+    [kept] = [u for u in s.usage() if u.tier == Tier.HBM]
     assert kept.protected_bytes == 0  # the promise is of the node, not of hbm
     assert put(s, names(4, b"m"))[-1] == 0  # not for its sake, while it stands there alone
     finish(s, s.plan_demotions(100, 0.0))
     put(s, names(3, b"o"))
     put(s, names(1, b"p"))
-    assert "hbm" not in s.standing(A, names(1)[0])
-    assert s.lookup(A, names(1)) == ["dram"]
+    assert Tier.HBM not in s.standing(A, names(1)[0])
+    assert s.lookup(A, names(1)) == [Tier.DRAM]
 
 
 def test_demotion_from_hbm_waits_for_the_cleaning_of_dram() -> None:
     config = replace(EARLY, write_through=True)
     s = store(hbm=1, dram=1, nvme=4, config=config)
-    put(s, names(4, b"m"), tier="")
+    put(s, names(4, b"m"), tier=Tier.DRAM)
     put(s, names(4))
     moves = s.plan_demotions(100, 0.0)
-    assert {m.target_tier for m in moves} == {"nvme"}  # room made in dram now would lose those
+    assert {m.target_tier for m in moves} == {Tier.NVME}  # room made in dram now would lose those
     finish(s, moves)
     finish(s, s.plan_demotions(100, 0.0))
     assert s.counters.get("lost", 0) == 0
     assert s.counters["demoted:dram"] == 4
-    assert s.lookup(A, names(4, b"m")) == ["nvme"] * 4
+    assert s.lookup(A, names(4, b"m")) == [Tier.NVME] * 4
 
 
 def test_blocks_sink_through_all_tiers_and_none_is_lost() -> None:
@@ -244,15 +245,15 @@ def test_blocks_sink_through_all_tiers_and_none_is_lost() -> None:
             finish(s, s.plan_demotions(100, 0.0))
     assert [len(s.lookup(A, run)) for run in runs] == [4] * 6
     assert s.counters.get("lost", 0) == 0
-    assert [s.lookup(A, run)[0] for run in runs] == ["nvme"] * 5 + ["hbm"]
-    assert s.standing(A, runs[-1][0]) == ["hbm", "dram", "nvme"]
+    assert [s.lookup(A, run)[0] for run in runs] == [Tier.NVME] * 5 + [Tier.HBM]
+    assert s.standing(A, runs[-1][0]) == [Tier.HBM, Tier.DRAM, Tier.NVME]
     s.check_integrity()
 
 
 def test_a_failed_demotion_is_tried_again_also_when_its_last_part_ends_late() -> None:
     s = store(hbm=4, dram=4, config=EARLY)
     for part in (0, 1):
-        granted = s.reserve(B, names(1), b"", part, "w", 5.0, 0.0, "hbm")
+        granted = s.reserve(B, names(1), b"", part, "w", 5.0, 0.0, Tier.HBM)
         s.commit(granted.reservation_id, [part], 0.0)
     first, second = s.plan_demotions(1, 0.0)
     s.finish_move(first.move_id, False, 0.0)
@@ -267,34 +268,34 @@ def test_a_failed_demotion_is_tried_again_also_when_its_last_part_ends_late() ->
 
 def test_prefetch_brings_a_run_into_hbm_from_dram_and_from_nvme() -> None:
     s = store(hbm=2, dram=1, nvme=2, config=replace(CONFIG, write_through=True))
-    put(s, names(4), tier="")
+    put(s, names(4), tier=Tier.DRAM)
     demote(s)
-    put(s, names(2, b"m"), tier="")  # two of the first ones stand on nvme alone now
-    assert s.lookup(A, names(4)) == ["dram", "dram", "nvme", "nvme"]
-    moves, reason = s.promote(A, names(4), 0.0, "hbm")
+    put(s, names(2, b"m"), tier=Tier.DRAM)  # two of the first ones stand on nvme alone now
+    assert s.lookup(A, names(4)) == [Tier.DRAM, Tier.DRAM, Tier.NVME, Tier.NVME]
+    moves, reason = s.promote(A, names(4), 0.0, Tier.HBM)
     assert reason == ""
-    assert [m.source_tier for m in moves] == ["dram", "dram", "nvme", "nvme"]
-    assert {m.target_tier for m in moves} == {"hbm"}
+    assert [m.source_tier for m in moves] == [Tier.DRAM, Tier.DRAM, Tier.NVME, Tier.NVME]
+    assert {m.target_tier for m in moves} == {Tier.HBM}
     finish(s, moves)
-    assert s.lookup(A, names(4)) == ["hbm"] * 4
+    assert s.lookup(A, names(4)) == [Tier.HBM] * 4
     assert s.counters["promoted:hbm"] == 4
-    assert s.promote(A, names(4), 0.0, "hbm") == ([], "")
+    assert s.promote(A, names(4), 0.0, Tier.HBM) == ([], "")
 
 
 def test_prefetch_into_a_full_hbm_says_so() -> None:
     s = store(dram=2)
     put(s, names(4))
-    put(s, names(1, b"m"), tier="")
-    assert s.promote(A, names(1, b"m"), 0.0, "hbm") == ([], "no_room")
+    put(s, names(1, b"m"), tier=Tier.DRAM)
+    assert s.promote(A, names(1, b"m"), 0.0, Tier.HBM) == ([], "no_room")
 
 
 def test_a_reader_of_device_memory_has_nvme_blocks_brought_to_dram() -> None:
     s = store(hbm=1, dram=1, nvme=2, config=replace(CONFIG, write_through=True))
-    put(s, names(4), tier="")
+    put(s, names(4), tier=Tier.DRAM)
     demote(s)
-    put(s, names(4, b"m"), tier="")
-    waiting = s.pin(A, names(2), "c", 1.0, 0.0, None, "hbm")
-    assert {m.target_tier for m in waiting.promote} == {"dram"}
+    put(s, names(4, b"m"), tier=Tier.DRAM)
+    waiting = s.pin(A, names(2), "c", 1.0, 0.0, None, Tier.HBM)
+    assert {m.target_tier for m in waiting.promote} == {Tier.DRAM}
 
 
 # ---------------------------------------------------------------- limits
@@ -305,9 +306,9 @@ def test_quotas_hold_in_hbm() -> None:
     s = store(hbm=4, dram=4, config=config)
     put(s, names(16))
     finish(s, s.plan_demotions(100, 0.0))  # dispensable, and more than A's half
-    granted = s.reserve(B, names(2, b"m"), b"", 0, "w", 5.0, 0.0, "hbm")
+    granted = s.reserve(B, names(2, b"m"), b"", 0, "w", 5.0, 0.0, Tier.HBM)
     assert [place.arena_id for place in granted.places] == [HBM_ARENA] * 2
-    used = {u.account: u.used_bytes for u in s.accounts() if u.tier == "hbm"}
+    used = {u.account: u.used_bytes for u in s.accounts() if u.tier == Tier.HBM}
     assert used[B.hex()] == 4 * PAGE
     s.check_integrity()
 
@@ -322,6 +323,6 @@ def test_sizes_and_watermarks_are_checked() -> None:
 
 def test_hbm_full_of_reserved_slots_leaves_dram_to_others() -> None:
     s = store(hbm=1, dram=1)
-    s.reserve(A, names(4), b"", 0, "w", 5.0, 0.0, "hbm")
-    granted = s.reserve(A, names(6, b"m"), b"", 0, "w", 5.0, 0.0, "hbm")
+    s.reserve(A, names(4), b"", 0, "w", 5.0, 0.0, Tier.HBM)
+    granted = s.reserve(A, names(6, b"m"), b"", 0, "w", 5.0, 0.0, Tier.HBM)
     assert granted.statuses == [GRANTED] * 4 + [NO_ROOM] * 2

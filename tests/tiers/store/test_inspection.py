@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument, UnknownNamespace
 from tests.tiers.store.test_store import WRITE_THROUGH, A, B, demote, names, put, store
 from tiers.store.access_clock import MAX_SAMPLES, Ages
@@ -20,12 +21,12 @@ def test_a_block_is_described_by_all_that_keeps_it_where_it_is() -> None:
     assert [b.block_hash for b in (first, second, third)] == names(3)
     assert [b.parent for b in (first, second, third)] == [b"", *names(2)]
     assert [b.depth for b in (first, second, third)] == [0, 1, 2]
-    assert first.tiers == ["dram", "nvme"]
+    assert first.tiers == [Tier.DRAM, Tier.NVME]
     assert (first.pins, second.pins, third.pins) == (1, 1, 0)
     assert (first.protected_s, second.protected_s, third.protected_s) == (0.0, 50.0, -1.0)
     assert first.size_bytes == 2 * 4096
     [usage] = [u for u in s.usages() if u.namespace_id == A]
-    assert (usage.blocks, usage.standing) == (3, {"dram": 3, "nvme": 3})
+    assert (usage.blocks, usage.standing) == (3, {Tier.DRAM: 3, Tier.NVME: 3})
 
 
 def test_a_page_past_the_end_is_empty_however_far() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from kvpool.blocks.tier import Tier
 from tests.support.pool_model import CONFIG, LARGE, SMALL, Violation, random_walk
 from tiers.store import blocks, eviction, reservations, victims
 from tiers.store.arena_allocator import SlotPool
@@ -88,7 +89,7 @@ def _arenas_go_while_in_use(patch: pytest.MonkeyPatch) -> None:
         gone = [*self._walks]
         for arena_id in gone:
             del self._walks[arena_id]
-            slots = self._residency.tiers[0].slots
+            slots = self._residency.tiers[Tier.DRAM].slots
             del slots._arenas[arena_id]
             slots.closed.discard(arena_id)
         return gone
@@ -139,7 +140,7 @@ def _reserved_twice_is_granted_twice(patch: pytest.MonkeyPatch) -> None:
 
     def grant_again(self: ReservationBook, space: Any, name: bytes, *rest: Any) -> Any:
         block = space.blocks.get(name)
-        copy = block.copies[0] if block is not None else None
+        copy = block.copies[Tier.DRAM] if block is not None else None
         part = rest[1]
         is_hidden = not any(name in v for v in space.visible)
         is_begun = copy is not None and copy.places[part] is not None

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvpool.blocks.layout import Namespace
+from kvpool.blocks.tier import Tier
 from tests.support.pool_model import CONFIG, LARGE, NAMESPACES, SMALL, ModelledStore, random_walk
 from tests.support.sizes import examples
 from tiers.policies import POLICIES
@@ -24,8 +25,8 @@ chain_numbers = st.integers(0, 2)
 clients = st.sampled_from(["client0", "client1", "client2"])
 ttls = st.floats(0.1, 12.0)
 picks = st.integers(0, 1000)
-memory_tiers = st.sampled_from(["dram", "hbm"])
-tiers = st.sampled_from(["", "dram", "hbm"])
+memory_tiers = st.sampled_from([Tier.DRAM, Tier.HBM])
+tiers = st.sampled_from([Tier.DRAM, Tier.HBM])
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -55,7 +56,7 @@ class StoreMachine(RuleBasedStateMachine):
         part: int,
         writer: str,
         ttl: float,
-        tier: str,
+        tier: Tier,
         is_committed: bool,
     ) -> None:
         reservation = self.model.reserve(namespace, chain, start, count, part, writer, ttl, tier)
@@ -91,12 +92,12 @@ class StoreMachine(RuleBasedStateMachine):
         tier=tiers,
     )
     def pin(
-        self, namespace: Namespace, chain: int, count: int, holder: str, ttl: float, tier: str
+        self, namespace: Namespace, chain: int, count: int, holder: str, ttl: float, tier: Tier
     ) -> None:
         self.model.pin(namespace, chain, count, holder, ttl, tier)
 
     @rule(namespace=namespaces, chain=chain_numbers, count=st.integers(1, 7), tier=memory_tiers)
-    def promote(self, namespace: Namespace, chain: int, count: int, tier: str) -> None:
+    def promote(self, namespace: Namespace, chain: int, count: int, tier: Tier) -> None:
         self.model.promote(namespace, chain, count, tier)
 
     @precondition(lambda self: self.model.leases)

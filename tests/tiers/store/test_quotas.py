@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvpool.blocks.layout import Layout, Namespace
+from kvpool.blocks.tier import Tier
 from kvpool.errors import ConfigError
 from kvpool.wire.messages import BlockStatus
 from tests.support.pool_model import CONFIG, PAGE, SLAB
@@ -125,7 +126,7 @@ def test_a_slab_shared_with_somebody_below_the_quota_is_no_borrower_s_to_take() 
     put_alone(s, A, 2)
     put_alone(s, C, 2)
     assert put_alone(s, WIDE_C, 20, b"y") == 20
-    assert s.lookup(A.namespace_id, names(1, b"x")) == ["dram"]
+    assert s.lookup(A.namespace_id, names(1, b"x")) == [Tier.DRAM]
     put_alone(s, WIDE_A, 1)  # below its quota: takes from the borrower
     assert used(s)["a"] == 4
 
@@ -133,9 +134,9 @@ def test_a_slab_shared_with_somebody_below_the_quota_is_no_borrower_s_to_take() 
 def test_other_tiers_have_the_same_shares() -> None:
     s = store({"a": 0.25, "b": 4 * PAGE}, nvme=2)
     quotas = {(u.tier, u.account): u.quota_bytes // PAGE for u in s.accounts()}
-    assert quotas["dram", "a"] == quotas["dram", "b"] == 4
-    assert quotas["nvme", "a"] == quotas["nvme", "b"] == 2
-    assert quotas["nvme", ""] == 4
+    assert quotas[Tier.DRAM, "a"] == quotas[Tier.DRAM, "b"] == 4
+    assert quotas[Tier.NVME, "a"] == quotas[Tier.NVME, "b"] == 2
+    assert quotas[Tier.NVME, ""] == 4
 
 
 @pytest.mark.parametrize(

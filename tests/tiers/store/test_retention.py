@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvpool.blocks.tier import Tier
 from kvpool.errors import ConfigError, InvalidArgument, NoRoom, UnknownNamespace
 from tests.support.pool_model import CONFIG, PAGE
 from tests.tiers.store.test_store import GRANTED, NO_ROOM, OTHER, A, B, demote, names, put, store
@@ -30,7 +31,7 @@ def test_a_softly_protected_block_goes_last() -> None:
     put(s, system)
     assert s.protect(A, system, 100.0, 0.0) == 2
     put_alone(s, 9)
-    assert s.lookup(A, system) == ["dram", "dram"]
+    assert s.lookup(A, system) == [Tier.DRAM, Tier.DRAM]
     assert s.counters.get("evicted:soft", 0) == 0
 
 
@@ -42,7 +43,7 @@ def test_a_softly_protected_block_goes_when_nothing_else_can() -> None:
     put(s, names(2, b"y"))
     s.pin(A, names(2, b"y"), "reader", 50.0, 0.0)
     put_alone(s, 1)
-    assert s.lookup(A, system) == ["dram"]  # the tail went
+    assert s.lookup(A, system) == [Tier.DRAM]  # the tail went
     assert s.counters["evicted:soft"] == 1
     assert protected_bytes(s) == PAGE  # what is gone is promised nothing
 
@@ -58,7 +59,7 @@ def test_a_hard_protected_block_never_goes() -> None:
     assert granted.statuses == [NO_ROOM]
     s.expire(1e6)
     put_alone(s, 9, now=1e6)
-    assert s.lookup(A, system) == ["dram", "dram"]
+    assert s.lookup(A, system) == [Tier.DRAM, Tier.DRAM]
 
 
 def test_a_slab_with_a_hard_protected_block_is_not_reclaimed() -> None:
@@ -67,7 +68,7 @@ def test_a_slab_with_a_hard_protected_block_is_not_reclaimed() -> None:
     s.protect(A, names(1), None, 0.0)
     granted = s.reserve(OTHER.namespace_id, names(1), b"", 0, "w", 1.0, 0.0)
     assert granted.statuses == [NO_ROOM]
-    assert s.lookup(A, names(4)) == ["dram"] * 4
+    assert s.lookup(A, names(4)) == [Tier.DRAM] * 4
     s.unprotect(A, names(1), 0.0)
     s.protect(A, names(1), 50.0, 0.0)  # a soft one stands in nobody's way for ever
     granted = s.reserve(OTHER.namespace_id, names(1), b"", 0, "w", 1.0, 0.0)
@@ -80,7 +81,7 @@ def test_a_slab_without_protected_blocks_is_preferred() -> None:
     s.protect(A, names(4), 50.0, 0.0)
     put(s, names(4, b"y"))
     put(s, names(1, b"z"), space=OTHER.namespace_id)
-    assert s.lookup(A, names(4)) == ["dram"] * 4
+    assert s.lookup(A, names(4)) == [Tier.DRAM] * 4
     assert s.lookup(A, names(4, b"y")) == []
 
 
@@ -199,10 +200,10 @@ def test_protection_goes_with_the_block_through_the_tiers() -> None:
     s.protect(A, names(2), 50.0, 0.0)
     assert protected_bytes(s, 0) == protected_bytes(s, 1) == 2 * PAGE
     put(s, names(4, b"y"))  # nothing else can go: the run shields itself
-    assert s.lookup(A, names(2)) == ["nvme", "nvme"]
+    assert s.lookup(A, names(2)) == [Tier.NVME, Tier.NVME]
     demote(s)
     demote(s)
-    assert s.lookup(A, names(2)) == ["nvme", "nvme"]  # the disk lets others go first
+    assert s.lookup(A, names(2)) == [Tier.NVME, Tier.NVME]  # the disk lets others go first
     assert s.drop(A, names(2)[0], "test", 0.0)
     assert s.drop(A, names(2)[1], "test", 0.0)
     assert protected_bytes(s, 0) == protected_bytes(s, 1) == 0

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvpool.blocks.layout import Layout, Namespace
+from kvpool.blocks.tier import Tier
 from kvpool.errors import (
     BlockTooLarge,
     ConfigError,
@@ -136,7 +137,7 @@ def test_calls_that_name_an_unknown_namespace_are_refused() -> None:
 def test_two_namespaces_share_no_block() -> None:
     s = store(dram=2)
     put(s, names(1))
-    assert s.lookup(A, names(1)) == ["dram"]
+    assert s.lookup(A, names(1)) == [Tier.DRAM]
     assert s.lookup(OTHER.namespace_id, names(1)) == []
 
 
@@ -314,7 +315,7 @@ def test_what_was_committed_survives_the_abort_of_the_rest() -> None:
     number = s.reserve(A, run, b"", 0, "w", 5.0, 0.0).reservation_id
     s.commit(number, [1], 0.0, [0])
     s.abort(number, False, 0.0)
-    assert s.lookup(A, run) == ["dram"]
+    assert s.lookup(A, run) == [Tier.DRAM]
     usage = s.usage()[0]
     assert (usage.committed_bytes, usage.quarantined_bytes) == (PAGE, 2 * PAGE)
 
@@ -416,10 +417,10 @@ def test_the_least_recently_used_leaf_goes_first() -> None:
     put(s, chain)
     put(s, names(1, b"x"))
     put(s, names(1, b"y"))  # evicts the tail of the chain, not its older head
-    assert s.lookup(A, chain) == ["dram", "dram"]
+    assert s.lookup(A, chain) == [Tier.DRAM, Tier.DRAM]
     s.release(s.pin(A, chain[:2], "c", 1.0, 0.0).lease_id, 0.0)
     put(s, names(1, b"z"))
-    assert s.lookup(A, chain) == ["dram", "dram"]
+    assert s.lookup(A, chain) == [Tier.DRAM, Tier.DRAM]
     assert s.lookup(A, names(1, b"x")) == []
 
 
@@ -430,7 +431,7 @@ def test_a_prefix_stays_while_a_reserved_suffix_builds_on_it() -> None:
     s.reserve(A, chain[1:], chain[0], 0, "w", 9.0, 0.0)
     for tag in (b"a", b"b", b"c", b"d"):
         put(s, names(1, tag))
-    assert s.lookup(A, chain[:1]) == ["dram"]
+    assert s.lookup(A, chain[:1]) == [Tier.DRAM]
 
 
 def test_a_run_never_evicts_what_it_builds_on() -> None:
@@ -439,7 +440,7 @@ def test_a_run_never_evicts_what_it_builds_on() -> None:
     put(s, chain[:3])
     granted = s.reserve(A, chain[3:], chain[2], 0, "w", 9.0, 0.0)
     assert granted.statuses == [GRANTED, NO_ROOM, NO_ROOM]
-    assert s.lookup(A, chain[:3]) == ["dram"] * 3
+    assert s.lookup(A, chain[:3]) == [Tier.DRAM] * 3
 
 
 def test_a_run_does_not_evict_its_ancestors_beyond_a_gap() -> None:
@@ -458,7 +459,7 @@ def test_parents_in_a_circle_do_not_make_blocks_immortal() -> None:
     put(s, [two], parent=one)
     put(s, names(1, b"s"), parent=names(1, b"s")[0])
     put(s, names(4, b"x"))
-    assert s.lookup(A, names(4, b"x")) == ["dram"] * 4
+    assert s.lookup(A, names(4, b"x")) == [Tier.DRAM] * 4
 
 
 def test_half_written_blocks_do_not_hold_their_room_for_ever() -> None:
@@ -474,8 +475,8 @@ def test_a_slab_of_another_size_is_reclaimed_whole() -> None:
     put(s, names(8))
     other = OTHER.namespace_id
     put(s, names(2, b"x"), space=other)
-    assert s.lookup(other, names(2, b"x")) == ["dram", "dram"]
-    assert s.lookup(A, names(8)) == ["dram"] * 4  # the tail went, the head stayed
+    assert s.lookup(other, names(2, b"x")) == [Tier.DRAM, Tier.DRAM]
+    assert s.lookup(A, names(8)) == [Tier.DRAM] * 4  # the tail went, the head stayed
     s.check_integrity()
 
 
@@ -485,7 +486,7 @@ def test_a_slab_with_one_pinned_block_is_not_reclaimed() -> None:
     s.pin(A, names(1), "c", 9.0, 0.0)
     granted = s.reserve(OTHER.namespace_id, names(1), b"", 0, "w", 1.0, 0.0)
     assert granted.statuses == [NO_ROOM]
-    assert s.lookup(A, names(4)) == ["dram"] * 4
+    assert s.lookup(A, names(4)) == [Tier.DRAM] * 4
 
 
 def test_a_busy_slot_size_outgrows_an_idle_one() -> None:
@@ -505,7 +506,7 @@ def test_a_dropped_block_that_is_read_is_hidden_at_once_and_freed_later() -> Non
     put(s, names(2))
     lease = s.pin(A, names(2), "c", 9.0, 0.0).lease_id
     assert s.drop(A, names(2)[1], "checksum", 0.0)
-    assert s.lookup(A, names(2)) == ["dram"]
+    assert s.lookup(A, names(2)) == [Tier.DRAM]
     assert s.usage()[0].committed_bytes == 2 * PAGE
     granted = s.reserve(A, names(2)[1:], names(2)[0], 0, "w", 9.0, 0.0)
     assert granted.statuses == [GRANTED]
@@ -543,14 +544,16 @@ def test_cold_blocks_are_copied_above_the_high_watermark_down_to_the_low_one() -
     put(s, names(2, b"x"))
     moves = s.plan_demotions(9, 0.0)
     assert [m.block_hash for m in moves] == names(4)[::-1]  # coldest first; 2 are free, 6 will be
-    assert {(m.source_tier, m.target_tier, m.length) for m in moves} == {("dram", "nvme", PAGE)}
+    assert {(m.source_tier, m.target_tier, m.length) for m in moves} == {
+        (Tier.DRAM, Tier.NVME, PAGE)
+    }
     assert [m.parent for m in moves] == [*names(4)[2::-1], b""]
     assert s.plan_demotions(9, 0.0) == []
     assert s.usage()[1].reserved_bytes == 4 * PAGE
     for move in moves:
         s.finish_move(move.move_id, True, 0.0)
     assert s.usage()[1].committed_bytes == 4 * PAGE
-    assert s.lookup(A, names(4)) == ["dram"] * 4
+    assert s.lookup(A, names(4)) == [Tier.DRAM] * 4
 
 
 def test_pinned_blocks_are_not_demoted_unless_everything_is_written_through() -> None:
@@ -571,7 +574,7 @@ def test_an_evicted_block_with_an_nvme_copy_is_found_there_and_promoted() -> Non
     put(s, run)
     demoted = demote(s)
     put(s, names(3, b"x"))
-    assert s.lookup(A, run) == ["dram", "nvme", "nvme"]
+    assert s.lookup(A, run) == [Tier.DRAM, Tier.NVME, Tier.NVME]
     first = s.pin(A, run, "c", 1.0, 0.0)
     assert (first.lease_id, first.found, first.miss_reason) == (0, 0, "promoting")
     assert [m.block_hash for m in first.promote] == run[1:]
@@ -582,7 +585,7 @@ def test_an_evicted_block_with_an_nvme_copy_is_found_there_and_promoted() -> Non
     for move in first.promote:
         s.finish_move(move.move_id, True, 0.0)
     second = s.pin(A, run, "c", 1.0, 0.0)
-    assert (second.found, second.tiers) == (3, ["dram"] * 3)
+    assert (second.found, second.tiers) == (3, [Tier.DRAM] * 3)
     assert second.checksums == [0, 1, 2]
     assert s.counters["promoted"] == 2
 
@@ -606,7 +609,7 @@ def test_a_failed_promotion_leaves_the_block_in_nvme() -> None:
     moves = s.pin(A, names(3), "c", 9.0, 0.0).promote
     for move in moves:
         s.finish_move(move.move_id, False, 0.0)
-    assert s.lookup(A, names(3)) == ["nvme"] * 3
+    assert s.lookup(A, names(3)) == [Tier.NVME] * 3
     assert s.usage()[0].reserved_bytes == 0
     s.check_integrity()
 
@@ -657,7 +660,9 @@ def test_a_block_that_finds_no_colder_one_below_holds_up_no_hotter_one() -> None
     for name in names(12):  # in dram for good, and on nvme until hotter ones came
         put(s, [name])
         demote(s)
-    assert [s.standing(A, name) for name in names(12)[-5:]] == [["dram"]] + [["dram", "nvme"]] * 4
+    assert [s.standing(A, name) for name in names(12)[-5:]] == [[Tier.DRAM]] + [
+        [Tier.DRAM, Tier.NVME]
+    ] * 4
     [newest] = names(1, b"x")
     put(s, [newest])
     # Eight colder ones are asked again first. Each finds nothing colder, and none comes again at once.
@@ -679,7 +684,7 @@ def test_a_block_of_another_slot_size_goes_down_while_one_finds_no_room() -> Non
     [newest] = names(1, b"x")
     put(s, [newest], space=space)
     assert [m.block_hash for m in demote(s, 9, CONFIG.move_retry_s)] == [newest]
-    assert s.standing(A, names(1)[0]) == ["dram"]
+    assert s.standing(A, names(1)[0]) == [Tier.DRAM]
 
 
 def test_refused_blocks_come_again_late_unless_they_are_used() -> None:
@@ -732,7 +737,7 @@ def test_what_is_found_in_nvme_at_start_is_visible_again() -> None:
     assert not s.recover(A, one, b"", 0, Place(0, PAGE), 11, 0.0)  # known
     assert not s.recover(A, names(3)[2], two, 0, Place(0, 0), 33, 0.0)  # taken
     assert not s.recover(A, names(3)[2], two, 1, Place(0, 3 * PAGE), 33, 0.0)  # no such part
-    assert s.lookup(A, [one, two]) == ["nvme", "nvme"]
+    assert s.lookup(A, [one, two]) == [Tier.NVME, Tier.NVME]
     s.check_integrity()
     moves = s.pin(A, [one, two], "c", 1.0, 0.0).promote
     assert [(m.source, m.checksum) for m in moves] == [(Place(0, 0), 11), (Place(0, 2 * PAGE), 22)]
@@ -746,14 +751,14 @@ def test_half_recovered_blocks_are_freed_and_named() -> None:
     assert s.recover(B, half, whole, 1, Place(0, 4 * PAGE), 1, 0.0)
     assert s.finish_recovery(0.0) == [(B, half)]
     assert s.usage()[1].committed_bytes == 4 * PAGE
-    assert s.lookup(B, [whole, half]) == ["nvme"]
+    assert s.lookup(B, [whole, half]) == [Tier.NVME]
 
 
 def test_a_half_recovered_block_gives_way_to_a_new_writer() -> None:
     s = store(dram=1, nvme=2)
     assert s.recover(B, names(1)[0], b"", 0, Place(0, 0), 1, 0.0)
     put(s, names(1), space=B)
-    assert s.lookup(B, names(1)) == ["dram"]
+    assert s.lookup(B, names(1)) == [Tier.DRAM]
     assert s.usage()[1].free_bytes == 2 * SLAB
 
 
@@ -763,15 +768,18 @@ def test_a_half_recovered_block_gives_way_to_a_new_writer() -> None:
 def test_events_tell_of_whole_copies_in_order() -> None:
     s = store(dram=1, nvme=1)
     put(s, names(1))
-    assert [tuple(e) for e in s.take_events()] == [("stored", A, names(1)[0], "dram")]
+    assert [tuple(e) for e in s.take_events()] == [("stored", A, names(1)[0], Tier.DRAM)]
     assert s.take_events() == []
     put(s, names(3, b"x"))
     demote(s)
     s.take_events()
     put(s, names(1, b"y"))
     events = [tuple(e) for e in s.take_events()]
-    assert events == [("removed", A, names(1)[0], "dram"), ("stored", A, names(1, b"y")[0], "dram")]
-    assert ("nvme", names(1)[0]) in {(tier, name) for _, tier, name in s.snapshot()}
+    assert events == [
+        ("removed", A, names(1)[0], Tier.DRAM),
+        ("stored", A, names(1, b"y")[0], Tier.DRAM),
+    ]
+    assert (Tier.NVME, names(1)[0]) in {(tier, name) for _, tier, name in s.snapshot()}
 
 
 def test_events_that_nobody_takes_are_bounded_and_the_loss_is_counted() -> None:
@@ -798,7 +806,7 @@ def test_the_states_add_up_to_the_arena() -> None:
 def test_a_state_that_contradicts_itself_is_noticed() -> None:
     s = store()
     put(s, names(1))
-    s._residency.tiers[0].committed_bytes += 1
+    s._residency.tiers[Tier.DRAM].committed_bytes += 1
     with pytest.raises(StoreCorrupt):
         s.check_integrity()
 
