@@ -64,8 +64,7 @@ def parse_profile_file(content: Any, source: str) -> ProfileFile:
         ConfigError: unknown field, wrong type, or another version.
     """
     try:
-        # Not strict: YAML 1.1 reads 1e-07, which has no dot, as text.
-        file = msgspec.convert(content, ProfileFile, strict=False)
+        file = msgspec.convert(content, ProfileFile)
     except msgspec.ValidationError as error:
         raise ConfigError(
             f"{source} is not a profile: {error}", hint="kvpool worker profile writes one"
