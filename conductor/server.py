@@ -78,6 +78,7 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
     if config.profile is not None:
         cluster.cost = CostModel(read_profile(config.profile))
     rules = RulesFile(config.rules_path, cluster.counters)
+    await rules.load()
     roles = RoleController(
         RoleLimits(
             window_s=config.roles_window_s,
@@ -164,10 +165,12 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
             "grpc": f"{config.announced_host}:{grpc_port}",
         }
         tasks = [
-            asyncio.create_task(_sweep(cluster, rules), name="sweep"),
+            asyncio.create_task(_sweep(cluster), name="sweep"),
             asyncio.create_task(changes.run(), name="roles"),
             *security.tasks(),
         ]
+        if config.rules_path is not None:
+            tasks.append(asyncio.create_task(rules.watch(), name="routing rules"))
         if config.engines:
             tasks.append(asyncio.create_task(engine_servers.run(), name="engine servers"))
         if shared is not None:
@@ -248,11 +251,10 @@ def scheduler_config(config: ConductorConfig) -> SchedulerConfig:
     )
 
 
-async def _sweep(cluster: Cluster, rules: RulesFile) -> None:
+async def _sweep(cluster: Cluster) -> None:
     while True:
         await asyncio.sleep(SWEEP_S)
         cluster.sweep()
-        rules.reload_if_changed()
 
 
 async def _tend(shared: SharedCluster) -> None:

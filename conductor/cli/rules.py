@@ -112,7 +112,9 @@ def _by_file(file: Path, request: m.RulesExplain) -> m.RulesExplanation:
     from conductor.routing.service import RulesService
     from conductor.scheduling.inputs import SchedulingInputs
 
-    return RulesService(RulesFile(file)).explain(request, SchedulingInputs({}, {}))
+    rules = RulesFile()
+    rules.replace(_text(file), f"file {file}")
+    return RulesService(rules).explain(request, SchedulingInputs({}, {}))
 
 
 def _text(file: Path) -> str:

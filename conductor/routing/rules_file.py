@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from pathlib import Path
 
+import aiofiles
+import aiofiles.os
 import structlog
 
 from conductor.routing.rules import Facts, RoutingChoice, RoutingRules, choose, parse_rules
@@ -12,16 +15,15 @@ from kvpool.errors import ConfigError
 
 log = structlog.get_logger(__name__)
 
+POLL_S = 0.25
+
 
 class RulesFile:
     """Holds the last valid rules. A request keeps the choice that was made when it arrived.
 
     Args:
-        path: YAML file, read now and again when it changes; None starts with empty rules.
+        path: YAML file for `load` and `watch`; None means that there is no file. The rules are empty at first.
         counters: where events are counted.
-
-    Raises:
-        ConfigError: the file cannot be read, or its rules are not valid.
     """
 
     def __init__(self, path: Path | None = None, counters: Counter[str] | None = None) -> None:
@@ -32,9 +34,22 @@ class RulesFile:
         self.is_rolled_back = False
         self._path = path
         self._seen: tuple[int, int] | None = None
-        if path is not None:
-            self._seen = _stamp(path)
-            self.replace(_read(path), f"file {path}")
+
+    async def load(self) -> None:
+        """Read the file and put its rules in force.
+
+        Raises:
+            ConfigError: the file cannot be read, or its rules are not valid.
+        """
+        if self._path is not None:
+            self._seen = await _stamp(self._path)
+            self.replace(await _read(self._path), f"file {self._path}")
+
+    async def watch(self) -> None:
+        """Reload the file whenever it changes, until cancelled."""
+        while True:
+            await asyncio.sleep(POLL_S)
+            await self.reload_if_changed()
 
     def replace(self, text: str, source: str = "the routing rules") -> None:
         """Put other rules in force. A rollback stays in effect.
@@ -46,16 +61,12 @@ class RulesFile:
         self.rules, self.text, self.error = rules, text, ""
         self.counters["routing:replaced"] += 1
 
-    def reload_if_changed(self) -> None:
+    async def reload_if_changed(self) -> None:
         """Read the file again if it changed. Invalid rules are logged once, and the old ones stay in force."""
-        if self._path is None:
+        if self._path is None or await _stamp(self._path) == self._seen:
             return
-        stamp = _stamp(self._path)
-        if stamp == self._seen:
-            return
-        self._seen = stamp
         try:
-            self.replace(_read(self._path), f"file {self._path}")
+            await self.load()
         except ConfigError as error:
             self.error = str(error)
             self.counters["routing:refused"] += 1
@@ -90,17 +101,19 @@ class RulesFile:
         return choice
 
 
-def _stamp(path: Path) -> tuple[int, int] | None:
+async def _stamp(path: Path) -> tuple[int, int] | None:
     try:
-        found = path.stat()
+        found = await aiofiles.os.stat(path)
     except OSError:
         return None
     return found.st_mtime_ns, found.st_size
 
 
-def _read(path: Path) -> str:
+async def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        async with aiofiles.open(path, encoding="utf-8") as file:
+            text: str = await file.read()
+            return text
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"cannot read the routing rules {path}: {error}", hint="see conductor.rules_path"

@@ -142,23 +142,24 @@ def test_mistakes_are_named_with_what_was_meant(text: str, words: list[str]) -> 
         assert word in str(caught.value)
 
 
-def test_a_changed_file_is_read_again_and_a_wrong_one_changes_nothing(tmp_path: Path) -> None:
+async def test_a_changed_file_is_read_again_and_a_wrong_one_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "rules.yaml"
     path.write_text("mode: aggregated")
     holder = RulesFile(path)
+    await holder.load()
     assert holder.choose(LONG).mode == "local"
     path.write_text("mode: nonsense")
     os.utime(path, ns=(1, 1))
-    holder.reload_if_changed()
+    await holder.reload_if_changed()
     assert holder.choose(LONG).mode == "local"
     assert "nonsense" in holder.error or "mode" in holder.error
     assert holder.counters["routing:refused"] == 1
     path.write_text("mode: disaggregated")
     os.utime(path, ns=(2, 2))
-    holder.reload_if_changed()
+    await holder.reload_if_changed()
     assert (holder.choose(LONG).mode, holder.error) == ("disaggregated", "")
     with pytest.raises(ConfigError):
-        RulesFile(tmp_path / "absent.yaml")
+        await RulesFile(tmp_path / "absent.yaml").load()
 
 
 def test_a_rollback_serves_everything_aggregated_until_it_ends() -> None:
