@@ -1,0 +1,174 @@
+"""How the code is laid out: rooms, sizes, names, and settings that say what they are for.
+
+A list of exceptions below only gets shorter: a test fails if an exception is not needed any more.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from kvpool.config.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("kvpool", "tiers", "conductor", "workers", "planner", "benchmarks")
+MAX_LINES = 500
+MAX_METHODS = 25
+
+# Files over MAX_LINES: the most lines that each may have until it is split.
+LONG_FILES = {
+    "conductor/cluster/cluster.py": 508,
+    "kvpool/client/node/node_link.py": 503,
+    "tiers/service/service.py": 582,
+    "tiers/store/block_table.py": 543,
+    "tiers/store/store.py": 890,
+}
+
+# Classes over MAX_METHODS: the most methods that each may have until it is split.
+LARGE_CLASSES = {
+    "conductor/cluster/cluster.py::Cluster": 39,
+    "conductor/redis/index.py::RedisIndex": 29,
+    "conductor/redis/shared_state.py::SharedCluster": 37,
+    "kvpool/client/node/node_link.py::NodeLink": 28,
+    "kvpool/transports/nixl.py::NixlTransport": 32,
+    "tiers/service/migrator.py::Mover": 29,
+    "tiers/service/service.py::NodeService": 35,
+    "tiers/store/arena_allocator.py::SlotPool": 27,
+    "tiers/store/block_table.py::Residency": 41,
+    "tiers/store/store.py::Store": 70,
+}
+
+# Classes whose methods an engine dictates. They stay.
+DICTATED_BY_ENGINES = {
+    "kvpool/engines/lmcache/connector.py::KVPoolConnector",
+    "kvpool/engines/lmcache/l2_adapter.py::KVPoolL2Adapter",
+    "kvpool/engines/sglang/storage.py::KVPoolStorage",
+    "kvpool/engines/vllm/connector.py::KVPoolConnector",
+}
+
+# Words that the code no longer uses in names, with the words of the field that took their place.
+RETIRED = {
+    "entrance": "admission",
+    "watches": "peer guard",
+    "suspicions": "negative cache",
+    "hot_answers": "lookup cache",
+    "last_news": "block history",
+}
+
+# How many settings still have no description.
+UNDESCRIBED = 40
+
+
+@functools.cache
+def sources() -> dict[str, str]:
+    """The Python files of the product by path, without those that protoc wrote."""
+    return {
+        str(file.relative_to(ROOT)): file.read_text()
+        for package in PACKAGES
+        for file in sorted((ROOT / package).rglob("*.py"))
+        if "_pb2" not in file.name
+    }
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    return {path: ast.parse(text) for path, text in sources().items()}
+
+
+def methods(node: ast.ClassDef) -> list[str]:
+    return [
+        child.name
+        for child in node.body
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+
+
+def excess(sizes: dict[str, int], limit: int, allowed: dict[str, int]) -> dict[str, str]:
+    """What is larger than it may be, and what needs no exception any more."""
+    wrong = {
+        name: f"{size}, at most {allowed.get(name, limit)}: split it"
+        for name, size in sizes.items()
+        if size > allowed.get(name, limit)
+    }
+    for name in allowed:
+        if sizes.get(name, 0) <= limit:
+            wrong[name] = f"remove this exception from {Path(__file__).name}: it is not needed"
+    return wrong
+
+
+def test_every_top_level_folder_of_code_is_known() -> None:
+    folders = {
+        file.parent.name
+        for file in ROOT.glob("*/__init__.py")
+        if file.parent.name != "tests" and not file.parent.name.startswith(".")
+    }
+    assert folders == set(PACKAGES)
+
+
+def test_no_file_is_longer_than_a_reader_can_take_in() -> None:
+    sizes = {path: text.count("\n") for path, text in sources().items()}
+    assert excess(sizes, MAX_LINES, LONG_FILES) == {}
+
+
+def test_no_class_has_more_methods_than_a_reader_can_take_in() -> None:
+    sizes = {
+        f"{path}::{node.name}": len(methods(node))
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    assert {name for name in DICTATED_BY_ENGINES if sizes.get(name, 0) <= MAX_METHODS} == set()
+    others = {name: size for name, size in sizes.items() if name not in DICTATED_BY_ENGINES}
+    assert excess(others, MAX_METHODS, LARGE_CLASSES) == {}
+
+
+def names_given(tree: ast.Module) -> Iterator[str]:
+    """Names that the file gives to classes, functions, arguments, attributes and variables."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+
+
+@functools.cache
+def in_words(name: str) -> str:
+    """`ReservationBook` and `_reservation_book` as `_reservation_book_`."""
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+    return f"_{snake.strip('_')}_"
+
+
+def test_no_retired_word_comes_back() -> None:
+    found = {
+        f"{path}: {name}": f"say {instead}"
+        for path, tree in trees().items()
+        for name in {*Path(path).with_suffix("").parts, *names_given(tree)}
+        for word, instead in RETIRED.items()
+        if f"_{word}_" in in_words(name)
+    }
+    assert found == {}
+
+
+def undescribed(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from undescribed(kind, f"{prefix}{name}.")
+        elif not field.description:
+            yield prefix + name
+
+
+def test_every_setting_says_what_it_is_for() -> None:
+    missing = list(undescribed(Settings))
+    assert len(missing) == UNDESCRIBED, f"without a description: {missing}; update UNDESCRIBED"
