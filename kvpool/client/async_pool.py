@@ -6,7 +6,6 @@ node only and needs no look-up.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import socket
@@ -25,6 +24,7 @@ from kvpool.client.data.reading import ChainReader, GetResult
 from kvpool.client.data.writing import ChainWriter, PutResult
 from kvpool.client.node import lookup as lookups
 from kvpool.client.node.directory import NodeDirectory
+from kvpool.client.node.transfer_threads import close_in_thread
 from kvpool.errors import ConfigError, InvalidArgument
 from kvpool.security.credentials import NO_CREDENTIALS, Credentials
 from kvpool.transports import TransportName, Transports
@@ -101,7 +101,7 @@ class AsyncPool(PoolAdmin):
     async def close(self) -> None:
         """Close every connection. Nodes then end the leases and reservations of this client."""
         await self.directory.close()
-        await asyncio.to_thread(self.transports.close)
+        await close_in_thread(self.transports.close)
 
     # ------------------------------------------------------------ finding
 

@@ -103,9 +103,12 @@ class Pool:
 
     def close(self) -> None:
         """Close every connection and stop the thread. A second call does nothing."""
-        if not self._is_closed:
+        if self._is_closed:
+            return
+        try:
             with contextlib.suppress(DeadlineExceeded):
                 self._wait(self._pool.close(), 5.0)
+        finally:
             self._is_closed = True
             self._stop()
 

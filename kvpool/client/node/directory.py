@@ -19,6 +19,7 @@ from kvpool.client.node.negative_cache import NegativeCache
 from kvpool.client.node.node_link import NodeLink
 from kvpool.client.node.placement import choose_nodes, nodes_for_tenant
 from kvpool.client.node.recent_writes import RecentWrites
+from kvpool.client.node.transfer_threads import close_in_thread
 from kvpool.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -80,7 +81,7 @@ class NodeDirectory:
 
     async def close(self) -> None:
         """Close every connection, and wait for links that are closing already."""
-        for link in self._links.values():
+        for link in self.links():
             await link.close()
         if self._closing:
             await asyncio.gather(*self._closing, return_exceptions=True)
@@ -308,4 +309,4 @@ class NodeDirectory:
     async def _close_link(self, link: NodeLink) -> None:
         await link.close()
         with contextlib.suppress(KvpoolError):
-            await asyncio.to_thread(self.transports.forget, link.node.node_id)
+            await close_in_thread(lambda: self.transports.forget(link.node.node_id))

@@ -38,6 +38,16 @@ async def run_transfer(
         raise cancelled from error
 
 
+async def close_in_thread(close: Callable[[], None]) -> None:
+    """Call `close` in a thread; directly if the interpreter is exiting, when no executor accepts work."""
+    try:
+        closing = asyncio.get_running_loop().run_in_executor(None, close)
+    except RuntimeError:
+        close()
+    else:
+        await closing
+
+
 async def load_transport(
     load: Callable[[], Transport], node_id: str, timeout_s: float
 ) -> Transport:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,13 @@ import pytest
 
 from kvpool.client import AsyncPool, Pool
 
+# Engines close their pools this late: vLLM in one process does it by `weakref.finalize`.
+CLOSES_AT_EXIT = """
+import atexit
+from kvpool import Pool
+pool = Pool(conductor="127.0.0.1:1")
+atexit.register(pool.close)
+"""
 ASYNC_ONLY: set[str] = set()
 BLOCKING_ONLY = {"release", "submit"}
 WRITTEN_TWICE = {"close", "pinned", "peers", "register_memory", "deregister_memory"}
@@ -32,3 +41,10 @@ def test_a_blocking_method_keeps_signature_and_docstring(name: str) -> None:
     if name not in WRITTEN_TWICE:
         assert inspect.signature(blocking) == inspect.signature(original)
         assert blocking.__doc__ == original.__doc__
+
+
+def test_a_pool_can_be_closed_while_the_interpreter_exits() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", CLOSES_AT_EXIT], capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
