@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from kvpool import AsyncPool, Layout, Namespace, TensorParallelRank, hash_chain
-from kvpool.blocks.resharding import Plan, plan_part, plan_read
+from kvpool.blocks.resharding import TransferPlan, plan_part, plan_read
 from kvpool.client.node.node_link import NodeLink
 from kvpool.serving.supervisor import Fleet
 from kvpool.transports import TransportName
@@ -36,7 +36,9 @@ def space_of(piece_bytes: int) -> Namespace:
     return Namespace(f"benchmarks/{piece_bytes}", "r", layout)
 
 
-async def read_s(link: NodeLink, space: Namespace, hashes: list[bytes], plans: list[Plan]) -> float:
+async def read_s(
+    link: NodeLink, space: Namespace, hashes: list[bytes], plans: list[TransferPlan]
+) -> float:
     """Shortest seconds of reading `plans`, one after the other."""
     times = []
     for _ in range(ROUNDS):

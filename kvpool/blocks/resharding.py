@@ -62,7 +62,7 @@ class TensorParallelRank:
 
 
 @dataclass(slots=True, frozen=True)
-class Plan:
+class TransferPlan:
     """The pieces of one block for one rank: part by part, ascending within the stored part.
 
     Each part has the same number of pieces. The arrays are read-only.
@@ -114,7 +114,7 @@ class Plan:
         lengths = np.tile(self.lengths, len(addresses))
         return local.reshape(-1), stood.reshape(-1, 2), lengths
 
-    def in_runs(self, lengths: Int64Array) -> Plan:
+    def in_runs(self, lengths: Int64Array) -> TransferPlan:
         """The same bytes for memory in which a block lies in several runs; give `runs` an address for each.
 
         Raises:
@@ -132,7 +132,7 @@ class Plan:
             return self
         return _plan(self.parts, [(starts, starts, lengths)], self.rank_bytes, True)
 
-    def of_part(self, row: int) -> Plan:
+    def of_part(self, row: int) -> TransferPlan:
         """The plan of `parts[row]` alone."""
         chosen = self.rows == row
         return _plan(
@@ -143,7 +143,7 @@ class Plan:
         )
 
 
-def plan_part(stored: Layout, part: int) -> Plan:
+def plan_part(stored: Layout, part: int) -> TransferPlan:
     """The plan of an engine with the stored layout itself: its part, whole."""
     whole = (_array(0), _array(0), _array(stored.part_bytes))
     return _plan((part,), [whole], stored.part_bytes, True)
@@ -152,7 +152,7 @@ def plan_part(stored: Layout, part: int) -> Plan:
 @functools.lru_cache(maxsize=1024)
 def plan_read(
     stored: Layout, reader: Layout, rank: int, *, min_piece_bytes: int = MIN_PIECE_BYTES
-) -> Plan:
+) -> TransferPlan:
     """What a rank of an engine with layout `reader` reads of each block stored as `stored`.
 
     Where ranks hold copies of one head, one stored copy is read.
@@ -177,7 +177,7 @@ def plan_read(
 @functools.lru_cache(maxsize=1024)
 def plan_write(
     stored: Layout, writer: Layout, rank: int, *, min_piece_bytes: int = MIN_PIECE_BYTES
-) -> Plan:
+) -> TransferPlan:
     """What a rank of an engine with layout `writer` writes of each block stored as `stored`: whole parts only.
 
     The ranks of one engine write all parts between them. Where ranks hold copies of one head, several may write
@@ -252,7 +252,7 @@ def _heads(layout: Layout, part: int) -> tuple[int, int]:
 
 def _between(
     stored: Layout, other: Layout, rank: int, parts: Sequence[int], min_piece_bytes: int
-) -> Plan:
+) -> TransferPlan:
     """The heads that `rank` of `other` and each of `parts` have in common."""
     first, heads = _heads(other, rank)
     pieces = []
@@ -335,13 +335,13 @@ def _plan(
     pieces: Sequence[tuple[Int64Array, Int64Array, Int64Array]],
     rank_bytes: int,
     is_whole: bool,
-) -> Plan:
+) -> TransferPlan:
     counts = [len(lengths) for _, _, lengths in pieces]
     rows = np.repeat(np.arange(len(parts), dtype=np.int64), counts)
     stored, local, lengths = (np.concatenate([piece[i] for piece in pieces]) for i in range(3))
     for column in (rows, stored, local, lengths):
         column.flags.writeable = False
-    return Plan(tuple(parts), rows, stored, local, lengths, rank_bytes, is_whole)
+    return TransferPlan(tuple(parts), rows, stored, local, lengths, rank_bytes, is_whole)
 
 
 def _array(value: int) -> Int64Array:

@@ -14,7 +14,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Self
 
 from kvpool.blocks.layout import Layout, Namespace
-from kvpool.blocks.resharding import Plan, TensorParallelRank, plan_part, plan_read, plan_write
+from kvpool.blocks.resharding import (
+    TensorParallelRank,
+    TransferPlan,
+    plan_part,
+    plan_read,
+    plan_write,
+)
 from kvpool.blocks.tier import Tier
 from kvpool.client.admin.pool_admin import PoolAdmin, check_memory_tier
 from kvpool.client.data import pinning
@@ -400,11 +406,11 @@ class AsyncPool(PoolAdmin):
 
 
 def _plan(
-    make: Callable[[Layout, Layout, int], Plan],
+    make: Callable[[Layout, Layout, int], TransferPlan],
     namespace: Namespace,
     part: int,
     as_rank: TensorParallelRank | None,
-) -> Plan:
+) -> TransferPlan:
     stored = namespace.layout
     if as_rank is None:
         return plan_part(stored, part)

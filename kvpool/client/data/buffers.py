@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.blocks.resharding import Plan
+from kvpool.blocks.resharding import TransferPlan
 from kvpool.errors import InvalidArgument, WrongByteCount
 from kvpool.transports.copy import Int64Array
 
@@ -87,8 +87,8 @@ def memory_span(data: Any, *, writable: bool) -> tuple[int, int, Any]:
 
 
 def block_addresses(
-    data: Any, count: int, plan: Plan, *, writable: bool
-) -> tuple[Int64Array, Any, Plan]:
+    data: Any, count: int, plan: TransferPlan, *, writable: bool
+) -> tuple[Int64Array, Any, TransferPlan]:
     """Addresses of `count` blocks in the caller's memory, the owner of that memory, and a plan that fits it.
 
     Args:

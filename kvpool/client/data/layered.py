@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.blocks.layout import Namespace
-from kvpool.blocks.resharding import Plan
+from kvpool.blocks.resharding import TransferPlan
 from kvpool.client.data.buffers import part_addresses
 from kvpool.client.data.pinning import PinnedBlocks
 from kvpool.client.node.deadlines import time_left
@@ -192,8 +192,10 @@ class LayeredWriter:
             )
 
 
-def _ranges(offsets: Sequence[int], length: int, part_bytes: int) -> Plan:
+def _ranges(offsets: Sequence[int], length: int, part_bytes: int) -> TransferPlan:
     """A plan that reads the same ranges of each part to the same offsets."""
     at = np.asarray(offsets, dtype=np.int64)
     rows = np.zeros(len(at), dtype=np.int64)
-    return Plan((0,), rows, at, at, np.full(len(at), length, dtype=np.int64), part_bytes, False)
+    return TransferPlan(
+        (0,), rows, at, at, np.full(len(at), length, dtype=np.int64), part_bytes, False
+    )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvpool.blocks.layout import Namespace
-from kvpool.blocks.resharding import Plan, plan_part
+from kvpool.blocks.resharding import TransferPlan, plan_part
 from kvpool.blocks.tier import Tier
 from kvpool.client.data.buffers import block_addresses
 from kvpool.client.data.reading import MIN_WAIT_S
@@ -170,7 +170,7 @@ async def _read_each(
     pinned: PinnedBlocks,
     addresses: Int64Array,
     owner: Any,
-    plan: Plan,
+    plan: TransferPlan,
     deadline: float,
     verify: bool,
 ) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpool.blocks.layout import Namespace
-from kvpool.blocks.resharding import Plan
+from kvpool.blocks.resharding import TransferPlan
 from kvpool.blocks.tier import Tier
 from kvpool.client.node.directory import NodeDirectory
 from kvpool.client.node.grants import BytesMoved, ReadLease
@@ -78,7 +78,7 @@ class ChainReader:
         addresses: Int64Array,
         owner: Any,
         *,
-        plan: Plan,
+        plan: TransferPlan,
         verify: bool,
         deadline: float,
         is_disposable: bool,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.blocks.layout import Namespace
-from kvpool.blocks.resharding import Plan
+from kvpool.blocks.resharding import TransferPlan
 from kvpool.blocks.tier import Tier
 from kvpool.client.admin.replication import add_replicas
 from kvpool.client.node.deadlines import time_left
@@ -58,7 +58,7 @@ class ChainWriter:
         owner: Any,
         *,
         parent: bytes,
-        plan: Plan,
+        plan: TransferPlan,
         deadline: float,
         tier: Tier = Tier.DRAM,
     ) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from kvpool.blocks.hash_check import proof_of
 from kvpool.blocks.hashing import pack_hashes
 from kvpool.blocks.layout import Namespace
-from kvpool.blocks.resharding import Plan, plan_part
+from kvpool.blocks.resharding import TransferPlan, plan_part
 from kvpool.blocks.tier import Tier, unpack_tiers
 from kvpool.client.node.deadlines import time_left
 from kvpool.client.node.grants import (
@@ -160,7 +160,7 @@ class NodeLink:
             return self.transport_to(places)
         return await load_transport(lambda: self.transport_to(places), self.node.node_id, timeout_s)
 
-    async def check_verifiable(self, plan: Plan, timeout_s: float) -> None:
+    async def check_verifiable(self, plan: TransferPlan, timeout_s: float) -> None:
         """Check that a read by `plan` can be compared with checksums.
 
         Raises:
@@ -333,7 +333,7 @@ class NodeLink:
         verify: bool,
         timeout_s: float,
         is_disposable: bool = False,
-        plan: Plan | None = None,
+        plan: TransferPlan | None = None,
     ) -> None:
         """Read the blocks of `lease` to `addresses`, and renew the lease as long as the read takes.
 
@@ -392,7 +392,7 @@ class NodeLink:
         self,
         transport: Transport,
         part_bytes: int,
-        plan: Plan,
+        plan: TransferPlan,
         lease: ReadLease,
         addresses: Int64Array,
         owner: Any,

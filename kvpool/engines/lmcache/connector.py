@@ -22,12 +22,12 @@ from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 from kvpool.blocks.model_revision import model_directory
 from kvpool.engines.lmcache.keys import Item, Keyspace, layout_of, object_layout
-from kvpool.engines.lmcache.ledger import Ledger
+from kvpool.engines.lmcache.object_table import ObjectTable
 from kvpool.engines.lmcache.objects import ObjectStore
 from kvpool.engines.lmcache.settings import ConnectorSettings
-from kvpool.engines.shared.circuit_breaker import Reachability
+from kvpool.engines.shared.circuit_breaker import CircuitBreaker
 from kvpool.engines.shared.loop_thread import LoopThread
-from kvpool.engines.shared.rate_limited_log import QuietLog
+from kvpool.engines.shared.rate_limited_log import RateLimitedLog
 from kvpool.engines.shared.settings import read_settings
 from kvpool.errors import ConfigError, KvpoolError, Unavailable
 
@@ -92,10 +92,10 @@ class KVPoolConnector(RemoteConnector):
             self.settings = settings = settings.model_copy(update={"model_path": found})
         self._memory = context.local_cpu_backend
         self._layout = object_layout(self.meta_shapes, self.meta_dtypes, self.meta_fmt.name)
-        self._log = QuietLog("kvpool.engines.lmcache")
-        self._reachability = Reachability(settings.backoff_s, settings.max_backoff_s)
+        self._log = RateLimitedLog("kvpool.engines.lmcache")
+        self._breaker = CircuitBreaker(settings.backoff_s, settings.max_backoff_s)
         self._keys = Keyspace(settings)
-        self._ledger = Ledger(settings.max_listed)
+        self._object_table = ObjectTable(settings.max_listed)
         self._jobs: set[asyncio.Task[Any]] = set()  # that use LMCache's memory; on the loop alone
         self._is_closed = False
         self._thread = LoopThread("kvpool-lmcache")
@@ -103,7 +103,7 @@ class KVPoolConnector(RemoteConnector):
 
     async def _open(self) -> None:
         self._pool = self.settings.open_async_pool(self.settings.load_timeout_s)
-        self._objects = ObjectStore(self._pool, self._reachability, self._warn)
+        self._objects = ObjectStore(self._pool, self._breaker, self._warn)
         self._greeting = asyncio.ensure_future(self._greet())
 
     async def _greet(self) -> None:
@@ -113,7 +113,7 @@ class KVPoolConnector(RemoteConnector):
             space = self._keys.space(self._model, self._layout)
             await self._pool.register(space.namespace)
         except KvpoolError as error:
-            self._reachability.failed(time.monotonic())
+            self._breaker.failed(time.monotonic())
             self._warn("the pool cannot be reached; all is a miss until it can", error)
 
     @property
@@ -264,13 +264,13 @@ class KVPoolConnector(RemoteConnector):
             buffers.append(buffer)
         items = [self._item(key) for key in kept]
         stored = await self._objects.write(items, buffers, self.settings.store_timeout_s)
-        self._note([kept[i] for i in stored.standing], [items[i] for i in stored.standing])
+        self._note([kept[i] for i in stored.resident], [items[i] for i in stored.resident])
 
     # ------------------------------------------------------------ the rest
 
     async def list(self) -> list[str]:
         """Keys that this process stored or loaded and that the pool still has."""
-        entries = self._ledger.page(0, self.settings.max_listed, None)
+        entries = self._object_table.page(0, self.settings.max_listed, None)
         found = await self._ask(
             self._objects.find([e.item for e in entries], self.settings.load_timeout_s), []
         )
@@ -284,7 +284,7 @@ class KVPoolConnector(RemoteConnector):
         item = self._item(key)
         [is_gone] = await self._objects.drop([item], self.settings.load_timeout_s)
         if is_gone:
-            self._ledger.remove([item])
+            self._object_table.remove([item])
         return is_gone
 
     async def close(self) -> None:
@@ -320,7 +320,7 @@ class KVPoolConnector(RemoteConnector):
     def _note(self, keys: Sequence[Any], items: Sequence[Item]) -> None:
         size = self._layout.size_bytes
         known = [(key, item, size) for key, item in zip(keys, items, strict=True)]
-        self._ledger.add(known, time.monotonic())
+        self._object_table.add(known, time.monotonic())
 
     async def _ask(self, job: Coroutine[Any, Any, T], otherwise: T) -> T:
         try:

@@ -20,14 +20,14 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
 from kvpool.engines.lmcache.keys import Item, Keyspace, layout_of, object_layout
 from kvpool.engines.lmcache.l2_config import KVPoolL2AdapterConfig
-from kvpool.engines.lmcache.ledger import Entry, Ledger
 from kvpool.engines.lmcache.locks import Group, LockTable
 from kvpool.engines.lmcache.object_names import ObjectNames
+from kvpool.engines.lmcache.object_table import Entry, ObjectTable
 from kvpool.engines.lmcache.objects import Held, ObjectStore
-from kvpool.engines.lmcache.outbox import Outbox
-from kvpool.engines.shared.circuit_breaker import Reachability
+from kvpool.engines.lmcache.task_results import TaskResults
+from kvpool.engines.shared.circuit_breaker import CircuitBreaker
 from kvpool.engines.shared.loop_thread import LoopThread
-from kvpool.engines.shared.rate_limited_log import QuietLog
+from kvpool.engines.shared.rate_limited_log import RateLimitedLog
 from kvpool.errors import InvalidArgument, KvpoolError, Unavailable
 
 RENEW_AFTER = 1 / 3  # of a lock's lease
@@ -57,15 +57,15 @@ class KVPoolL2Adapter(L2AdapterInterface):
         if not isinstance(config, KVPoolL2AdapterConfig):
             config = KVPoolL2AdapterConfig.from_dict(dict(config))
         self.settings = settings = config.settings
-        self._log = QuietLog("kvpool.engines.lmcache")
-        self._reachability = Reachability(settings.backoff_s, settings.max_backoff_s)
+        self._log = RateLimitedLog("kvpool.engines.lmcache")
+        self._breaker = CircuitBreaker(settings.backoff_s, settings.max_backoff_s)
         self._names = ObjectNames(Keyspace(settings))
         self._locks: LockTable[Held] = LockTable()  # on the loop alone
-        self._ledger = Ledger(settings.max_listed)
+        self._object_table = ObjectTable(settings.max_listed)
         self._task_ids = itertools.count()
-        self._stores: Outbox[L2StoreResult] = Outbox()
-        self._lookups: Outbox[Bitmap] = Outbox()
-        self._loads: Outbox[Bitmap] = Outbox()
+        self._stores: TaskResults[L2StoreResult] = TaskResults()
+        self._lookups: TaskResults[Bitmap] = TaskResults()
+        self._loads: TaskResults[Bitmap] = TaskResults()
         self._jobs: set[asyncio.Task[None]] = set()  # on the loop alone
         self._is_closed = False
         self._thread = LoopThread("kvpool-lmcache")
@@ -74,7 +74,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
     async def _open(self) -> None:
         pool = self.settings.open_async_pool(self.settings.load_timeout_s)
         self._pool = pool
-        self._objects = ObjectStore(pool, self._reachability, self._warn)
+        self._objects = ObjectStore(pool, self._breaker, self._warn)
         self._store_slots = asyncio.Semaphore(self.settings.max_stores)
         self._run(self._greet())
         self._renewer = self._run(self._renew_locks())
@@ -84,7 +84,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
         try:
             await self._pool.connect(timeout_s=self.settings.lookup_timeout_s)
         except KvpoolError as error:
-            self._reachability.failed(time.monotonic())
+            self._breaker.failed(time.monotonic())
             self._warn("the pool cannot be reached; all is a miss until it can", error)
 
     # ------------------------------------------------------------ event descriptors
@@ -131,7 +131,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
                 self._store_slots.release()
             is_complete = stored.is_complete and len(places) == len(keys)
             result = L2StoreResult(is_complete, stored.bytes_written)
-            self._note((keys[places[i]], items[i], len(buffers[i])) for i in stored.standing)
+            self._note((keys[places[i]], items[i], len(buffers[i])) for i in stored.resident)
         except TimeoutError as error:
             self._objects.counters["store_gave_up"] += 1
             self._warn("a store waited too long for others", error)
@@ -180,7 +180,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
             for place, is_kept in zip(places, kept, strict=True):
                 if is_kept:
                     bitmap.set(place)
-            if not self._reachability.is_down:
+            if not self._breaker.is_down:
                 self._not_found([i for i, is_kept in zip(items, kept, strict=True) if not is_kept])
         finally:
             self._lookups.put(task_id, bitmap)
@@ -265,7 +265,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
         items = [item for item in items if not self._locks.is_locked(item.ident)]
         gone = await self._objects.drop(items, timeout_s)
         dropped = [item for item, is_gone in zip(items, gone, strict=True) if is_gone]
-        self._tell_gone(self._ledger.remove(dropped))
+        self._tell_gone(self._object_table.remove(dropped))
 
     def list_l2_keys(
         self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
@@ -279,19 +279,19 @@ class KVPoolL2Adapter(L2AdapterInterface):
             raise ValueError(f"page_size must be positive, got {page_size}")
         if cursor is not None and not (cursor.isascii() and cursor.isdigit()):
             raise ValueError(f"{cursor!r} is no cursor of this list")
-        page = self._ledger.page(int(cursor or 0), page_size, model_name)
-        standing = self._still_standing(page)
-        entries = tuple(KeyEntry(e.key.to_encoded_object_key(), e.size_bytes) for e in standing)
+        page = self._object_table.page(int(cursor or 0), page_size, model_name)
+        resident = self._still_resident(page)
+        entries = tuple(KeyEntry(e.key.to_encoded_object_key(), e.size_bytes) for e in resident)
         return KeyListPage(entries, str(page[-1].number) if len(page) == page_size else None)
 
-    def _still_standing(self, page: Sequence[Entry]) -> Sequence[Entry]:
+    def _still_resident(self, page: Sequence[Entry]) -> Sequence[Entry]:
         timeout_s = self.settings.lookup_timeout_s
         job = self._objects.find([entry.item for entry in page], timeout_s)
         try:
             found = self._thread.start(job).result(timeout_s + 2.0)
         except (Unavailable, TimeoutError):
             return page
-        if self._reachability.is_down:
+        if self._breaker.is_down:
             return page
         self._not_found([e.item for e, is_there in zip(page, found, strict=True) if not is_there])
         return [entry for entry, is_there in zip(page, found, strict=True) if is_there]
@@ -299,12 +299,12 @@ class KVPoolL2Adapter(L2AdapterInterface):
     def report_status(self) -> dict[str, Any]:
         """What LMCache's server shows of it at /status."""
         return {
-            "is_healthy": self._thread.is_alive and not self._reachability.is_down,
+            "is_healthy": self._thread.is_alive and not self._breaker.is_down,
             "type": "KVPoolL2Adapter",
             "pool": self.settings.node or self.settings.conductor,
-            "is_reachable": not self._reachability.is_down,
+            "is_reachable": not self._breaker.is_down,
             "locked_key_count": len(self._locks),
-            "known_key_count": len(self._ledger),
+            "known_key_count": len(self._object_table),
             "counters": dict(self._objects.counters),
             "peers": self._peers(),
         }
@@ -326,8 +326,8 @@ class KVPoolL2Adapter(L2AdapterInterface):
         except (Unavailable, TimeoutError) as error:
             self._warn("closing took too long", error)
         self._thread.stop()
-        for outbox in (self._stores, self._lookups, self._loads):
-            outbox.close()
+        for task_results in (self._stores, self._lookups, self._loads):
+            task_results.close()
 
     async def _close(self, longest_s: float) -> None:
         self._renewer.cancel()
@@ -391,14 +391,14 @@ class KVPoolL2Adapter(L2AdapterInterface):
         return places, items, buffers
 
     def _note(self, known: Any) -> None:
-        new, forgotten = self._ledger.add(known, time.monotonic())
+        new, forgotten = self._object_table.add(known, time.monotonic())
         if new:
             self._notify_keys_stored([e.key for e in new], [e.size_bytes for e in new])
         self._tell_gone(forgotten)
 
     def _not_found(self, items: Sequence[Item]) -> None:
         """The pool has evicted them, or does not know yet that it has them."""
-        self._tell_gone(self._ledger.remove(items, time.monotonic() - INDEX_DELAY_S))
+        self._tell_gone(self._object_table.remove(items, time.monotonic() - INDEX_DELAY_S))
 
     def _tell_gone(self, entries: Sequence[Entry]) -> None:
         if entries:

@@ -20,7 +20,7 @@ from kvpool.client import AsyncPool
 from kvpool.client.data.pinning import PinnedBlocks
 from kvpool.client.node.deadlines import time_left
 from kvpool.engines.lmcache.keys import Item
-from kvpool.engines.shared.circuit_breaker import Reachability, says_pool_is_down
+from kvpool.engines.shared.circuit_breaker import CircuitBreaker, says_pool_is_down
 from kvpool.errors import KvpoolError, NoRoom
 
 MAX_ASKED = 8192  # hashes in one question to a conductor
@@ -43,7 +43,7 @@ class Held:
 class Stored:
     """What became of a set of objects that was to be stored."""
 
-    standing: list[int] = field(default_factory=list)  # indices of those that the pool now has
+    resident: list[int] = field(default_factory=list)  # indices of those that the pool now has
     bytes_written: int = 0  # less for what it had already
     is_complete: bool = True
 
@@ -53,20 +53,20 @@ class ObjectStore:
 
     Args:
         pool: used on the loop that is running.
-        reachability: shared by all that this process asks.
+        breaker: shared by all that this process asks.
         warn: told of every trouble; it bounds what is logged.
     """
 
-    def __init__(self, pool: AsyncPool, reachability: Reachability, warn: Warn) -> None:
+    def __init__(self, pool: AsyncPool, breaker: CircuitBreaker, warn: Warn) -> None:
         self._pool = pool
-        self._reachability = reachability
+        self._breaker = breaker
         self._warn = warn
         self._parents: OrderedDict[bytes, bytes] = OrderedDict()  # by ident; of one row
         self.counters: Counter[str] = Counter()
 
     def may_ask(self) -> bool:
         """Whether the pool is to be asked now; counts where it is not."""
-        if self._reachability.may_ask(time.monotonic()):
+        if self._breaker.may_ask(time.monotonic()):
             return True
         self.counters["skipped_while_down"] += 1
         return False
@@ -84,10 +84,10 @@ class ObjectStore:
                 for start in range(0, len(indices), MAX_ASKED):
                     part = indices[start : start + MAX_ASKED]
                     names = [items[i].name for i in part]
-                    standing = await self._pool.exists(
+                    resident = await self._pool.exists(
                         namespace, names, timeout_s=time_left(deadline)
                     )
-                    for index, is_there in zip(part, standing, strict=True):
+                    for index, is_there in zip(part, resident, strict=True):
                         found[index] = is_there
         except KvpoolError as error:
             self._failed("looking up", error)
@@ -214,7 +214,7 @@ class ObjectStore:
                 for run in self._chains(items, rows)
             )
         )
-        stored.standing.sort()
+        stored.resident.sort()
         return stored
 
     async def _write_run(
@@ -246,7 +246,7 @@ class ObjectStore:
         else:
             self._answered()
             # Slots are granted in order: what found no room is the tail.
-            stored.standing += run[: len(run) - result.rejected]
+            stored.resident += run[: len(run) - result.rejected]
             stored.bytes_written += sum(result.bytes_moved.values())
             stored.is_complete &= not result.rejected
             self.counters["stored"] += result.stored
@@ -314,13 +314,13 @@ class ObjectStore:
     # ------------------------------------------------------------ troubles
 
     def _answered(self) -> None:
-        if self._reachability.answered():
+        if self._breaker.answered():
             self.counters["reconnected"] += 1
 
     def _failed(self, doing: str, error: KvpoolError) -> None:
         """A call failed as a whole. Where the pool itself did not answer, leave it alone for a while."""
         if says_pool_is_down(error):
-            self._reachability.failed(time.monotonic())
+            self._breaker.failed(time.monotonic())
         self._trouble(doing, error)
 
     def _trouble(self, doing: str, error: KvpoolError) -> None:

@@ -16,7 +16,7 @@ ATTEMPTS = 4  # lengths tried; each but the first lost a page between being seen
 
 HoldLeading = Callable[[str, Sequence[str]], int]
 HoldAll = Callable[[str, Sequence[str]], bool]
-Standing = Callable[[str, Sequence[str]], list[bool]]
+Resident = Callable[[str, Sequence[str]], list[bool]]
 
 
 @dataclass(slots=True, frozen=True)
@@ -65,7 +65,7 @@ def combined_hits(
     wanted: Sequence[Wanted],
     hold_leading: HoldLeading,
     hold_all: HoldAll,
-    standing: Standing,
+    resident: Resident,
 ) -> Hits:
     """The longest prefix that all pools can restore, held in all of them.
 
@@ -73,7 +73,7 @@ def combined_hits(
         kv_found: leading pages that the main pool has, and holds already.
         hold_leading: holds the leading pages that a pool has of some; returns how many.
         hold_all: holds all of some pages of a pool; whether it has them.
-        standing: which of some pages a pool has.
+        resident: which of some pages a pool has.
     """
     by_pool = {PoolName.KV.value: kv_found} if kv_found else {}
     lengths = set(range(1, kv_found + 1))
@@ -82,7 +82,7 @@ def combined_hits(
         if not lengths:
             break
         if side.trailing:
-            has = standing(side.name, keys[:kv_found])
+            has = resident(side.name, keys[:kv_found])
             own = {n for n in range(1, kv_found + 1) if all(has[max(0, n - side.trailing) : n])}
         else:
             own = set(range(1, hold_leading(side.name, keys[:kv_found]) + 1))

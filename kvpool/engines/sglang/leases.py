@@ -22,7 +22,7 @@ class _Held:
     left: set[bytes] = field(default_factory=set)  # not loaded yet, and held by no later lease
 
 
-class Leases:
+class LoadLeases:
     """Pages held for loads to come; safe to share between threads.
 
     Args:

@@ -13,7 +13,7 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from kvpool.engines.shared.rate_limited_log import QuietLog
+from kvpool.engines.shared.rate_limited_log import RateLimitedLog
 from kvpool.serving.metrics import LATENCY_BUCKETS
 
 PAGES = Counter(
@@ -50,7 +50,7 @@ class BackendMetrics:
     def __init__(self, rank: int) -> None:
         self._rank = str(rank)
         self._lock = threading.Lock()
-        self._log = QuietLog("kvpool.sglang")
+        self._log = RateLimitedLog("kvpool.sglang")
         self._batches: dict[str, deque[tuple[int, float]]] = {
             name: deque(maxlen=MAX_STATS) for name in ("load", "store")
         }

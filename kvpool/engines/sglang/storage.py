@@ -25,11 +25,11 @@ from kvpool.blocks.hashing import MAX_HASHES
 from kvpool.engines.sglang.hits import Wanted, combined_hits
 from kvpool.engines.sglang.host_pages import is_logical
 from kvpool.engines.sglang.identity import identify
-from kvpool.engines.sglang.leases import Leases
+from kvpool.engines.sglang.leases import LoadLeases
 from kvpool.engines.sglang.metrics import BackendMetrics
 from kvpool.engines.sglang.page_spaces import PageSpace, check_supported, page_space
 from kvpool.engines.sglang.settings import SOURCE, SGLangSettings
-from kvpool.engines.shared.circuit_breaker import Reachability, says_pool_is_down
+from kvpool.engines.shared.circuit_breaker import CircuitBreaker, says_pool_is_down
 from kvpool.engines.shared.settings import read_settings
 from kvpool.errors import (
     ConfigError,
@@ -70,14 +70,14 @@ class KVPoolStorage(HiCacheStorage):
         self._identity = identify(self._settings, storage_config)
         self._metrics = BackendMetrics(storage_config.tp_rank)
         self._reads, self._writes = (
-            Reachability(self._settings.backoff_s, self._settings.max_backoff_s) for _ in range(2)
+            CircuitBreaker(self._settings.backoff_s, self._settings.max_backoff_s) for _ in range(2)
         )
         self._spaces: dict[str, PageSpace] = {}
         self._logical: set[str] = set()  # pools without pages of their own
         self._is_closed = False
         self._warned_of_prefix_keys = False
         self._pool = self._settings.open_pool(self._settings.load_timeout_s)
-        self._leases = Leases(
+        self._leases = LoadLeases(
             self._pool.release, self._settings.lease_s, self._settings.max_leased_pages
         )
 
@@ -159,7 +159,7 @@ class KVPoolStorage(HiCacheStorage):
             kv_found = len(keys) if is_anchor else self._hold_leading(self._space(KV), keys)
             self._metrics.pages("lookup", KV, hit=kv_found, miss=len(keys) - kv_found)
             found = combined_hits(
-                keys, kv_found, wanted, self._hold_leading_of, self._hold_all_of, self._standing_of
+                keys, kv_found, wanted, self._hold_leading_of, self._hold_all_of, self._resident_of
             )
             for name, count in found.by_pool.items():
                 if name != KV:
@@ -178,7 +178,7 @@ class KVPoolStorage(HiCacheStorage):
     def _hold_all_of(self, name: str, keys: Sequence[str]) -> bool:
         return self._hold_leading(self._space(name), keys) == len(keys)
 
-    def _standing_of(self, name: str, keys: Sequence[str]) -> list[bool]:
+    def _resident_of(self, name: str, keys: Sequence[str]) -> list[bool]:
         space = self._space(name)
         timeout_s = self._settings.lookup_timeout_s
         return self._pool.exists(space.namespace, space.hashes(keys), timeout_s=timeout_s)
@@ -396,10 +396,12 @@ class KVPoolStorage(HiCacheStorage):
             raise ConfigError(f"SGLang has registered no host pool {name!r}")
         return space
 
-    def _guarded(self, operation: str, reach: Reachability, miss: T, call: Callable[[], T]) -> T:
+    def _guarded(
+        self, operation: str, breaker: CircuitBreaker, miss: T, call: Callable[[], T]
+    ) -> T:
         """What `call` returns; `miss` where the pool is known to be down, or anything goes wrong."""
         started = time.monotonic()
-        if self._is_closed or not reach.may_ask(started):
+        if self._is_closed or not breaker.may_ask(started):
             self._metrics.trouble(operation, "pool_down", "the pool did not answer lately")
             return miss
         try:
@@ -410,7 +412,7 @@ class KVPoolStorage(HiCacheStorage):
         except KvpoolError as error:
             is_unwanted = isinstance(error, (LayoutMismatch, HashMismatch))
             if is_unwanted or says_pool_is_down(error):
-                self._unreached(reach, operation, error)
+                self._unreached(breaker, operation, error)
             else:
                 self._metrics.trouble(operation, error.code, str(error))
             return miss
@@ -419,13 +421,13 @@ class KVPoolStorage(HiCacheStorage):
             return miss
         finally:
             self._metrics.took(operation, time.monotonic() - started)
-        if reach.answered():
+        if breaker.answered():
             self._metrics.reachable(True)
             log.warning("kvpool: the pool answers again")
         return result
 
-    def _unreached(self, reach: Reachability, operation: str, error: KvpoolError) -> None:
-        reach.failed(time.monotonic())
+    def _unreached(self, breaker: CircuitBreaker, operation: str, error: KvpoolError) -> None:
+        breaker.failed(time.monotonic())
         self._metrics.reachable(False)
         self._metrics.trouble(operation, error.code, str(error))
 

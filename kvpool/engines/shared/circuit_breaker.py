@@ -19,7 +19,7 @@ def says_pool_is_down(error: KvpoolError) -> bool:
     return type(error) in (Unavailable, DeadlineExceeded, *REFUSALS)
 
 
-class Reachability:
+class CircuitBreaker:
     """Whether the pool is worth asking; safe to share between threads.
 
     Args:

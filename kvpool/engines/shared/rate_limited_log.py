@@ -8,7 +8,7 @@ import threading
 PERIOD_S = 10.0
 
 
-class QuietLog:
+class RateLimitedLog:
     """Writes a message of each kind once a period, and how many were left out since.
 
     Args:

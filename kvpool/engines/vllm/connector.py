@@ -31,9 +31,9 @@ from kvpool.engines.vllm.identity import (
 )
 from kvpool.engines.vllm.lora import LoraVersions
 from kvpool.engines.vllm.metadata import Handshake, StepMetadata, WorkerReport
-from kvpool.engines.vllm.metrics import Figures, PromMetrics, Stats
+from kvpool.engines.vllm.metrics import MetricsRecorder, PromMetrics, Stats
 from kvpool.engines.vllm.paged_kv import PagedKV
-from kvpool.engines.vllm.pool_health import Reach
+from kvpool.engines.vllm.pool_health import PoolHealth
 from kvpool.engines.vllm.scheduler_side import SchedulerSide
 from kvpool.engines.vllm.worker_side import WorkerSide
 from kvpool.errors import LayoutMismatch
@@ -69,9 +69,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = self._kv_transfer_config
         self._settings = settings_of.read(transfer.kv_connector_extra_config)
         self._identity = model_identity(vllm_config, self._settings.revision)
-        self.figures = Figures()
+        self.metrics = MetricsRecorder()
         self._pool: Pool | None = None
-        self._reach: Reach | None = None
+        self._health: PoolHealth | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._facts: LayoutFacts | None = None
@@ -89,7 +89,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 saves=transfer.is_kv_producer,
                 may_load_in_step=_may_load_in_step(vllm_config),
                 ranks=parallel.world_size,
-                figures=self.figures,
+                metrics=self.metrics,
                 loras=LoraVersions(lora_traits(vllm_config)),
             )
 
@@ -108,7 +108,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             settings,
             part=paged.facts.part_of(parallel.rank % parallel.tensor_parallel_size),
             is_single_group=len(self._kv_cache_config.kv_cache_groups) == 1,
-            figures=self.figures,
+            metrics=self.metrics,
             device=next(iter(kv_caches.values())).device,
         )
 
@@ -170,17 +170,17 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         namespace = namespace_of(self._identity, first, self._settings)
         pool = self._connect()
         settings = self._settings
-        self._reach = reach = Reach(pool, settings, namespace)
-        reach.start(START_TIMEOUT_S)
+        self._health = health = PoolHealth(pool, settings, namespace)
+        health.start(START_TIMEOUT_S)
         log.info(
             "vLLM shares its KV cache",
             namespace=namespace.name,
             namespace_id=namespace.namespace_id.hex()[:12],  # as much as `kvpool ls` shows
             pool=settings.node or settings.conductor,
-            pool_is_there=reach.is_well,
+            pool_is_there=health.is_well,
         )
         if self._scheduler is not None:
-            self._scheduler.start(pool, reach, namespace, first.page_tokens)
+            self._scheduler.start(pool, health, namespace, first.page_tokens)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         if self._scheduler is not None:
@@ -246,7 +246,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     # ------------------------------------------------------------ both
 
     def get_kv_connector_stats(self) -> Stats | None:
-        return self.figures.take()
+        return self.metrics.take()
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -274,8 +274,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.close()
         if self._worker is not None:
             self._worker.close()
-        if self._reach is not None:
-            self._reach.close()
+        if self._health is not None:
+            self._health.close()
         if self._pool is not None:
             self._pool.close()
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 
 from kvpool.engines.vllm.paged_kv import PagedKV
-from kvpool.engines.vllm.threads import Moment
+from kvpool.engines.vllm.threads import DeviceEvent
 
 MIN_GROUP_BYTES = 1 << 20  # of all blocks of a job: below it, calls cost more than they overlap
 
@@ -22,7 +22,7 @@ class Progress:
         self._index = {name: i for i, name in enumerate(names)}
         self._is_there = [False] * len(names)
         self._ready = 0
-        self._moment: Moment | None = None
+        self._moment: DeviceEvent | None = None
         self._has_ended = False
         self._changed = threading.Condition()
 
@@ -37,7 +37,7 @@ class Progress:
             while self._ready < len(self._is_there) and self._is_there[self._ready]:
                 self._ready += 1
             if self._ready > before:
-                self._moment = Moment(device) if device is not None else None
+                self._moment = DeviceEvent(device) if device is not None else None
                 self._changed.notify_all()
 
     def reach(self, layers: int) -> None:
@@ -51,7 +51,7 @@ class Progress:
         with self._changed:
             self._has_ended = True
             if device is not None:
-                self._ready, self._moment = len(self._is_there), Moment(device)
+                self._ready, self._moment = len(self._is_there), DeviceEvent(device)
             self._changed.notify_all()
 
     @property

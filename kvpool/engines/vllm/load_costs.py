@@ -12,7 +12,7 @@ MIN_STEP_TOKENS = 64
 MIN_LOAD_BYTES = 1 << 20
 
 
-class Costs:
+class LoadCosts:
     """Both rates, smoothed.
 
     Args:

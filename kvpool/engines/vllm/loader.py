@@ -25,8 +25,8 @@ from kvpool.client.data.layered import LayeredReader
 from kvpool.client.node.deadlines import time_left
 from kvpool.engines.vllm.layers import Progress
 from kvpool.engines.vllm.metadata import LoadJob
-from kvpool.engines.vllm.threads import Moment
-from kvpool.engines.vllm.transfer_thread import Mover, Rank
+from kvpool.engines.vllm.threads import DeviceEvent
+from kvpool.engines.vllm.transfer_thread import Rank, TransferThread
 from kvpool.errors import DeadlineExceeded, KvpoolError
 from kvpool.wire import messages as m
 
@@ -51,7 +51,7 @@ class EndedLoad:
         return not self.bad_pages
 
 
-class Loader(Mover[tuple[LoadJob, Moment, Progress | None, float], EndedLoad]):
+class Loader(TransferThread[tuple[LoadJob, DeviceEvent, Progress | None, float], EndedLoad]):
     """Loads one job after another."""
 
     def __init__(self, rank: Rank) -> None:
@@ -72,10 +72,10 @@ class Loader(Mover[tuple[LoadJob, Moment, Progress | None, float], EndedLoad]):
         """
         deadline = time.monotonic() + self._timeout_s
         progress = Progress(self._paged.layer_names) if job.is_layerwise else None
-        self._hand_over((job, Moment(self._device), progress, deadline))
+        self._hand_over((job, DeviceEvent(self._device), progress, deadline))
         return progress
 
-    def _do(self, item: tuple[LoadJob, Moment, Progress | None, float]) -> None:
+    def _do(self, item: tuple[LoadJob, DeviceEvent, Progress | None, float]) -> None:
         job, moment, progress, deadline = item
         started = time.monotonic()
         good = 0
@@ -98,10 +98,10 @@ class Loader(Mover[tuple[LoadJob, Moment, Progress | None, float], EndedLoad]):
         first_bad = max(good * self._pages_per_block, job.skip_pages)
         bad = tuple(job.pages[first_bad:].tolist()) if good < len(job.hashes) else ()
         size = good * self._part_bytes
-        self._figures.time("load_s", seconds)
-        self._figures.add("load_bytes", size)
+        self._metrics.time("load_s", seconds)
+        self._metrics.add("load_bytes", size)
         if bad:
-            self._figures.count("loads_failed")
+            self._metrics.count("loads_failed")
         self._end_with(EndedLoad(job.request_id, job.is_layerwise, bad, size, seconds))
 
     def _load(self, job: LoadJob, deadline: float) -> int:
@@ -187,7 +187,7 @@ class Loader(Mover[tuple[LoadJob, Moment, Progress | None, float], EndedLoad]):
 
     def _settle(self) -> None:
         """What this thread has launched on the device is done when this returns."""
-        Moment(self._device).wait()
+        DeviceEvent(self._device).wait()
 
     def _begin(
         self, job: LoadJob, number: int, start: int, end: int, deadline: float

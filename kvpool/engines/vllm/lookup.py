@@ -21,7 +21,7 @@ from kvpool.blocks.tier import Tier
 from kvpool.client.async_pool import AsyncPool
 from kvpool.client.data.pinning import PinnedBlocks
 from kvpool.client.pool import Pool
-from kvpool.engines.vllm.pool_health import Reach
+from kvpool.engines.vllm.pool_health import PoolHealth
 from kvpool.errors import KvpoolError
 from kvpool.wire import messages as m
 
@@ -43,7 +43,7 @@ class Lookup:
     def __init__(
         self,
         pool: Pool,
-        reach: Reach,
+        health: PoolHealth,
         namespace: Namespace,
         hashes: Sequence[bytes],
         *,
@@ -56,7 +56,7 @@ class Lookup:
             0.0  # monotonic seconds; blocks come from a disk, and are worth it until then
         )
         self._namespace = namespace
-        self._reach = reach
+        self._health = health
         self._worth_s = worth_s
         self._lease_s = lease_s
         self._timeout_s = timeout_s
@@ -121,12 +121,12 @@ class Lookup:
                 pinned = await self._pin(pool)
         except (KvpoolError, TimeoutError) as error:
             if not self._knows_where:  # else a node failed, which says nothing of the others
-                self._reach.failed(error)
+                self._health.failed(error)
             return
         except Exception:  # vLLM's scheduler would die of it
             log.exception("a look-up failed by a defect")
             return
-        self._reach.answered()
+        self._health.answered()
         with self._lock:
             self._pinned = pinned
             is_wanted = not self._is_released
@@ -137,7 +137,7 @@ class Lookup:
         if not pool.has_conductor:
             pinned = await self._hold(pool, self.hashes, None, NO_DISK_S)
             return await self._with_disk(pool, pinned, None)
-        home = self._reach.home
+        home = self._health.home
         if not home:
             return await self._ask(pool)
         here = [m.Segment(home, 0, len(self.hashes), Tier.DRAM)]

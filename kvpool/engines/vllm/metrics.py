@@ -1,6 +1,6 @@
 """What the connector counts, and how vLLM's own metrics show it.
 
-Both sides count into a `Figures`; vLLM takes what was counted since the last step, adds up over ranks, logs it
+Both sides of the connector count into a `MetricsRecorder`; vLLM takes what was counted since the last step, adds up over ranks, logs it
 and serves it at its `/metrics` as `kvpool_vllm_*`.
 """
 
@@ -41,7 +41,7 @@ COUNTS = {
 TIMES = {"load_s": "Seconds that a load took", "save_s": "Seconds that a save took"}
 
 
-class Figures:
+class MetricsRecorder:
     """Counters and times since they were last taken. Safe to use from several threads."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Figures:
 
 
 class Stats(KVConnectorStats):
-    """Figures on their way through vLLM."""
+    """Recorded metrics on their way through vLLM."""
 
     data: dict[str, Any]
 
@@ -109,7 +109,7 @@ class Stats(KVConnectorStats):
 
 
 class PromMetrics(KVConnectorPromMetrics):
-    """The figures at vLLM's `/metrics`."""
+    """The metrics at vLLM's `/metrics`."""
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ CALL_TIMEOUT_S = 2.0
 WRONG = (LayoutMismatch, HashMismatch, *REFUSALS)  # trying again does not help
 
 
-class Reach:
+class PoolHealth:
     """Looks after the connection to one pool, and registers the namespace there.
 
     Args:

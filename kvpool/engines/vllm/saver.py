@@ -18,8 +18,8 @@ from kvpool.client.async_pool import AsyncPool
 from kvpool.client.data.layered import LayeredWriter
 from kvpool.engines.vllm.layers import Progress
 from kvpool.engines.vllm.metadata import SaveJob
-from kvpool.engines.vllm.threads import Moment
-from kvpool.engines.vllm.transfer_thread import Mover, Rank
+from kvpool.engines.vllm.threads import DeviceEvent
+from kvpool.engines.vllm.transfer_thread import Rank, TransferThread
 from kvpool.errors import DeadlineExceeded, KvpoolError
 from kvpool.transports.copy import Int64Array, sum_runs
 
@@ -28,7 +28,7 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 
-class Saver(Mover[tuple[SaveJob, Moment | Progress, float], tuple[int, bool]]):
+class Saver(TransferThread[tuple[SaveJob, DeviceEvent | Progress, float], tuple[int, bool]]):
     """Saves one job after another; what ended is told by its number, and whether all of it is in the pool."""
 
     def __init__(self, rank: Rank) -> None:
@@ -41,13 +41,13 @@ class Saver(Mover[tuple[SaveJob, Moment | Progress, float], tuple[int, bool]]):
         Its time-out runs from now on: so long vLLM lacks the pages at most.
         """
         deadline = time.monotonic() + self._timeout_s
-        self._hand_over((job, progress or Moment(self._device), deadline))
+        self._hand_over((job, progress or DeviceEvent(self._device), deadline))
 
     def takes_layers(self, job: SaveJob) -> bool:
         """Whether this job can be saved layer by layer: its buffer holds all blocks until the last one."""
         return len(job.hashes) <= self._blocks
 
-    def _do(self, item: tuple[SaveJob, Moment | Progress, float]) -> None:
+    def _do(self, item: tuple[SaveJob, DeviceEvent | Progress, float]) -> None:
         job, when, deadline = item
         started = time.monotonic()
         is_whole = False
@@ -66,9 +66,9 @@ class Saver(Mover[tuple[SaveJob, Moment | Progress, float], tuple[int, bool]]):
             self._buffer = None  # it may still be read
             log.exception("a save failed by a defect", request=job.request_id)
         finally:
-            self._figures.time("save_s", time.monotonic() - started)
+            self._metrics.time("save_s", time.monotonic() - started)
             if not is_whole:
-                self._figures.count("saves_failed")
+                self._metrics.count("saves_failed")
             self._end_with((job.job_id, is_whole))
 
     def _save(self, job: SaveJob, deadline: float) -> bool:
@@ -86,9 +86,9 @@ class Saver(Mover[tuple[SaveJob, Moment | Progress, float], tuple[int, bool]]):
                 part=self._part,
                 timeout_s=max(0.001, deadline - time.monotonic()),
             )
-            self._figures.add("blocks_stored", result.stored)
-            self._figures.add("blocks_known", result.existing + result.in_progress)
-            self._figures.add("save_bytes", sum(result.bytes_moved.values()))
+            self._metrics.add("blocks_stored", result.stored)
+            self._metrics.add("blocks_known", result.existing + result.in_progress)
+            self._metrics.add("save_bytes", sum(result.bytes_moved.values()))
             if result.rejected:
                 return False
         return True
@@ -106,7 +106,7 @@ class Saver(Mover[tuple[SaveJob, Moment | Progress, float], tuple[int, bool]]):
             deadline,
         )
         granted = np.array(writer.granted, dtype=np.int64)
-        self._figures.add("blocks_known", len(job.hashes) - len(granted) - writer.rejected)
+        self._metrics.add("blocks_known", len(job.hashes) - len(granted) - writer.rejected)
         if not len(granted):
             return not writer.rejected
         pages = job.pages.reshape(-1, self._pages_per_block)[granted].reshape(-1)
@@ -130,8 +130,8 @@ class Saver(Mover[tuple[SaveJob, Moment | Progress, float], tuple[int, bool]]):
             late = error if isinstance(error, KvpoolError) else DeadlineExceeded(str(error))
             self._wait(lambda _: writer.abort(late), time.monotonic() + 2.0)
             raise late from error
-        self._figures.add("blocks_stored", len(granted))
-        self._figures.add("save_bytes", writer.bytes_written)
+        self._metrics.add("blocks_stored", len(granted))
+        self._metrics.add("save_bytes", writer.bytes_written)
         return not writer.rejected
 
     def _send(

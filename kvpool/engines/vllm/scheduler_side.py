@@ -20,13 +20,13 @@ from kvpool.blocks.hashing import hash_chain
 from kvpool.blocks.layout import Namespace
 from kvpool.client.pool import Pool
 from kvpool.engines.vllm.identity import extra_keys
-from kvpool.engines.vllm.load_costs import Costs
+from kvpool.engines.vllm.load_costs import LoadCosts
 from kvpool.engines.vllm.lookup import Lookup
 from kvpool.engines.vllm.lora import LoraVersions
 from kvpool.engines.vllm.metadata import LoadJob, SaveJob, StepMetadata, WorkerReport, pages_of
-from kvpool.engines.vllm.metrics import Figures
-from kvpool.engines.vllm.pool_health import Reach
-from kvpool.engines.vllm.request_options import Wishes, wishes_of
+from kvpool.engines.vllm.metrics import MetricsRecorder
+from kvpool.engines.vllm.pool_health import PoolHealth
+from kvpool.engines.vllm.request_options import RequestOptions, options_of
 from kvpool.engines.vllm.settings import VllmSettings
 from kvpool.wire import messages as m
 
@@ -37,7 +37,7 @@ SAVE_AGAIN_S = 1.0  # after a save that failed
 
 
 @dataclass(slots=True, eq=False)
-class Tracked:
+class TrackedRequest:
     """One request of vLLM's.
 
     Args:
@@ -49,7 +49,7 @@ class Tracked:
 
     request: Request
     extra: tuple[str, ...] | None
-    wishes: Wishes
+    options: RequestOptions
     chain: list[bytes] = field(default_factory=list)
     saved: int = 0
     lookup: Lookup | None = None
@@ -64,7 +64,7 @@ class Tracked:
 
 
 @dataclass(slots=True, frozen=True)
-class _Held:
+class _HeldPages:
     """Pages of a save job, and how many ranks have still to end it."""
 
     pages: tuple[int, ...]
@@ -90,7 +90,7 @@ class SchedulerSide:
         saves: bool,
         may_load_in_step: bool,
         ranks: int,
-        figures: Figures,
+        metrics: MetricsRecorder,
         loras: LoraVersions,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -104,13 +104,13 @@ class SchedulerSide:
                 " recover safely from a load that fails in the step that uses it"
             )
         self._ranks = ranks
-        self.figures = figures
+        self.metrics = metrics
         self._loras = loras
         self._clock = clock
-        self.costs = Costs(settings.prefill_tokens_per_s)
-        self._tracked: dict[str, Tracked] = {}
+        self.costs = LoadCosts(settings.prefill_tokens_per_s)
+        self._tracked: dict[str, TrackedRequest] = {}
         self._jobs: list[LoadJob] = []
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _HeldPages] = {}
         self._held_bytes = 0
         self._next_job = 0
         self._block_pool: BlockPool | None = None
@@ -124,9 +124,9 @@ class SchedulerSide:
 
     # ------------------------------------------------------------ life
 
-    def start(self, pool: Pool, reach: Reach, namespace: Namespace, page_tokens: int) -> None:
+    def start(self, pool: Pool, health: PoolHealth, namespace: Namespace, page_tokens: int) -> None:
         """Begin to use the pool."""
-        self._pool, self._reach = pool, reach
+        self._pool, self._health = pool, health
         self._namespace, self._page_tokens = namespace, page_tokens
 
     def bind(self, block_pool: BlockPool) -> None:
@@ -178,10 +178,10 @@ class SchedulerSide:
             extra = extra_keys(request, self._loras, self._settings.lookup_deadline_s)
         if extra is not None:
             extra += self._since_reset
-        tracked = Tracked(request, extra, wishes_of(request))
+        tracked = TrackedRequest(request, extra, options_of(request))
         self._tracked[request.request_id] = tracked
         if tracked.extra is None:
-            self.figures.count("requests_not_shareable")
+            self.metrics.count("requests_not_shareable")
         elif self._may_load(tracked):
             self._begin(tracked)
 
@@ -198,20 +198,20 @@ class SchedulerSide:
             self._release(tracked)
         lookup = tracked.lookup or self._begin(tracked)
         if lookup is None:
-            if not self._reach.is_well:
-                self.figures.count("lookups_without_pool")
+            if not self._health.is_well:
+                self.metrics.count("lookups_without_pool")
             tracked.settled_at = local_tokens
             return 0, False
         now = self._clock()
         tracked.asked_until = tracked.asked_until or now + self._settings.lookup_deadline_s
         asked = now
         is_done = lookup.wait(tracked.asked_until - now)
-        self.figures.add("lookup_wait_s", self._clock() - asked)
+        self.metrics.add("lookup_wait_s", self._clock() - asked)
         if not is_done:
             if self._clock() < lookup.waiting_until:
                 self._waiting += 1  # blocks come from a disk, which beats computing them
                 return None, False
-            self.figures.count("lookups_too_late")
+            self.metrics.count("lookups_too_late")
             return 0, False
         tokens = lookup.found * self._block_tokens
         tracked.is_layerwise = (
@@ -228,7 +228,7 @@ class SchedulerSide:
             self._no_load(tracked)
             return 0, False
         if self.costs.worth_s(new_tokens, self._bytes_of(new_tokens), 1.0) <= 0:
-            self.figures.count("loads_declined")
+            self.metrics.count("loads_declined")
             self._no_load(tracked)
             return 0, False
         return new_tokens, not tracked.is_layerwise
@@ -258,8 +258,8 @@ class SchedulerSide:
         )
         tracked.is_loading = True
         tracked.saved = max(tracked.saved, lookup.found)
-        self.figures.count("loads")
-        self.figures.add("loaded_tokens", new_tokens)
+        self.metrics.count("loads")
+        self.metrics.add("loaded_tokens", new_tokens)
 
     # ------------------------------------------------------------ one step
 
@@ -318,15 +318,15 @@ class SchedulerSide:
         assert self._namespace is not None
         return self._namespace.layout.block_tokens
 
-    def _may_load(self, tracked: Tracked) -> bool:
-        is_shared = tracked.extra is not None and self._loads and tracked.wishes.load
+    def _may_load(self, tracked: TrackedRequest) -> bool:
+        is_shared = tracked.extra is not None and self._loads and tracked.options.load
         return is_shared and not tracked.request.skip_reading_prefix_cache
 
     def _bytes_of(self, tokens: int) -> int:
         assert self._namespace is not None
         return tokens * self._namespace.layout.bytes_per_token
 
-    def _chain(self, tracked: Tracked, blocks: int) -> list[bytes]:
+    def _chain(self, tracked: TrackedRequest, blocks: int) -> list[bytes]:
         """Hashes of the first `blocks` of a request; as many as its tokens fill."""
         assert self._namespace is not None
         known = len(tracked.chain)
@@ -337,57 +337,57 @@ class SchedulerSide:
             tracked.chain += hash_chain(self._namespace, fresh, tracked.extra or (), parent=parent)
         return tracked.chain[:blocks]
 
-    def _begin(self, tracked: Tracked) -> Lookup | None:
+    def _begin(self, tracked: TrackedRequest) -> Lookup | None:
         """Look for its blocks; None where there is no pool to ask, or nothing to ask for."""
         if not self._loads or self._pool is None or self._namespace is None:
             return None
         blocks = tracked.request.num_tokens // self._block_tokens
         if not blocks:
             return None
-        if not self._reach.is_well:
+        if not self._health.is_well:
             return None
         chain = self._chain(tracked, blocks)
         tracked.asked_until = 0.0
         tracked.lookup = Lookup(
             self._pool,
-            self._reach,
+            self._health,
             self._namespace,
             chain,
             worth_s=self._worth_s,
             lease_s=self._settings.lease_s,
             timeout_s=self._settings.load_timeout_s + self._settings.max_disk_wait_s,
         )
-        self.figures.count("lookups")
-        self.figures.add("looked_up_tokens", blocks * self._block_tokens)
+        self.metrics.count("lookups")
+        self.metrics.add("looked_up_tokens", blocks * self._block_tokens)
         return tracked.lookup
 
     def _worth_s(self, blocks: int) -> float:
         tokens = blocks * self._block_tokens
         return self.costs.worth_s(tokens, self._bytes_of(tokens), self._settings.max_disk_wait_s)
 
-    def _no_load(self, tracked: Tracked) -> None:
+    def _no_load(self, tracked: TrackedRequest) -> None:
         """vLLM does not load what was found: it goes back at once."""
         lookup = tracked.lookup
         if lookup is not None:
             tracked.saved = max(tracked.saved, lookup.found)
             tracked.settled_at = tracked.local_tokens
             if lookup.is_done and not lookup.found:
-                self.figures.count("misses")
+                self.metrics.count("misses")
         self._release(tracked)
 
-    def _release(self, tracked: Tracked) -> None:
+    def _release(self, tracked: TrackedRequest) -> None:
         if tracked.lookup is not None:
             tracked.lookup.release()
             tracked.lookup = None
 
     def _save_jobs(self, output: SchedulerOutput) -> list[SaveJob]:
         state = output.kv_connector_block_state
-        if state is None or not self._reach.is_well:
+        if state is None or not self._health.is_well:
             return []
         jobs = []
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
-            if tracked is None or tracked.extra is None or not tracked.wishes.save:
+            if tracked is None or tracked.extra is None or not tracked.options.save:
                 continue
             # What is computed on top of a load of the same step is worth no more than that turns out to be.
             if tracked.is_loading:
@@ -399,7 +399,7 @@ class SchedulerSide:
 
     def _save_job(
         self,
-        tracked: Tracked,
+        tracked: TrackedRequest,
         scheduled: int,
         block_ids: Callable[[str], Sequence[Sequence[int]] | None],
     ) -> SaveJob | None:
@@ -416,7 +416,7 @@ class SchedulerSide:
         size_bytes = self._bytes_of(size)
         if self._held_bytes + size_bytes > self._settings.max_pending_save_bytes:
             # Not lost yet: a later step of the request tries again, when there is room.
-            self.figures.count("saves_put_off")
+            self.metrics.count("saves_put_off")
             return None
         tables = block_ids(request.request_id)
         if tables is None or self._block_pool is None:
@@ -429,12 +429,12 @@ class SchedulerSide:
         self._block_pool.touch([self._block_pool.blocks[page] for page in pages.tolist()])
         job_id = self._next_job
         self._next_job += 1
-        self._held[job_id] = _Held(
+        self._held[job_id] = _HeldPages(
             tuple(pages.tolist()), self._ranks, request.request_id, first, size_bytes
         )
         self._held_bytes += size_bytes
         tracked.saved = last
-        self.figures.count("saves")
+        self.metrics.count("saves")
         parent = chain[first - 1] if first else b""
         return SaveJob(job_id, request.request_id, tuple(chain[first:last]), parent, pages)
 
@@ -448,7 +448,7 @@ class SchedulerSide:
                 tracked.saved = min(tracked.saved, held.first_block)
                 tracked.save_again_at = self._clock() + SAVE_AGAIN_S
         if count < held.ranks:
-            self._held[job_id] = _Held(
+            self._held[job_id] = _HeldPages(
                 held.pages, held.ranks - count, held.request_id, held.first_block, held.size
             )
             return

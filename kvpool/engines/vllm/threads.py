@@ -28,7 +28,7 @@ def start_thread(name: str, work: Callable[[], None], device: torch.device) -> t
     return thread
 
 
-class Moment:
+class DeviceEvent:
     """A point in a device's work: what was launched before it is done when `wait` returns."""
 
     def __init__(self, device: torch.device) -> None:

@@ -14,13 +14,13 @@ import torch
 from kvpool.blocks.layout import Namespace
 from kvpool.client.pool import Pool
 from kvpool.engines.vllm.layers import Slices
-from kvpool.engines.vllm.metrics import Figures
+from kvpool.engines.vllm.metrics import MetricsRecorder
 from kvpool.engines.vllm.paged_kv import PagedKV
 from kvpool.engines.vllm.settings import VllmSettings
 from kvpool.engines.vllm.threads import start_thread
 
 Item = TypeVar("Item")
-Ended = TypeVar("Ended")
+EndedJob = TypeVar("EndedJob")
 
 
 @dataclass(slots=True, frozen=True)
@@ -37,12 +37,12 @@ class Rank:
     paged: PagedKV
     settings: VllmSettings
     part: int
-    figures: Figures
+    metrics: MetricsRecorder
     on_end: Callable[[], None]
     device: torch.device
 
 
-class Mover(ABC, Generic[Item, Ended]):
+class TransferThread(ABC, Generic[Item, EndedJob]):
     """Moves one job after another between vLLM's pages and the pool.
 
     Args:
@@ -57,7 +57,7 @@ class Mover(ABC, Generic[Item, Ended]):
         self._paged = paged = rank.paged
         self._settings = rank.settings
         self._part = rank.part
-        self._figures = rank.figures
+        self._metrics = rank.metrics
         self._on_end = rank.on_end
         self._device = rank.device
         self._part_bytes = namespace.layout.part_bytes
@@ -66,7 +66,7 @@ class Mover(ABC, Generic[Item, Ended]):
         self._slices = Slices(paged, self._pages_per_block)
         self._jobs: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._ended: list[Ended] = []
+        self._ended: list[EndedJob] = []
         self._in_work = 0
         self._thread = start_thread(name, self._work, rank.device)
 
@@ -80,7 +80,7 @@ class Mover(ABC, Generic[Item, Ended]):
         """Whether the end of some job has not been taken."""
         return bool(self._ended)
 
-    def take_ended(self) -> list[Ended]:
+    def take_ended(self) -> list[EndedJob]:
         """Jobs that ended since the last call."""
         with self._lock:
             ended, self._ended = self._ended, []
@@ -97,7 +97,7 @@ class Mover(ABC, Generic[Item, Ended]):
             self._in_work += 1
         self._jobs.put(item)
 
-    def _end_with(self, ended: Ended) -> None:
+    def _end_with(self, ended: EndedJob) -> None:
         with self._lock:
             self._ended.append(ended)
         self._on_end()

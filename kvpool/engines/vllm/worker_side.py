@@ -16,7 +16,7 @@ from kvpool.client.pool import Pool
 from kvpool.engines.vllm.layers import Progress
 from kvpool.engines.vllm.loader import Loader
 from kvpool.engines.vllm.metadata import StepMetadata, WorkerReport
-from kvpool.engines.vllm.metrics import Figures
+from kvpool.engines.vllm.metrics import MetricsRecorder
 from kvpool.engines.vllm.paged_kv import PagedKV
 from kvpool.engines.vllm.prefault import Prefault
 from kvpool.engines.vllm.saver import Saver
@@ -46,12 +46,12 @@ class WorkerSide:
         *,
         part: int,
         is_single_group: bool,
-        figures: Figures,
+        metrics: MetricsRecorder,
         device: torch.device,
     ) -> None:
         self._namespace = namespace
         self._is_single_group = is_single_group
-        self.figures = figures
+        self.metrics = metrics
         self._changed = threading.Condition()
         self._device = device
         self._names = paged.layer_names
@@ -60,7 +60,7 @@ class WorkerSide:
             log.warning("layers are not saved one by one: a page mixes them", order=paged.order)
         self._computing: Progress | None = None  # of the step's layers that are to be saved
         self._awaited: list[Progress] = []  # of the loads that the step computes with
-        rank = Rank(pool, namespace, paged, settings, part, figures, self._notify, device)
+        rank = Rank(pool, namespace, paged, settings, part, metrics, self._notify, device)
         self._loader = Loader(rank)
         self._saver = Saver(rank)
         is_prefaulted = settings.prefault and device.type == "cpu"

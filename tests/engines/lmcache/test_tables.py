@@ -1,4 +1,4 @@
-"""Locks, ledger and outbox: the books behind the adapter, without a pool."""
+"""Locks, the object table and task results, without a pool."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from kvpool.engines.lmcache.keys import Item, Space
-from kvpool.engines.lmcache.ledger import Ledger
 from kvpool.engines.lmcache.locks import LockTable
-from kvpool.engines.lmcache.outbox import Outbox
+from kvpool.engines.lmcache.object_table import ObjectTable
+from kvpool.engines.lmcache.task_results import TaskResults
 
 A, B, C = b"a", b"b", b"c"
 
@@ -75,45 +75,45 @@ def key(model: str = "m") -> Any:
 
 
 def test_the_ledger_forgets_the_oldest_beyond_its_limit() -> None:
-    ledger = Ledger(2)
-    new, forgotten = ledger.add([(key(), item(bytes([n])), n) for n in range(3)], 0.0)
+    object_table = ObjectTable(2)
+    new, forgotten = object_table.add([(key(), item(bytes([n])), n) for n in range(3)], 0.0)
     assert [entry.size_bytes for entry in new] == [0, 1, 2]
     assert [entry.size_bytes for entry in forgotten] == [0]
-    assert len(ledger) == 2
-    assert ledger.add([(key(), item(b"\x01"), 1)], 1.0) == ([], [])
+    assert len(object_table) == 2
+    assert object_table.add([(key(), item(b"\x01"), 1)], 1.0) == ([], [])
 
 
 def test_pages_go_on_behind_the_cursor_whatever_was_removed() -> None:
-    ledger = Ledger(10)
-    ledger.add([(key("ab"[n % 2]), item(bytes([n])), n) for n in range(6)], 0.0)
-    first = ledger.page(0, 2, None)
+    object_table = ObjectTable(10)
+    object_table.add([(key("ab"[n % 2]), item(bytes([n])), n) for n in range(6)], 0.0)
+    first = object_table.page(0, 2, None)
     assert [entry.size_bytes for entry in first] == [0, 1]
-    ledger.remove([item(b"\x01"), item(b"\x02")])
-    assert [e.size_bytes for e in ledger.page(first[-1].number, 9, None)] == [3, 4, 5]
-    assert [e.size_bytes for e in ledger.page(0, 9, "a")] == [0, 4]
+    object_table.remove([item(b"\x01"), item(b"\x02")])
+    assert [e.size_bytes for e in object_table.page(first[-1].number, 9, None)] == [3, 4, 5]
+    assert [e.size_bytes for e in object_table.page(0, 9, "a")] == [0, 4]
 
 
 def test_what_was_added_just_now_is_not_removed_for_not_being_found_yet() -> None:
-    ledger = Ledger(10)
-    ledger.add([(key(), item(b"old"), 1)], 0.0)
-    ledger.add([(key(), item(b"new"), 2)], 8.0)
-    gone = ledger.remove([item(b"old"), item(b"new")], added_before=5.0)
+    object_table = ObjectTable(10)
+    object_table.add([(key(), item(b"old"), 1)], 0.0)
+    object_table.add([(key(), item(b"new"), 2)], 8.0)
+    gone = object_table.remove([item(b"old"), item(b"new")], added_before=5.0)
     assert [entry.size_bytes for entry in gone] == [1]
-    assert len(ledger) == 1
+    assert len(object_table) == 1
 
 
 def test_an_outbox_signals_each_result_once_and_gives_it_once() -> None:
-    outbox: Outbox[str] = Outbox()
-    outbox.put(1, "one")
-    outbox.put(2, "two")
-    assert os.eventfd_read(outbox.fd) == 2
+    task_results: TaskResults[str] = TaskResults()
+    task_results.put(1, "one")
+    task_results.put(2, "two")
+    assert os.eventfd_read(task_results.fd) == 2
     with pytest.raises(BlockingIOError):
-        os.eventfd_read(outbox.fd)
-    assert outbox.take(1) == "one"
-    assert outbox.take(1) is None
-    assert outbox.take_all() == {2: "two"}
-    assert outbox.take_all() == {}
-    outbox.close()
-    outbox.close()
-    outbox.put(3, "late")
-    assert outbox.take(3) == "late"
+        os.eventfd_read(task_results.fd)
+    assert task_results.take(1) == "one"
+    assert task_results.take(1) is None
+    assert task_results.take_all() == {2: "two"}
+    assert task_results.take_all() == {}
+    task_results.close()
+    task_results.close()
+    task_results.put(3, "late")
+    assert task_results.take(3) == "late"

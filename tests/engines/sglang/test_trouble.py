@@ -196,7 +196,7 @@ def test_a_defect_of_our_own_is_a_miss_too(
 ) -> None:
     pool = mha_pool("page_first")
     backend = make_backend(pool)
-    for method in ("pin", "get", "put", "standing"):
+    for method in ("pin", "get", "put", "exists"):
         monkeypatch.setattr(backend._pool, method, lambda *a, **k: 1 / 0)
     all_misses(backend, pool, keys(N))
     assert "ZeroDivisionError: division by zero" in caplog.text  # with its traceback

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.engines.shared.circuit_breaker import Reachability, says_pool_is_down
+from kvpool.engines.shared.circuit_breaker import CircuitBreaker, says_pool_is_down
 from kvpool.errors import (
     BlockMiss,
     DeadlineExceeded,
@@ -18,7 +18,7 @@ from kvpool.errors import (
 
 
 def test_nobody_asks_until_the_back_off_has_passed_and_then_one_does() -> None:
-    pool = Reachability(1.0, 4.0)
+    pool = CircuitBreaker(1.0, 4.0)
     assert pool.may_ask(0.0)
     assert pool.failed(0.0)
     assert pool.is_down
@@ -28,7 +28,7 @@ def test_nobody_asks_until_the_back_off_has_passed_and_then_one_does() -> None:
 
 
 def test_each_failed_try_doubles_the_back_off_up_to_its_longest() -> None:
-    pool, now, waits = Reachability(1.0, 4.0), 0.0, []
+    pool, now, waits = CircuitBreaker(1.0, 4.0), 0.0, []
     for _ in range(4):
         pool.failed(now)
         wait = next(s for s in range(1, 10) if pool.may_ask(now + s))
@@ -38,14 +38,14 @@ def test_each_failed_try_doubles_the_back_off_up_to_its_longest() -> None:
 
 
 def test_calls_that_fail_together_count_once() -> None:
-    pool = Reachability(1.0, 60.0)
+    pool = CircuitBreaker(1.0, 60.0)
     assert [pool.failed(0.0) for _ in range(5)] == [True, False, False, False, False]
     assert pool.failures == 5
     assert pool.may_ask(1.0)
 
 
 def test_an_answer_opens_the_pool_to_all_and_says_that_it_had_been_down() -> None:
-    pool = Reachability(1.0, 4.0)
+    pool = CircuitBreaker(1.0, 4.0)
     pool.failed(0.0)
     assert pool.answered()
     assert not pool.answered()

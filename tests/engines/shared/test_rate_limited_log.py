@@ -6,13 +6,13 @@ import logging
 
 import pytest
 
-from kvpool.engines.shared.rate_limited_log import QuietLog
+from kvpool.engines.shared.rate_limited_log import RateLimitedLog
 
 
 def test_each_kind_is_written_once_a_period_with_what_was_left_out(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    log = QuietLog("kvpool.tests.quiet", period_s=10.0)
+    log = RateLimitedLog("kvpool.tests.quiet", period_s=10.0)
     with caplog.at_level(logging.WARNING, "kvpool.tests.quiet"):
         assert log.report("down", "first", 0.0)
         assert not any(log.report("down", "again", 1.0 + n) for n in range(5))
@@ -27,7 +27,7 @@ def test_each_kind_is_written_once_a_period_with_what_was_left_out(
 
 
 def test_a_defect_is_an_error_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    log = QuietLog("kvpool.tests.quiet")
+    log = RateLimitedLog("kvpool.tests.quiet")
     assert log.report("load", "of ours", 0.0, error=ValueError("why"))
     [record] = caplog.records
     assert record.levelno == logging.ERROR

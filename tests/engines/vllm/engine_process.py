@@ -80,12 +80,6 @@ class EngineProcess:
             "generate", prompts=[list(p) for p in prompts], max_tokens=max_tokens, **more
         )
 
-    def leave(self, timeout_s: float) -> None:
-        """Let it come to its own end."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(timeout_s)
-
     def close(self) -> None:
         self.process.kill()
         self.process.wait(10)
@@ -149,19 +143,19 @@ class _Served:
         """Step until the saves are over."""
         while self._core.scheduler.has_requests():
             self._llm.llm_engine.step()
-        return self.figures()
+        return self.metrics()
 
     def reset(self) -> Any:
         """Forget what stands in vLLM's own memory."""
         self.settle()
         return self._llm.reset_prefix_cache()
 
-    def figures(self) -> Any:
+    def metrics(self) -> Any:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         totals: dict[str, float] = {}
         for connector in (self._core.scheduler.connector, get_kv_transfer_group()):
-            for name, value in connector.figures.totals.items():
+            for name, value in connector.metrics.totals.items():
                 totals[name] = totals.get(name, 0) + value
         return totals
 

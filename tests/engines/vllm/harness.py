@@ -309,10 +309,10 @@ class Engine:
 
     @property
     def totals(self) -> dict[str, float]:
-        """Figures of all sides together."""
+        """MetricsRecorder of all sides together."""
         merged: dict[str, float] = {}
         for connector in (self.connector, *self.workers):
-            for name, value in connector.figures.totals.items():
+            for name, value in connector.metrics.totals.items():
                 merged[name] = merged.get(name, 0) + value
         return merged
 

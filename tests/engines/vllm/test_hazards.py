@@ -321,7 +321,7 @@ def test_a_node_that_has_died_costs_its_own_blocks_alone(
         cluster.kill("far")
         for i in range(4):
             assert one.run(f"a{i}", [*PROMPT, i, 5, 6]) == expected_output([*PROMPT, i, 5, 6], 4)
-            assert one.connector._reach.is_well  # type: ignore[union-attr]
+            assert one.connector._health.is_well  # type: ignore[union-attr]
             one.scheduler.reset_prefix_cache()
         before = one.totals.get("loaded_tokens", 0)
         one.run("b", LONG[::-1])

@@ -12,7 +12,7 @@ import structlog
 from kvpool.blocks.layout import Layout, Namespace
 from kvpool.client import Pool
 from kvpool.engines.vllm import pool_health as module
-from kvpool.engines.vllm.pool_health import Reach
+from kvpool.engines.vllm.pool_health import PoolHealth
 from kvpool.engines.vllm.settings import VllmSettings
 from kvpool.errors import LayoutMismatch, Unavailable
 from tests.support.process_cluster import wait_until
@@ -22,9 +22,9 @@ NAMESPACE = Namespace("m", "r", Layout("bfloat16", 1, 1, 8, 16))
 
 
 @pytest.fixture
-def reach() -> Iterator[Reach]:
+def health() -> Iterator[PoolHealth]:
     with Pool(conductor="127.0.0.1:1") as pool:
-        watch = Reach(pool, SETTINGS, NAMESPACE)
+        watch = PoolHealth(pool, SETTINGS, NAMESPACE)
         yield watch
         watch.close()
 
@@ -44,10 +44,10 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def looks(monkeypatch: pytest.MonkeyPatch, outcome: Callable[[], Any]) -> None:
-    async def look(_reach: Reach, _pool: Any) -> None:
+    async def look(_health: PoolHealth, _pool: Any) -> None:
         outcome()
 
-    monkeypatch.setattr(Reach, "_look", look)
+    monkeypatch.setattr(PoolHealth, "_look", look)
 
 
 def fail(error: Exception) -> Callable[[], Any]:
@@ -58,34 +58,34 @@ def fail(error: Exception) -> Callable[[], Any]:
 
 
 def test_a_pool_that_does_not_answer_is_looked_at_ever_less_often(
-    reach: Reach, pauses: list[float], monkeypatch: pytest.MonkeyPatch
+    health: PoolHealth, pauses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks(monkeypatch, fail(Unavailable("nobody there")))
-    reach.start(5.0)
-    assert not reach.is_well
+    health.start(5.0)
+    assert not health.is_well
     wait_until(lambda: len(pauses) >= 5, "it is looked at")
     assert pauses[:5] == [0.1, 0.2, 0.4, 0.4, 0.4]
     looks(monkeypatch, lambda: None)
     wait_until(lambda: pauses[-1] == module.LOOK_S, "it is met")
-    assert reach.is_well
+    assert health.is_well
 
 
 def test_a_start_that_the_pool_refused_can_be_closed(
-    reach: Reach, monkeypatch: pytest.MonkeyPatch
+    health: PoolHealth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks(monkeypatch, fail(LayoutMismatch("another layout")))
     with pytest.raises(LayoutMismatch):
-        reach.start(5.0)
-    reach.close()
+        health.start(5.0)
+    health.close()
 
 
 def test_a_watch_that_dies_is_told_of_and_the_pool_is_done_without(
-    reach: Reach, pauses: list[float], monkeypatch: pytest.MonkeyPatch
+    health: PoolHealth, pauses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks(monkeypatch, lambda: None)
     with structlog.testing.capture_logs() as lines:
-        reach.start(5.0)
+        health.start(5.0)
         looks(monkeypatch, fail(ValueError("a defect of ours")))
-        wait_until(lambda: not reach.is_well, "it is noticed")
+        wait_until(lambda: not health.is_well, "it is noticed")
         told = "the pool is watched no more: serving without it"
         wait_until(lambda: told in [line["event"] for line in lines], "it is told")

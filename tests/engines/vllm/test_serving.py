@@ -221,13 +221,13 @@ def test_a_request_may_ask_not_to_be_stored_or_not_to_be_loaded(
 
 
 @pytest.mark.parametrize(
-    "wishes", [{"lod": False}, {"save": "no"}, "nothing", [{"save": False}], {"load": 0}]
+    "options", [{"lod": False}, {"save": "no"}, "nothing", [{"save": False}], {"load": 0}]
 )
 def test_a_request_whose_wishes_cannot_be_read_shares_nothing(
-    engine: MakeEngine, wishes: Any
+    engine: MakeEngine, options: Any
 ) -> None:
     one = engine()
-    assert one.run("a", PROMPT, transfer={"kvpool": wishes, "other": 1}) == EXPECTED
+    assert one.run("a", PROMPT, transfer={"kvpool": options, "other": 1}) == EXPECTED
     assert not {"saves", "lookups"} & set(one.totals)
     assert one.run("b", [7, *PROMPT], transfer={"kvpool": None, "other": 1})
     assert {"saves", "lookups"} <= set(one.totals)

@@ -15,8 +15,8 @@ from kvpool.blocks.layout import Layout
 from kvpool.blocks.resharding import (
     DIMENSIONS,
     MIN_PIECE_BYTES,
-    Plan,
     TensorParallelRank,
+    TransferPlan,
     plan_part,
     plan_read,
     plan_write,
@@ -68,7 +68,7 @@ def pairs(draw: st.DrawFn) -> tuple[Layout, Layout, int]:
     return first, second, draw(st.integers(0, second.tp_size - 1))
 
 
-def is_merged(plan: Plan) -> bool:
+def is_merged(plan: TransferPlan) -> bool:
     """Whether no two neighbouring pieces could be one."""
     joins = (
         (plan.rows[1:] == plan.rows[:-1])

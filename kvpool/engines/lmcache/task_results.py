@@ -10,7 +10,7 @@ from lmcache.v1.platform import create_event_notifier
 R = TypeVar("R")
 
 
-class Outbox(Generic[R]):
+class TaskResults(Generic[R]):
     """Each task puts one result here, which is one signal; each result is taken once."""
 
     def __init__(self) -> None:

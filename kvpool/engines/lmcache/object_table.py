@@ -24,7 +24,7 @@ class Entry(NamedTuple):
     added_at: float  # monotonic seconds
 
 
-class Ledger:
+class ObjectTable:
     """At most `limit` entries, by ident."""
 
     def __init__(self, limit: int) -> None:
