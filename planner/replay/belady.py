@@ -17,7 +17,7 @@ def belady_hits(trace: CompactTrace, capacity_blocks: int) -> list[int]:
     Memory: the cache, and one entry for each of its blocks' uses that is not cleared away yet.
     """
     next_uses = trace.next_uses()
-    standing: dict[int, int] = {}  # id -> position of its next use
+    resident: dict[int, int] = {}  # id -> position of its next use
     queue: list[tuple[int, int]] = []  # (minus the next use, id); some of uses that are over
     hits: list[int] = []
     for span in trace.spans():
@@ -28,22 +28,22 @@ def belady_hits(trace: CompactTrace, capacity_blocks: int) -> list[int]:
         for end in span.ends:
             end -= base
             found = start
-            while found < end and ids[found] in standing:
+            while found < end and ids[found] in resident:
                 found += 1
             hits.append(found - start)
             for at in range(start, end):
                 ident, use = ids[at], following[at]
                 if use == NEVER:  # takes no room: nothing can be gained by it
-                    standing.pop(ident, None)
+                    resident.pop(ident, None)
                     continue
-                standing[ident] = use
+                resident[ident] = use
                 heappush(queue, (-use, ident))
-                while len(standing) > capacity_blocks:
+                while len(resident) > capacity_blocks:
                     farthest, victim = heappop(queue)
-                    if standing.get(victim) == -farthest:
-                        del standing[victim]
+                    if resident.get(victim) == -farthest:
+                        del resident[victim]
             start = end
-            if len(queue) > 4 * len(standing) + 4096:
-                queue = [(-use, ident) for ident, use in standing.items()]
+            if len(queue) > 4 * len(resident) + 4096:
+                queue = [(-use, ident) for ident, use in resident.items()]
                 heapify(queue)
     return hits

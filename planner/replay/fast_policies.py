@@ -18,26 +18,26 @@ class PlainCache(ABC):
     """At most `capacity` ids under one policy.
 
     Attributes:
-        standing: the ids that are here.
-        gone: those that left to make room in the last access, in order.
+        resident: the ids that are here.
+        evicted: those that left to make room in the last access, in order.
     """
 
     name: ClassVar[str]
-    standing: Collection[int]
+    resident: Collection[int]
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.gone: list[int] = []
+        self.evicted: list[int] = []
 
     def access(self, chain: Sequence[int]) -> int:
         """How many leading ids of a prompt were here; then use them all."""
-        standing = self.standing
+        resident = self.resident
         found = 0
         for ident in chain:
-            if ident not in standing:
+            if ident not in resident:
                 break
             found += 1
-        self.gone.clear()
+        self.evicted.clear()
         self.use(chain)
         return found
 
@@ -53,22 +53,22 @@ class PlainLru(PlainCache):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self.standing: OrderedDict[int, None] = OrderedDict()
+        self.resident: OrderedDict[int, None] = OrderedDict()
 
     def use(self, chain: Sequence[int]) -> None:
         """See `PlainCache`."""
-        standing, gone = self.standing, self.gone
-        renew = standing.move_to_end
-        room = self.capacity - len(standing)
+        resident, evicted = self.resident, self.evicted
+        renew = resident.move_to_end
+        room = self.capacity - len(resident)
         for ident in chain:
-            if ident in standing:
+            if ident in resident:
                 renew(ident)
                 continue
-            standing[ident] = None
+            resident[ident] = None
             if room:
                 room -= 1
             else:
-                gone.append(standing.popitem(last=False)[0])
+                evicted.append(resident.popitem(last=False)[0])
 
 
 class PlainFifo(PlainCache):
@@ -78,19 +78,19 @@ class PlainFifo(PlainCache):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self.standing: OrderedDict[int, None] = OrderedDict()
+        self.resident: OrderedDict[int, None] = OrderedDict()
 
     def use(self, chain: Sequence[int]) -> None:
         """See `PlainCache`."""
-        standing, gone = self.standing, self.gone
-        room = self.capacity - len(standing)
+        resident, evicted = self.resident, self.evicted
+        room = self.capacity - len(resident)
         for ident in chain:
-            if ident not in standing:
+            if ident not in resident:
                 if room:
                     room -= 1
                 else:
-                    gone.append(standing.popitem(last=False)[0])
-                standing[ident] = None
+                    evicted.append(resident.popitem(last=False)[0])
+                resident[ident] = None
 
 
 class PlainLfu(PlainCache):
@@ -100,29 +100,29 @@ class PlainLfu(PlainCache):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self.standing: dict[int, int] = {}
+        self.resident: dict[int, int] = {}
         self._queues: list[OrderedDict[int, None]] = [OrderedDict()]
         self._fewest = 0  # no queue before it holds anything
 
     def use(self, chain: Sequence[int]) -> None:
         """See `PlainCache`."""
-        standing, queues = self.standing, self._queues
+        resident, queues = self.resident, self._queues
         for ident in chain:
-            uses = standing.get(ident)
+            uses = resident.get(ident)
             if uses is None:
-                if len(standing) == self.capacity:
+                if len(resident) == self.capacity:
                     while not queues[self._fewest]:
                         self._fewest += 1
                     victim = queues[self._fewest].popitem(last=False)[0]
-                    del standing[victim]
-                    self.gone.append(victim)
+                    del resident[victim]
+                    self.evicted.append(victim)
                 uses = self._fewest = 0
             else:
                 del queues[uses][ident]
                 uses += 1
                 if uses == len(queues):
                     queues.append(OrderedDict())
-            standing[ident] = uses
+            resident[ident] = uses
             queues[uses][ident] = None
 
 
@@ -133,32 +133,32 @@ class PlainS3Fifo(PlainCache):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self.standing: dict[int, int] = {}  # uses since the id stands at its place
+        self.resident: dict[int, int] = {}  # uses since the id stands at its place
         self._small: deque[int] = deque()
         self._main: deque[int] = deque()
         self._ghosts: OrderedDict[int, None] = OrderedDict()
 
     def use(self, chain: Sequence[int]) -> None:
         """See `PlainCache`."""
-        standing, ghosts = self.standing, self._ghosts
+        resident, ghosts = self.resident, self._ghosts
         for ident in chain:
-            uses = standing.get(ident)
+            uses = resident.get(ident)
             if uses is not None:
                 if uses < MOST_USES:
-                    standing[ident] = uses + 1
+                    resident[ident] = uses + 1
                 continue
-            if len(standing) == self.capacity:
+            if len(resident) == self.capacity:
                 self._evict()
             if ident in ghosts:
                 del ghosts[ident]
                 self._main.append(ident)
             else:
                 self._small.append(ident)
-            standing[ident] = 0
+            resident[ident] = 0
 
     def _evict(self) -> None:
-        standing, ghosts, small = self.standing, self._ghosts, self._small
-        from_small = len(small) >= SMALL_SHARE * len(standing)
+        resident, ghosts, small = self.resident, self._ghosts, self._small
+        from_small = len(small) >= SMALL_SHARE * len(resident)
         if from_small:
             self._promote()
             from_small = bool(small)
@@ -170,26 +170,26 @@ class PlainS3Fifo(PlainCache):
         else:
             self._turn_main()
             victim = self._main.popleft()
-        del standing[victim]
-        self.gone.append(victim)
+        del resident[victim]
+        self.evicted.append(victim)
         if from_small:
             ghosts[victim] = None
-            while len(ghosts) > len(standing) + 1:
+            while len(ghosts) > len(resident) + 1:
                 ghosts.popitem(last=False)
 
     def _promote(self) -> None:
         """Move what was used on from the head of the small queue."""
-        standing, small = self.standing, self._small
-        while small and standing[small[0]] >= WORTHY_USES:
+        resident, small = self.resident, self._small
+        while small and resident[small[0]] >= WORTHY_USES:
             ident = small.popleft()
-            standing[ident] = 0
+            resident[ident] = 0
             self._main.append(ident)
 
     def _turn_main(self) -> bool:
         """Bring an unused id to the head of the main queue; False when that is empty."""
-        standing, main = self.standing, self._main
-        while main and standing[main[0]]:
-            standing[main[0]] -= 1
+        resident, main = self.resident, self._main
+        while main and resident[main[0]]:
+            resident[main[0]] -= 1
             main.rotate(-1)
         return bool(main)
 
@@ -201,7 +201,7 @@ class PlainArc(PlainCache):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self.standing: dict[int, bool] = {}  # whether it was seen again
+        self.resident: dict[int, bool] = {}  # whether it was seen again
         self._once: OrderedDict[int, None] = OrderedDict()
         self._again: OrderedDict[int, None] = OrderedDict()
         self._once_ghosts: OrderedDict[int, None] = OrderedDict()
@@ -210,29 +210,29 @@ class PlainArc(PlainCache):
 
     def use(self, chain: Sequence[int]) -> None:
         """See `PlainCache`."""
-        standing, once, again = self.standing, self._once, self._again
+        resident, once, again = self.resident, self._once, self._again
         for ident in chain:
-            is_again = standing.get(ident)
+            is_again = resident.get(ident)
             if is_again:
                 again.move_to_end(ident)
             elif is_again is not None:
                 del once[ident]
                 again[ident] = None
-                standing[ident] = True
+                resident[ident] = True
             else:
-                if len(standing) == self.capacity:
+                if len(resident) == self.capacity:
                     self._evict()
-                standing[ident] = is_again = self._is_back(ident)
+                resident[ident] = is_again = self._is_back(ident)
                 (again if is_again else once)[ident] = None
 
     def _evict(self) -> None:
         once, again = self._once, self._again
         first = once if len(once) > self._target else again
         queue = first or (again if first is once else once)
-        size = len(self.standing)
+        size = len(self.resident)
         victim = queue.popitem(last=False)[0]
-        del self.standing[victim]
-        self.gone.append(victim)
+        del self.resident[victim]
+        self.evicted.append(victim)
         once_ghosts, again_ghosts = self._once_ghosts, self._again_ghosts
         (again_ghosts if queue is again else once_ghosts)[victim] = None
         while once_ghosts and len(once) + len(once_ghosts) > size:
@@ -243,7 +243,7 @@ class PlainArc(PlainCache):
     def _is_back(self, ident: int) -> bool:
         once, again = len(self._once_ghosts), len(self._again_ghosts)
         if ident in self._once_ghosts:
-            self._target = min(self._target + max(1.0, again / once), len(self.standing) + 1.0)
+            self._target = min(self._target + max(1.0, again / once), len(self.resident) + 1.0)
             del self._once_ghosts[ident]
             return True
         if ident in self._again_ghosts:

@@ -25,10 +25,10 @@ _GROWTH = 1.3  # a rival's lead grows by so much before the price is counted aga
 class _Shadow(Protocol):
     """What the guard needs of a policy."""
 
-    gone: list[int]
+    evicted: list[int]
 
     @property
-    def standing(self) -> Collection[int]: ...
+    def resident(self) -> Collection[int]: ...
 
 
 class GuardedCache:
@@ -51,27 +51,27 @@ class GuardedCache:
         # By rival: blocks found beyond the leader's finds, not below zero, and the lead that is to be weighed next.
         self._lead = dict.fromkeys(self._shadows, 0)
         self._weigh_at = dict.fromkeys(self._shadows, 1.0)
-        self._standing: set[int] = set()
+        self._resident: set[int] = set()
         # What stands here and not with the leader, oldest first; some may have come back to it since.
         self._surplus: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._standing)
+        return len(self._resident)
 
     def __contains__(self, ident: int) -> bool:
-        return ident in self._standing
+        return ident in self._resident
 
     def access(self, ids: list[int], now_s: float, input_tokens: int, output_tokens: int) -> int:
         """Use a prompt's blocks; returns how many leading ones were here."""
-        standing = self._standing
+        resident = self._resident
         found = 0
         for ident in ids:
-            if ident not in standing:
+            if ident not in resident:
                 break
             found += 1
         finds = {name: cache.access(ids) for name, cache in self._plain.items()}
         finds[HazardCache.name] = self._hazard.access(ids, now_s, input_tokens, output_tokens)
-        standing.update(ids)
+        resident.update(ids)
         self._choose(finds)
         self._make_room(ids)
         return found
@@ -83,8 +83,8 @@ class GuardedCache:
         best = max(lead, key=lead.__getitem__)
         if lead[best] < self._weigh_at[best]:
             return
-        held = self._shadows[best].standing
-        price = sum(1 for ident in held if ident not in self._standing)
+        held = self._shadows[best].resident
+        price = sum(1 for ident in held if ident not in self._resident)
         if lead[best] <= price:
             self._weigh_at[best] = min(price + 1.0, _GROWTH * lead[best])
             return
@@ -92,16 +92,16 @@ class GuardedCache:
         self.changes += 1
         self._lead = dict.fromkeys(lead, 0)
         self._weigh_at = dict.fromkeys(lead, 1.0)
-        self._surplus = OrderedDict.fromkeys(i for i in sorted(self._standing) if i not in held)
+        self._surplus = OrderedDict.fromkeys(i for i in sorted(self._resident) if i not in held)
 
     def _make_room(self, ids: list[int]) -> None:
         leader = self._shadows[self.leader]
-        held, surplus, standing = leader.standing, self._surplus, self._standing
-        for ident in (*leader.gone, *ids):
-            if ident in standing and ident not in held:
+        held, surplus, resident = leader.resident, self._surplus, self._resident
+        for ident in (*leader.evicted, *ids):
+            if ident in resident and ident not in held:
                 surplus[ident] = None
-        while len(standing) > self._capacity:
+        while len(resident) > self._capacity:
             # The leader holds no more than this cache may, so something here is surplus.
             ident = surplus.popitem(last=False)[0]
             if ident not in held:
-                standing.discard(ident)
+                resident.discard(ident)

@@ -59,8 +59,8 @@ class HazardCache:
     """A cache of `capacity` blocks, by their ids.
 
     Attributes:
-        standing: the ids that are here.
-        gone: those that left to make room in the last access.
+        resident: the ids that are here.
+        evicted: those that left to make room in the last access.
     """
 
     name: ClassVar[str] = "hazard"
@@ -69,8 +69,8 @@ class HazardCache:
         self._capacity = capacity
         self._block_tokens = block_tokens
         self._model = HazardModel(_ROWS)
-        self.standing: dict[int, Record] = {}
-        self.gone: list[int] = []
+        self.resident: dict[int, Record] = {}
+        self.evicted: list[int] = []
         # What is remembered beyond the cache, the oldest forgotten first: evicted blocks, the last full
         # blocks of prompts, and blocks behind which prompts went on differently (how often, last record).
         self._ghosts: OrderedDict[int, None] = OrderedDict()
@@ -92,24 +92,24 @@ class HazardCache:
         self._outcomes: tuple[list[tuple[int, ...]], list[int], list[bool]] = ([], [], [])
 
     def __len__(self) -> int:
-        return len(self.standing)
+        return len(self.resident)
 
     def __contains__(self, ident: int) -> bool:
-        return ident in self.standing
+        return ident in self.resident
 
     def access(self, ids: list[int], now_s: float, input_tokens: int, output_tokens: int) -> int:
         """Use a prompt's blocks; returns how many leading ones were here."""
-        standing = self.standing
+        resident = self.resident
         found = 0
         for ident in ids:
-            if ident not in standing:
+            if ident not in resident:
                 break
             found += 1
-        self.gone.clear()
+        self.evicted.clear()
         if ids:
             self._take_in(ids, found, now_s, input_tokens, output_tokens)
             self._requests_since_look += 1
-            if len(standing) > self._capacity:
+            if len(resident) > self._capacity:
                 self._make_room(now_s)
         return found
 
@@ -119,8 +119,8 @@ class HazardCache:
         self, ids: list[int], found: int, now_s: float, input_tokens: int, output_tokens: int
     ) -> None:
         known = found
-        ghosts, standing = self._ghosts, self.standing
-        while known < len(ids) and (ids[known] in ghosts or ids[known] in standing):
+        ghosts, resident = self._ghosts, self.resident
+        while known < len(ids) and (ids[known] in ghosts or ids[known] in resident):
             known += 1
         before = self._turn_before(ids, known)
         if 0 < known < len(ids) and before is None:
@@ -143,7 +143,7 @@ class HazardCache:
         )
         if start == len(ids):
             return
-        record = self._stand(ids[start:] if start else ids, now_s, features, turn)
+        record = self._add_record(ids[start:] if start else ids, now_s, features, turn)
         record.input_tokens, record.output_tokens = input_tokens, output_tokens
         full = input_tokens // self._block_tokens
         if full < len(ids):
@@ -184,7 +184,7 @@ class HazardCache:
                 gap = min(11, 1 + _log2(gap_s))
                 self._supersede(before, gap_s)
             features = (_SHARED + min(7, _log2(turn)), _NEW, _OUTPUT, _GAP + gap, _INPUT)
-            record = self._stand(ids[start : at + 1], now_s, features, turn)
+            record = self._add_record(ids[start : at + 1], now_s, features, turn)
             record.is_shared = at + 1 < len(ids)
             self._hubs[ids[at]] = record
             start = at + 1
@@ -197,9 +197,11 @@ class HazardCache:
         if record.ids:
             self._indices[record.slot] = 0.0
 
-    def _stand(self, ids: list[int], now_s: float, features: tuple[int, ...], turn: int) -> Record:
+    def _add_record(
+        self, ids: list[int], now_s: float, features: tuple[int, ...], turn: int
+    ) -> Record:
         record = Record(now_s, ids, features, turn)
-        self.standing.update(dict.fromkeys(ids, record))
+        self.resident.update(dict.fromkeys(ids, record))
         if self._free:
             slot = self._free.pop()
             self._records[slot] = record
@@ -218,18 +220,18 @@ class HazardCache:
     # ------------------------------------------------------------ what goes
 
     def _make_room(self, now_s: float) -> None:
-        standing, capacity = self.standing, self._capacity
+        resident, capacity = self.resident, self._capacity
         if self._requests_since_look > len(self._records) * _FEW:
             self._queue.clear()
-        while self._tails and len(standing) > capacity:
+        while self._tails and len(resident) > capacity:
             record = self._tails.pop()
             if record.left:
                 self._drop_last(record)
-        while len(standing) > capacity:
+        while len(resident) > capacity:
             if not self._queue:
                 self._look(now_s)
             record = self._queue[-1]
-            while record.left and len(standing) > capacity:
+            while record.left and len(resident) > capacity:
                 self._drop_last(record)
             if not record.left:
                 self._queue.pop()
@@ -238,9 +240,9 @@ class HazardCache:
     def _drop_last(self, record: Record) -> None:
         record.left -= 1
         ident = record.ids[record.left]
-        if self.standing.get(ident) is record:
-            del self.standing[ident]
-            self.gone.append(ident)
+        if self.resident.get(ident) is record:
+            del self.resident[ident]
+            self.evicted.append(ident)
             self._ghosts[ident] = None
             if len(self._ghosts) > self._remembered:
                 self._ghosts.popitem(last=False)

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from planner.simulator.placement_search import Placed
+from planner.simulator.placement_search import EvaluatedPlacement
 from planner.simulator.pool_size import NEAR, Hits, recommended
 from planner.simulator.scenario import Group, Scenario
 from planner.simulator.workload import Arrival
@@ -22,7 +22,7 @@ def advise(
     base: Scenario,
     gpus: int,
     arrivals: Sequence[Arrival],
-    found: Sequence[Placed],
+    found: Sequence[EvaluatedPlacement],
     hits: Sequence[Hits],
     gpu_dollars_per_hour: float | None,
 ) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def settings_yaml(answer: dict[str, Any], base: Scenario) -> str:
     return str(yaml.safe_dump(document, sort_keys=False))
 
 
-def _worth(placed: Placed) -> float:
+def _worth(placed: EvaluatedPlacement) -> float:
     return placed.speed / max(1, placed.gpus)
 
 
@@ -146,7 +146,7 @@ def _share(size_bytes: int, nodes: int, most_gib: int = 1 << 30) -> str:
     return f"{gib}GiB"
 
 
-def _dollars(placed: Placed, price: float, speed: float) -> float | None:
+def _dollars(placed: EvaluatedPlacement, price: float, speed: float) -> float | None:
     """Dollars per million tokens computed or answered, at so many times the recorded rate."""
     row = placed.row
     tokens = int(row["computed_tokens"] + row["output_tokens"])
@@ -160,9 +160,9 @@ def _reasons(
     base: Scenario,
     gpus: int,
     arrivals: Sequence[Arrival],
-    best: Placed,
-    coupled: Placed | None,
-    apart: Placed | None,
+    best: EvaluatedPlacement,
+    coupled: EvaluatedPlacement | None,
+    apart: EvaluatedPlacement | None,
     machine: Machine,
     shortest: int | None,
 ) -> list[str]:

@@ -20,7 +20,7 @@ from planner.simulator.setup import InstanceSpec, Setup
 PROBES = ((256, 0), (1024, 0), (4096, 0), (16384, 0), (2048, 8192), (8192, 32768))
 
 
-class State:
+class ClusterState:
     """Views of workers and nodes, and the fits behind the predictions.
 
     The fits start as if `kvpool worker profile` had been run on every worker: from a few measurements each.
@@ -32,7 +32,7 @@ class State:
         self.in_flight = InFlight()
         self.workers: dict[str, WorkerStatus] = {}
         self.nodes: dict[str, NodeStatus] = {}
-        self.promised: dict[str, int] = {node.node_id: 0 for node in setup.nodes}
+        self.reserved_bytes: dict[str, int] = {node.node_id: 0 for node in setup.nodes}
         self._namespace_id = namespace_id
         self._inputs: SchedulingInputs | None = None
         for spec in setup.instances:
@@ -65,14 +65,14 @@ class State:
             self._namespace_id,
             load=known.load if known else IDLE,
             reported_at=known.reported_at if known else 0.0,
-            kv_capacity_tokens=self.kv_room(spec),
+            kv_capacity_tokens=self.sequence_kv_tokens(spec),
         )
 
-    def kv_room(self, spec: InstanceSpec) -> int:
+    def sequence_kv_tokens(self, spec: InstanceSpec) -> int:
         """Tokens of an engine's KV memory that are for sequences in work."""
         return int(spec.kv_capacity_tokens * (1 - self.setup.engine_share))
 
-    def heard(self, instance: Instance, now: float) -> None:
+    def take_heartbeat(self, instance: Instance, now: float) -> None:
         """A heartbeat: the load, and a measured decode step for the fit."""
         step_s = instance.step_s()
         if step_s:
@@ -89,15 +89,15 @@ class State:
         known = self.workers[instance.worker_id]
         self.workers[instance.worker_id] = replace(known, load=load, reported_at=now)
 
-    def promise(self, node_id: str | None, size_bytes: int) -> None:
+    def reserve_bytes(self, node_id: str | None, size_bytes: int) -> None:
         """Reserve (positive) or give back room on a node."""
         if node_id is None or self.setup.serving != "pooled":
             return
-        self.promised[node_id] += size_bytes
+        self.reserved_bytes[node_id] += size_bytes
         node = self.nodes[node_id]
         self.nodes[node_id] = replace(node, available_bytes=node.available_bytes - size_bytes)
 
-    def disks(self, network: Network, now: float) -> None:
+    def report_disk_queues(self, network: Network, now: float) -> None:
         """Nodes report what their disks have to read."""
         for spec in self.setup.nodes:
             if spec.nvme_blocks:

@@ -24,11 +24,11 @@ MAX_SPLITS = 7  # tried of each pair of tensor parallelisms
 SEARCH_STEPS = 5
 HIGHEST_SPEED = 64.0
 
-Progress = Callable[[str], None]
+OnProgress = Callable[[str], None]
 
 
 @dataclass(slots=True, frozen=True)
-class Placed:
+class EvaluatedPlacement:
     """One placement and what it carried.
 
     `speed` is how much faster than recorded the trace may come; 0: not even at a quarter. `row`: at the
@@ -89,8 +89,8 @@ def search(
     gpus: int,
     arrivals: Sequence[Arrival],
     make_cache: CacheFactory,
-    progress: Progress = lambda _: None,
-) -> list[Placed]:
+    progress: OnProgress = lambda _: None,
+) -> list[EvaluatedPlacement]:
     """The finalists, best first: by rate carried per GPU, then by TTFT.
 
     Raises:
@@ -100,14 +100,14 @@ def search(
         raise ConfigError("a placement needs both objectives", hint="--slo-ttft and --slo-tpot")
     tried = []
     for scenario in placements(base, gpus):
-        placed = Placed(scenario, row_of(scenario, arrivals, make_cache))
+        placed = EvaluatedPlacement(scenario, row_of(scenario, arrivals, make_cache))
         progress(f"{placed.named()}: {placed.row['slo_share']:.1%} within both objectives")
         tried.append(placed)
 
-    def better(placed: Placed) -> tuple[float, float]:
+    def better(placed: EvaluatedPlacement) -> tuple[float, float]:
         return -placed.row["slo_share"], placed.row["ttft_s"]["mean"]
 
-    finalists: list[Placed] = []
+    finalists: list[EvaluatedPlacement] = []
     for is_coupled in (True, False):
         of_kind = [p for p in tried if (p.scenario.serving == "coupled") == is_coupled]
         finalists += sorted(of_kind, key=better)[:FINALISTS]

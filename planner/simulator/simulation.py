@@ -21,11 +21,11 @@ from conductor.scheduling.hot_blocks import HotBlocks
 from conductor.scheduling.scheduler import ScheduleRequest, schedule
 from kvpool.blocks.tier import Tier
 from kvpool.wire.messages import Segment
-from planner.simulator.cluster_state import State
+from planner.simulator.cluster_state import ClusterState
 from planner.simulator.instance import Instance, Prompt
 from planner.simulator.network import Network
-from planner.simulator.outcomes import Outcome, Result
 from planner.simulator.pool import Pool
+from planner.simulator.run_summary import SimulatedRequest, SimulationRun
 from planner.simulator.setup import Cache, CacheFactory, Setup
 from planner.simulator.virtual_clock import EventLoop
 from planner.simulator.workload import Arrival
@@ -47,9 +47,9 @@ class Simulation:
         self.loop = EventLoop()
         self.network = Network(setup.same_host, setup.other_host)
         self.pool = Pool(setup.nodes, NAMESPACE_ID, make_cache)
-        self.state = State(setup, NAMESPACE_ID)
-        self.outcomes = [Outcome(arrival) for arrival in arrivals]
-        self.result = Result(self.outcomes, 0.0, self.network.moved, {})
+        self.state = ClusterState(setup, NAMESPACE_ID)
+        self.requests = [SimulatedRequest(arrival) for arrival in arrivals]
+        self.result = SimulationRun(self.requests, 0.0, self.network.moved, {})
         self.instances: dict[str, Instance] = {}
         self._specs = {spec.worker_id: spec for spec in setup.instances}
         self._engines: dict[str, Cache | None] = {}
@@ -59,7 +59,7 @@ class Simulation:
                 spec.worker_id,
                 spec.role,
                 spec.cost,
-                self.state.kv_room(spec),
+                self.state.sequence_kv_tokens(spec),
                 setup.chunk_tokens,
                 setup.max_sequences,
             )
@@ -68,14 +68,14 @@ class Simulation:
         self._controller = RoleController(setup.roles) if setup.roles is not None else None
         self._hot = HotBlocks()
         self._queue = AdmissionQueue(setup.max_waiting)
-        self._waiting: dict[str, Outcome] = {}
-        self._open = len(self.outcomes)
+        self._waiting: dict[str, SimulatedRequest] = {}
+        self._open = len(self.requests)
         self._active = 0
 
-    def run(self) -> Result:
+    def run(self) -> SimulationRun:
         """Until every request has been served or refused."""
-        for outcome in self.outcomes:
-            self.loop.at(outcome.arrival.at_s, lambda o=outcome: self._arrive(o))  # type: ignore[misc]
+        for request in self.requests:
+            self.loop.at(request.arrival.at_s, lambda r=request: self._arrive(r))  # type: ignore[misc]
         self.loop.at(0.0, self._heartbeat)
         if self._controller is not None:
             self.loop.at(ROLE_STEP_S, self._step_roles)
@@ -92,31 +92,31 @@ class Simulation:
 
     # ------------------------------------------------------------ letting in
 
-    def _arrive(self, outcome: Outcome) -> None:
+    def _arrive(self, request: SimulatedRequest) -> None:
         if not len(self._queue) and self._active < self.setup.max_active:
-            decision = self._decide(outcome)
+            decision = self._decide(request)
             if not decision.is_refused:
-                self._start(outcome, decision)
+                self._start(request, decision)
                 return
             if (
                 decision.reason not in TRANSIENT_REASONS
                 or not self._active
                 or not self.setup.max_waiting
             ):
-                self._refuse(outcome, decision.reason)
+                self._refuse(request, decision.reason)
                 return
-        self._wait(outcome)
+        self._wait(request)
 
-    def _wait(self, outcome: Outcome) -> None:
+    def _wait(self, request: SimulatedRequest) -> None:
         """Wait in the queue, as in the gateway's admission."""
         now, setup = self.loop.now, self.setup
         start_by = now + min(setup.max_wait_s, setup.slo_ttft_s or setup.max_wait_s)
-        request_id = outcome.arrival.request_id
+        request_id = request.arrival.request_id
         entry = self._queue.enqueue(Ticket(request_id, "normal", now, start_by), now)
         if entry.refused:
-            self._refuse(outcome, entry.refused)
+            self._refuse(request, entry.refused)
             return
-        self._waiting[request_id] = outcome
+        self._waiting[request_id] = request
         if len(self._queue) == 1:
             self.loop.at(now + QUEUE_TICK_S, self._serve_queue)
 
@@ -127,35 +127,35 @@ class Simulation:
         for ticket in self._queue.in_order(LOOK_AHEAD):
             if self._active >= self.setup.max_active:
                 break
-            outcome = self._waiting[ticket.request_id]
-            decision = self._decide(outcome)
+            request = self._waiting[ticket.request_id]
+            decision = self._decide(request)
             if not decision.is_refused:
                 self._queue.started(ticket.request_id, now)
                 del self._waiting[ticket.request_id]
-                outcome.waited_s = now - ticket.arrived_at
-                self._start(outcome, decision)
+                request.waited_s = now - ticket.arrived_at
+                self._start(request, decision)
             elif decision.reason not in TRANSIENT_REASONS:
                 self._queue.leave(ticket.request_id)
                 del self._waiting[ticket.request_id]
-                self._refuse(outcome, decision.reason)
+                self._refuse(request, decision.reason)
         if len(self._queue):
             self.loop.at(now + QUEUE_TICK_S, self._serve_queue)
 
-    def _refuse(self, outcome: Outcome, reason: str, *, is_wasted: bool = False) -> None:
-        outcome.refused = reason
-        outcome.is_wasted = is_wasted
+    def _refuse(self, request: SimulatedRequest, reason: str, *, is_wasted: bool = False) -> None:
+        request.refused = reason
+        request.is_wasted = is_wasted
         self._open -= 1
-        self._judge(outcome, is_late=reason == "ttft_slo", is_slow=reason == "tpot_slo")
+        self._report_attainment(request, is_late=reason == "ttft_slo", is_slow=reason == "tpot_slo")
 
     # ------------------------------------------------------------ deciding
 
-    def _decide(self, outcome: Outcome) -> Decision:
-        arrival, setup = outcome.arrival, self.setup
+    def _decide(self, request: SimulatedRequest) -> Decision:
+        arrival, setup = request.arrival, self.setup
         found = self.pool.find(arrival.hashes if setup.serving == "pooled" else ())
         near = {found.hosts[h.node_id] for holders in found.holders for h in holders}
         segments = {host: found.segments(host) for host in near}
         segments[""] = found.segments("")
-        request = ScheduleRequest(
+        schedule_request = ScheduleRequest(
             arrival.request_id,
             NAMESPACE_ID,
             arrival.prompt_tokens,
@@ -169,8 +169,8 @@ class Simulation:
             tpot_s=0.0 if setup.tpot_check == "decode" else setup.slo_tpot_s,
             mode=self._mode(arrival, segments),
         )
-        decision = schedule(request, self.state.scheduling_inputs(), self.loop.now)
-        outcome.decision = decision
+        decision = schedule(schedule_request, self.state.scheduling_inputs(), self.loop.now)
+        request.decision = decision
         return decision
 
     def _mode(self, arrival: Arrival, segments: dict[str, list[Segment]]) -> str:
@@ -207,37 +207,37 @@ class Simulation:
 
     # ------------------------------------------------------------ carrying out
 
-    def _start(self, outcome: Outcome, decision: Decision) -> None:
+    def _start(self, request: SimulatedRequest, decision: Decision) -> None:
         self._active += 1
         self.state.in_flight.assigned(decision, self.loop.now)
-        self._replicate(outcome, decision)
+        self._replicate(request, decision)
         if self.setup.slo_ttft_s and self._controller is not None:
-            due = outcome.arrival.at_s + self.setup.slo_ttft_s
-            self.loop.at(due, lambda: self._judge_overdue(outcome))
+            due = request.arrival.at_s + self.setup.slo_ttft_s
+            self.loop.at(due, lambda: self._report_overdue(request))
         if decision.mode == "disaggregated":
-            self._remote(outcome, decision)
+            self._remote(request, decision)
         else:
-            self._local(outcome, decision)
+            self._local(request, decision)
 
-    def _remote(self, outcome: Outcome, decision: Decision) -> None:
+    def _remote(self, request: SimulatedRequest, decision: Decision) -> None:
         """Prefill at one instance, send layer by layer, load and decode at another."""
         assert decision.prefill is not None
         assert decision.decode is not None
-        arrival, setup, state = outcome.arrival, self.setup, self.state
+        arrival, setup, state = request.arrival, self.setup, self.state
         prefiller, decoder = self._specs[decision.prefill], self._specs[decision.decode]
         target = decision.target_node or ""
         target_host = self.pool.hosts[target]
         full = len(arrival.hashes)
         new_bytes = (full - decision.reuse_blocks) * setup.block_bytes
-        state.promise(decision.target_node, new_bytes)
-        stands = 0  # leading blocks that the pool has when the prefill begins
+        state.reserve_bytes(decision.target_node, new_bytes)
+        resident = 0  # leading blocks that the pool has when the prefill begins
         prompt: Prompt
 
         def fetch() -> float:
-            nonlocal stands
-            outcome.prefill_began_at = self.loop.now
-            ready, have, stands = self._read(
-                outcome, decision.reuse_blocks, prefiller.worker_id, prefiller.host
+            nonlocal resident
+            request.prefill_began_at = self.loop.now
+            ready, have, resident = self._read(
+                request, decision.reuse_blocks, prefiller.worker_id, prefiller.host
             )
             prompt.reused = have * setup.block_tokens
             prompt.new = max(1, (full - have) * setup.block_tokens)
@@ -245,12 +245,12 @@ class Simulation:
 
         def prefilled(began: float) -> float:
             now = self.loop.now
-            outcome.prefilled_at = now
-            outcome.reused_tokens = prompt.reused
-            outcome.computed_tokens += prompt.new
+            request.prefilled_at = now
+            request.reused_tokens = prompt.reused
+            request.computed_tokens += prompt.new
             state.cost.observe_prefill(prefiller.worker_id, prompt.new, prompt.reused, now - began)
             self._keep(prefiller.worker_id, arrival.hashes)
-            size = max(0, full - stands) * setup.block_bytes
+            size = max(0, full - resident) * setup.block_bytes
             starts = began if setup.is_overlapped else now
             layers = setup.layers if setup.is_overlapped else 1
             arrives = self.network.stream(starts, now, prefiller.host, target_host, size, layers)
@@ -258,46 +258,46 @@ class Simulation:
             return now if setup.is_overlapped else arrives
 
         def sent(computed_at: float) -> None:
-            now = outcome.sent_at = self.loop.now
-            state.promise(decision.target_node, -new_bytes)
+            now = request.sent_at = self.loop.now
+            state.reserve_bytes(decision.target_node, -new_bytes)
             if setup.serving == "pooled":
                 self.pool.store(target, arrival.hashes)
             state.in_flight.prefilled(arrival.request_id, now)
-            size = max(0, full - stands) * setup.block_bytes
+            size = max(0, full - resident) * setup.block_bytes
             if size and prefiller.host != target_host and not setup.is_overlapped:
                 state.cost.observe_transfer(size, now - computed_at, same_host=False)
             loaded = self.network.transfer(now, target_host, decoder.host, size)
             own = self._leading(self._engines[decoder.worker_id], arrival.hashes)
-            if setup.serving == "pooled" and own < stands:
-                loaded = max(loaded, self._fetch(now, arrival, own, stands, decoder.host))
+            if setup.serving == "pooled" and own < resident:
+                loaded = max(loaded, self._fetch(now, arrival, own, resident, decoder.host))
             self.loop.at(loaded, tail)
 
         def tail() -> None:
             left = max(1, arrival.prompt_tokens - full * setup.block_tokens)
-            self._decode(outcome, decision, left, arrival.prompt_tokens - left)
+            self._decode(request, decision, left, arrival.prompt_tokens - left)
 
         prompt = Prompt(
             arrival.request_id, max(1, full * setup.block_tokens), 0, 0, prefilled, fetch
         )
         self.instances[prefiller.worker_id].add(prompt)
 
-    def _local(self, outcome: Outcome, decision: Decision) -> None:
+    def _local(self, request: SimulatedRequest, decision: Decision) -> None:
         """Read what pays, compute the rest where it is decoded."""
         assert decision.decode is not None
-        arrival, setup = outcome.arrival, self.setup
+        arrival, setup = request.arrival, self.setup
         spec = self._specs[decision.decode]
-        ready, have, _ = self._read(outcome, decision.reuse_blocks, spec.worker_id, spec.host)
+        ready, have, _ = self._read(request, decision.reuse_blocks, spec.worker_id, spec.host)
         reused = min(have * setup.block_tokens, arrival.prompt_tokens - 1)
 
         def begin() -> None:
-            self._decode(outcome, decision, arrival.prompt_tokens - reused, reused)
+            self._decode(request, decision, arrival.prompt_tokens - reused, reused)
 
         self.loop.at(ready, begin)
 
-    def _decode(self, outcome: Outcome, decision: Decision, new: int, reused: int) -> None:
+    def _decode(self, request: SimulatedRequest, decision: Decision, new: int, reused: int) -> None:
         """Compute what is left at the decode instance, and decode."""
         assert decision.decode is not None
-        arrival, setup, state = outcome.arrival, self.setup, self.state
+        arrival, setup, state = request.arrival, self.setup, self.state
         instance, spec = self.instances[decision.decode], self._specs[decision.decode]
         is_local = decision.mode == "local"
         context = arrival.prompt_tokens + arrival.output_tokens // 2
@@ -306,34 +306,34 @@ class Simulation:
             and not is_local
             and 0 < setup.slo_tpot_s < instance.tpot_with(context)
         ):
-            self._end(outcome)
-            self._refuse(outcome, "tpot_slo", is_wasted=True)
+            self._end(request)
+            self._refuse(request, "tpot_slo", is_wasted=True)
             return
 
         def first(began: float) -> float:
             now = self.loop.now
-            outcome.first_at = now
-            outcome.computed_tokens += new
+            request.first_at = now
+            request.computed_tokens += new
             if is_local:
-                outcome.reused_tokens = reused
-                outcome.prefilled_at = now
+                request.reused_tokens = reused
+                request.prefilled_at = now
                 state.in_flight.prefilled(arrival.request_id, now)
                 state.cost.observe_prefill(spec.worker_id, new, reused, now - began)
                 self._keep(spec.worker_id, arrival.hashes)
                 node = self._node_of(spec.host)
                 if setup.serving == "pooled" and node is not None:
                     self.pool.store(node, arrival.hashes)
-            if setup.slo_ttft_s and outcome.ttft_s > setup.slo_ttft_s:
-                self._judge(outcome, is_late=True, is_slow=False)
+            if setup.slo_ttft_s and request.ttft_s > setup.slo_ttft_s:
+                self._report_attainment(request, is_late=True, is_slow=False)
             return now
 
         def finished() -> None:
-            outcome.finished_at = self.loop.now
+            request.finished_at = self.loop.now
             self._open -= 1
-            is_late = bool(setup.slo_ttft_s and outcome.ttft_s > setup.slo_ttft_s)
-            is_slow = bool(setup.slo_tpot_s and outcome.tpot_s > setup.slo_tpot_s)
-            self._judge(outcome, is_late=is_late, is_slow=is_slow)
-            self._end(outcome)
+            is_late = bool(setup.slo_ttft_s and request.ttft_s > setup.slo_ttft_s)
+            is_slow = bool(setup.slo_tpot_s and request.tpot_s > setup.slo_tpot_s)
+            self._report_attainment(request, is_late=is_late, is_slow=is_slow)
+            self._end(request)
 
         instance.add(
             Prompt(
@@ -346,23 +346,23 @@ class Simulation:
             )
         )
 
-    def _end(self, outcome: Outcome) -> None:
+    def _end(self, request: SimulatedRequest) -> None:
         self._active -= 1
-        self.state.in_flight.finished(outcome.arrival.request_id)
+        self.state.in_flight.finished(request.arrival.request_id)
 
     # ------------------------------------------------------------ blocks
 
     def _read(
-        self, outcome: Outcome, wanted: int, worker_id: str, host: str
+        self, request: SimulatedRequest, wanted: int, worker_id: str, host: str
     ) -> tuple[float, int, int]:
         """Bring leading blocks to an engine: when they are there, how many, and how many the pool has."""
-        arrival, now = outcome.arrival, self.loop.now
+        arrival, now = request.arrival, self.loop.now
         own = self._leading(self._engines[worker_id], arrival.hashes)
-        stands = 0
+        resident = 0
         if self.setup.serving == "pooled":
-            stands = len(self.pool.find(arrival.hashes).holders)
-        outcome.planned_blocks = wanted
-        have = max(own, min(wanted, stands)) if wanted > own else min(own, len(arrival.hashes))
+            resident = len(self.pool.find(arrival.hashes).holders)
+        request.planned_blocks = wanted
+        have = max(own, min(wanted, resident)) if wanted > own else min(own, len(arrival.hashes))
         if have < wanted:
             self.result.counters["stale_blocks"] += wanted - have
         if have * self.setup.block_tokens >= arrival.prompt_tokens:
@@ -370,7 +370,7 @@ class Simulation:
         ready = now
         if have > own:
             ready = self._fetch(now, arrival, own, have, host)
-        return ready, max(0, have), stands
+        return ready, max(0, have), resident
 
     def _fetch(self, now: float, arrival: Arrival, start: int, end: int, host: str) -> float:
         """Move blocks [start, end) from where they stand to `host`; returns when they have arrived."""
@@ -403,9 +403,9 @@ class Simulation:
     def _node_of(self, host: str) -> str | None:
         return next((n.node_id for n in self.setup.nodes if n.host == host), None)
 
-    def _replicate(self, outcome: Outcome, decision: Decision) -> None:
+    def _replicate(self, request: SimulatedRequest, decision: Decision) -> None:
         """Copy what was wanted twice toward where the work is, in the background."""
-        now, hashes = self.loop.now, outcome.arrival.hashes
+        now, hashes = self.loop.now, request.arrival.hashes
         for copy in decision.replicate:
             run = hashes[copy.start : copy.start + copy.count]
             start, count = self._hot.requested(copy.target, run, now)
@@ -424,20 +424,22 @@ class Simulation:
     def _heartbeat(self) -> None:
         now = self.loop.now
         for instance in self.instances.values():
-            self.state.heard(instance, now)
-        self.state.disks(self.network, now)
+            self.state.take_heartbeat(instance, now)
+        self.state.report_disk_queues(self.network, now)
         self.loop.at(now + self.setup.heartbeat_s, self._heartbeat)
 
-    def _judge_overdue(self, outcome: Outcome) -> None:
-        if outcome.first_at < 0 and not outcome.refused:
-            self._judge(outcome, is_late=True, is_slow=False)
+    def _report_overdue(self, request: SimulatedRequest) -> None:
+        if request.first_at < 0 and not request.refused:
+            self._report_attainment(request, is_late=True, is_slow=False)
 
-    def _judge(self, outcome: Outcome, *, is_late: bool, is_slow: bool) -> None:
+    def _report_attainment(
+        self, request: SimulatedRequest, *, is_late: bool, is_slow: bool
+    ) -> None:
         """Tell the role controller once of each request which role served it well (`conductor.gateway.slo_attainment`)."""
-        if self._controller is None or outcome.is_judged:
+        if self._controller is None or request.is_attainment_reported:
             return
-        outcome.is_judged = True
-        is_local = outcome.decision is not None and outcome.decision.mode == "local"
+        request.is_attainment_reported = True
+        is_local = request.decision is not None and request.decision.mode == "local"
         self._controller.ended(
             self.loop.now,
             is_ttft_met=not is_late or is_local,

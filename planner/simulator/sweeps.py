@@ -11,19 +11,19 @@ from typing import Any
 
 from conductor.roles.controller import RoleLimits
 from kvpool.errors import ConfigError
-from planner.simulator.outcomes import Result, summary
+from planner.simulator.run_summary import SimulationRun, summary
 from planner.simulator.scenario import Group, Scenario, setup_of
 from planner.simulator.setup import CacheFactory
 from planner.simulator.simulation import Simulation
 from planner.simulator.workload import Arrival
-from planner.sizing.hardware import Link
+from planner.sizing.hardware import NetworkLink
 
 Row = dict[str, Any]
-Progress = Callable[[str], None]
+OnProgress = Callable[[str], None]
 MET = 0.9  # share of requests within an objective from which on a split counts as meeting it
 
 
-def run(scenario: Scenario, arrivals: Sequence[Arrival], make_cache: CacheFactory) -> Result:
+def run(scenario: Scenario, arrivals: Sequence[Arrival], make_cache: CacheFactory) -> SimulationRun:
     """One run."""
     return Simulation(setup_of(scenario), arrivals, make_cache).run()
 
@@ -47,7 +47,7 @@ def compare(
     scenarios: Iterable[Scenario],
     arrivals: Sequence[Arrival],
     make_cache: CacheFactory,
-    progress: Progress = lambda _: None,
+    progress: OnProgress = lambda _: None,
 ) -> list[Row]:
     """Every scenario once."""
     rows = []
@@ -86,7 +86,7 @@ def ratio_sweep(
     scenario: Scenario,
     arrivals: Sequence[Arrival],
     make_cache: CacheFactory,
-    progress: Progress = lambda _: None,
+    progress: OnProgress = lambda _: None,
 ) -> list[Row]:
     """Every split of the instances; `meets_both` where 90 % of all requests met both objectives."""
     if not (scenario.slo_ttft_s and scenario.slo_tpot_s):
@@ -102,10 +102,10 @@ def ratio_sweep(
 
 def bandwidth_sweep(
     scenario: Scenario,
-    links: Sequence[Link],
+    links: Sequence[NetworkLink],
     arrivals: Sequence[Arrival],
     make_cache: CacheFactory,
-    progress: Progress = lambda _: None,
+    progress: OnProgress = lambda _: None,
 ) -> list[Row]:
     """Every link, sends overlapped with the prefill and not, beside coupled serving, which needs none."""
     rows = []
@@ -126,7 +126,7 @@ def role_sweep(
     scenario: Scenario,
     arrivals: Sequence[Arrival],
     make_cache: CacheFactory,
-    progress: Progress = lambda _: None,
+    progress: OnProgress = lambda _: None,
 ) -> list[Row]:
     """The role controller, started from the scenario's split, beside every fixed one."""
     limits = scenario.roles or RoleLimits()

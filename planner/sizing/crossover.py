@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from conductor.scheduling.cost_model import Profile, exposed_s
-from planner.sizing.hardware import GPU_COPY_BYTES_PER_S, Link, Machine
+from planner.sizing.hardware import GPU_COPY_BYTES_PER_S, Machine, NetworkLink
 
 LEAST, MOST = 1e6, 1e13  # bytes a second between which a crossover is looked for
 
@@ -50,7 +50,7 @@ def coupled_s(cost: Profile, tokens: int, batch: int, context: int, chunk_tokens
 
 def crossover(
     machine: Machine,
-    link: Link,
+    link: NetworkLink,
     tokens: int,
     *,
     batch: int = 32,
@@ -80,11 +80,11 @@ def crossover(
 def least_bandwidth(machine: Machine, tokens: int, **beside: int) -> float | None:
     """Bytes a second from which on prefilling elsewhere gives the better TTFT; None: no link suffices."""
     low, high = LEAST, MOST
-    if not crossover(machine, Link("", high), tokens, **beside).is_worth_it:
+    if not crossover(machine, NetworkLink("", high), tokens, **beside).is_worth_it:
         return None
     while high / low > 1.01:
         middle = math.sqrt(low * high)
-        if crossover(machine, Link("", middle), tokens, **beside).is_worth_it:
+        if crossover(machine, NetworkLink("", middle), tokens, **beside).is_worth_it:
             high = middle
         else:
             low = middle
@@ -92,7 +92,7 @@ def least_bandwidth(machine: Machine, tokens: int, **beside: int) -> float | Non
 
 
 def curve(
-    machine: Machine, links: Sequence[Link], lengths: Sequence[int], **beside: int
+    machine: Machine, links: Sequence[NetworkLink], lengths: Sequence[int], **beside: int
 ) -> list[Crossover]:
     """Every length over every link."""
     return [crossover(machine, link, tokens, **beside) for tokens in lengths for link in links]

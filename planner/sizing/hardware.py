@@ -72,14 +72,14 @@ _UNITS = {"GB/s": 1e9, "GBps": 1e9, "MB/s": 1e6, "TB/s": 1e12, "Tb": 1.25e11, "T
 
 
 @dataclass(slots=True, frozen=True)
-class Link:
+class NetworkLink:
     """A network path by its name, `8x400Gb` say; bytes a second at line rate, all rails together."""
 
     name: str
     bytes_per_s: float
 
 
-def link_named(text: str) -> Link:
+def link_named(text: str) -> NetworkLink:
     """A link from `400Gb`, `8x400Gb`, `100GbE`, `25GB/s`.
 
     Raises:
@@ -92,10 +92,10 @@ def link_named(text: str) -> Link:
         raise ConfigError(
             f"unknown link {text!r}", hint="write 100GbE, 400Gb, 8x400Gb (bits) or 25GB/s (bytes)"
         )
-    return Link(text.strip(), count * rate * _UNITS.get(found["unit"], 1.25e8))
+    return NetworkLink(text.strip(), count * rate * _UNITS.get(found["unit"], 1.25e8))
 
 
-def links_named(text: str) -> list[Link]:
+def links_named(text: str) -> list[NetworkLink]:
     """Links from a list with commas. Raises ConfigError: one is unknown, or there is none."""
     return [link_named(part) for part in text.split(",")]
 

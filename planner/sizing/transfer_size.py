@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from conductor.scheduling.cost_model import exposed_s
 from kvpool.errors import ConfigError
-from planner.sizing.hardware import Link, Machine
+from planner.sizing.hardware import Machine, NetworkLink
 from planner.sizing.model_shape import ModelShape
 
 MAX_TOKENS = 1 << 30
@@ -22,7 +22,7 @@ class Transfer:
     when a layer's transfer takes no longer than its computation, so that only the last one shows.
     """
 
-    link: Link
+    link: NetworkLink
     transfer_s: float
     prefill_s: float
     exposed_s: float
@@ -33,7 +33,11 @@ class Transfer:
 
 
 def transfers(
-    model: ModelShape, tokens: int, kv_value_bytes: float, links: Sequence[Link], machine: Machine
+    model: ModelShape,
+    tokens: int,
+    kv_value_bytes: float,
+    links: Sequence[NetworkLink],
+    machine: Machine,
 ) -> list[Transfer]:
     """The prompt's KV over each link beside its prefill on `machine`."""
     size = model.kv_bytes(tokens, kv_value_bytes)
@@ -51,7 +55,7 @@ def size_report(
     tokens: int,
     dtype: str,
     kv_value_bytes: float,
-    links: Sequence[Link],
+    links: Sequence[NetworkLink],
     machine: Machine,
 ) -> dict[str, Any]:
     """What `kvpool plan size --json` prints.

@@ -101,7 +101,7 @@ def demo(
     out.print(f"{time.monotonic() - started:.0f} s in all; result in {result_file}")
     if as_json:
         print_json(result)
-    _judge(answers, result)
+    _check(answers, result)
 
 
 def _console(*, stderr: bool) -> Console:
@@ -340,7 +340,7 @@ def _print_stats(out: Console, wire: str) -> None:
     out.print(stats.stdout.rstrip(), markup=False)
 
 
-def _judge(answers: dict[str, Answer], result: dict[str, Any]) -> None:
+def _check(answers: dict[str, Answer], result: dict[str, Any]) -> None:
     if not result["hit_tokens"]:
         raise DemoFailed("the second question found nothing in the pool")
     if not result["outputs_equal"]:

@@ -79,30 +79,30 @@ def profile(
 ) -> None:
     """Measure prefill and decode, and write the profile that `conductor.profile` reads."""
     from workers.service.profile_fit import fit_profile
-    from workers.service.profiling import Plan, parse_numbers
+    from workers.service.profiling import MeasurementGrid, parse_numbers
 
     given = overrides(model=("worker.model", model), conductor=("client.conductor", conductor))
     settings = invocation(ctx).load(given).settings
-    plan = Plan(parse_numbers(lengths), parse_numbers(batches))
+    grid = MeasurementGrid(parse_numbers(lengths), parse_numbers(batches))
     if running is not None:
-        name, measured = asyncio.run(_running(settings, running, plan))
+        name, measured = asyncio.run(_running(settings, running, grid))
     else:
-        name, measured = _loaded(settings, plan)
+        name, measured = _loaded(settings, grid)
     fitted = fit_profile(measured.prefill, measured.decode, name, settings.worker.device)
     write_profile_file(out, fitted)
     _print(fitted)
     console().print(f"written to {out}; use it: kvpool --set conductor.profile={out} conductor")
 
 
-def _loaded(settings: Settings, plan: Any) -> tuple[str, Any]:
+def _loaded(settings: Settings, grid: Any) -> tuple[str, Any]:
     from workers.server import load_engine
     from workers.service.profiling import measure_engine
 
     engine = load_engine(settings.worker, settings.fake_engine)
-    return engine.model_name, measure_engine(engine, plan, _say)
+    return engine.model_name, measure_engine(engine, grid, _say)
 
 
-async def _running(settings: Settings, worker_id: str, plan: Any) -> tuple[str, Any]:
+async def _running(settings: Settings, worker_id: str, grid: Any) -> tuple[str, Any]:
     from workers.service.profiling import measure_worker
 
     client = settings.client
@@ -116,7 +116,7 @@ async def _running(settings: Settings, worker_id: str, plan: Any) -> tuple[str, 
         raise NotFound(f"{len(found)} workers are called {worker_id!r}", hint="kvpool stats")
     wire = WireClient(found[0].address, "profile", credentials=credentials)
     try:
-        return found[0].model, await measure_worker(wire, found[0], plan, _say)
+        return found[0].model, await measure_worker(wire, found[0], grid, _say)
     finally:
         await wire.close()
 

@@ -26,7 +26,7 @@ class Rates:
 
 
 @dataclass(slots=True, eq=False)
-class Admission:
+class RequestLoad:
     """One request in work, and what it asks of the engine at this moment."""
 
     queued_prefill_tokens: int
@@ -59,10 +59,10 @@ class Load:
         self.rates = Rates()
         self._counters = counters
         self._max_concurrent = max_concurrent
-        self._admitted: set[Admission] = set()
+        self._admitted: set[RequestLoad] = set()
 
     @contextlib.contextmanager
-    def admitted(self, prompt_tokens: int) -> Iterator[Admission]:
+    def admitted(self, prompt_tokens: int) -> Iterator[RequestLoad]:
         """Count a request as long as the block lasts.
 
         Raises:
@@ -72,12 +72,12 @@ class Load:
             self._counters["refused"] += 1
             raise Overloaded(f"{len(self._admitted)} requests are in work here", retry_after_s=1.0)
         self._counters["requests"] += 1
-        admission = Admission(prompt_tokens)
-        self._admitted.add(admission)
+        request_load = RequestLoad(prompt_tokens)
+        self._admitted.add(request_load)
         try:
-            yield admission
+            yield request_load
         finally:
-            self._admitted.discard(admission)
+            self._admitted.discard(request_load)
 
     def report(self) -> m.WorkerLoad:
         """For the heartbeat."""

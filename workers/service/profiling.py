@@ -25,7 +25,7 @@ TIMEOUT_S = 600.0
 
 
 @dataclass(slots=True)
-class Measured:
+class Samples:
     """Samples: (new tokens, reused tokens, seconds), (context tokens, sequences, seconds a step)."""
 
     prefill: list[tuple[int, int, float]] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Measured:
 
 
 @dataclass(slots=True, frozen=True)
-class Plan:
+class MeasurementGrid:
     """What is measured: prompts of these lengths, and each of these batches at each length.
 
     Raises:
@@ -47,31 +47,33 @@ class Plan:
         if not self.lengths or not self.batches or min(*self.lengths, *self.batches, 1) < 1:
             raise InvalidArgument("lengths and batches must be positive, at least one of each")
 
-    def within(self, max_model_tokens: int) -> Plan:
+    def within(self, max_model_tokens: int) -> MeasurementGrid:
         """As far as the model's context goes."""
         room = max_model_tokens - DECODE_STEPS - 2
         kept = tuple(length for length in self.lengths if length <= room)
         if not kept:
             raise InvalidArgument(f"no length fits into the model's {max_model_tokens} tokens")
-        return Plan(kept, self.batches)
+        return MeasurementGrid(kept, self.batches)
 
 
 OnStep = Callable[[str], None]
 
 
-def measure_engine(engine: Engine, plan: Plan, on_step: OnStep = lambda _text: None) -> Measured:
+def measure_engine(
+    engine: Engine, grid: MeasurementGrid, on_step: OnStep = lambda _text: None
+) -> Samples:
     """Measure an engine that nobody else uses; the first, unmeasured round warms it up."""
-    measured = Measured()
-    plan = plan.within(engine.max_model_tokens)
-    _round(engine, min(plan.lengths), 1, Measured())
-    for length in plan.lengths:
-        for batch in plan.batches:
+    measured = Samples()
+    grid = grid.within(engine.max_model_tokens)
+    _round(engine, min(grid.lengths), 1, Samples())
+    for length in grid.lengths:
+        for batch in grid.batches:
             _round(engine, length, batch, measured)
             on_step(f"{length} tokens, batch {batch}")
     return measured
 
 
-def _round(engine: Engine, length: int, batch: int, measured: Measured) -> None:
+def _round(engine: Engine, length: int, batch: int, measured: Samples) -> None:
     """Prefill `batch` prompts one after the other, then decode them in turns."""
     sampling = m.Sampling(DECODE_STEPS, ignore_eos=True)
     with contextlib.ExitStack() as stack:
@@ -94,9 +96,9 @@ def _round(engine: Engine, length: int, batch: int, measured: Measured) -> None:
 async def measure_worker(
     client: WireClient,
     worker: m.WorkerDescriptor,
-    plan: Plan,
+    grid: MeasurementGrid,
     on_step: OnStep = lambda _text: None,
-) -> Measured:
+) -> Samples:
     """Measure a running worker by requests that neither read nor write the pool.
 
     What others ask of it meanwhile is measured, too.
@@ -104,10 +106,10 @@ async def measure_worker(
     Raises:
         Unavailable, Overloaded, EngineFailed: it did not serve one.
     """
-    measured = Measured()
-    plan = plan.within(worker.max_model_tokens)
-    for length in plan.lengths:
-        for batch in plan.batches:
+    measured = Samples()
+    grid = grid.within(worker.max_model_tokens)
+    for length in grid.lengths:
+        for batch in grid.batches:
             replies = await asyncio.gather(
                 *(_generate(client, worker, length, number) for number in range(batch))
             )
@@ -164,8 +166,8 @@ def parse_numbers(text: str) -> tuple[int, ...]:
 
 
 __all__: Sequence[str] = (
-    "Measured",
-    "Plan",
+    "MeasurementGrid",
+    "Samples",
     "measure_engine",
     "measure_worker",
     "parse_numbers",

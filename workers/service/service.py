@@ -29,7 +29,7 @@ from workers.engine.contract import Engine, SequenceState
 from workers.engine.engine_thread import EngineThread
 from workers.engine.prefix_cache import LocalPrefixCache
 from workers.service.layer_sender import LayerSender, moved
-from workers.service.load import Admission, Load
+from workers.service.load import Load, RequestLoad
 from workers.service.pool_blocks import PoolBlocks
 from workers.service.progress import Progress
 
@@ -104,7 +104,7 @@ class WorkerService:
         received = time.monotonic()
         deadline = received + request.deadline_s
         progress = Progress()
-        with self.load.admitted(len(tokens)) as admission:
+        with self.load.admitted(len(tokens)) as request_load:
             sender: LayerSender | None = None
             link = None
             sequence = None
@@ -123,7 +123,7 @@ class WorkerService:
                 blocks = await self._blocks.read(request, hashes, deadline, progress)
                 sequence = await self._start(tokens, 0, progress)
                 await self._compute(sequence, blocks, sender, progress)
-                admission.prefill_ended()
+                request_load.prefill_ended()
                 committed = 0
                 if sender is not None:
                     with progress.phase("kv_cache_transfer_exposed_time"):
@@ -156,7 +156,7 @@ class WorkerService:
         tokens, hashes = self._checked(request.namespace_id, request.token_ids, request.hashes)
         deadline = time.monotonic() + request.deadline_s
         progress = Progress()
-        with self.load.admitted(len(tokens)) as admission:
+        with self.load.admitted(len(tokens)) as request_load:
             sequence = None
             try:
                 blocks, sender, link = await self._prefix(
@@ -165,7 +165,7 @@ class WorkerService:
                 try:
                     sequence = await self._start(tokens, request.sampling.max_tokens, progress)
                     await self._compute(sequence, blocks, sender, progress)
-                    admission.prefill_ended()
+                    request_load.prefill_ended()
                 except BaseException:
                     if sender is not None:
                         await sender.abort()
@@ -180,10 +180,10 @@ class WorkerService:
                     stored.add_done_callback(self._storing.discard)
                 if request.local_prefix:
                     await self._keep_locally(sequence, hashes)
-                admission.decode_began(len(tokens))
+                request_load.decode_began(len(tokens))
                 reason, is_first = "length", True
                 async for token, is_last in self._tokens(
-                    request, sequence, admission, progress, deadline
+                    request, sequence, request_load, progress, deadline
                 ):
                     if is_last:
                         reason = "stop"
@@ -293,7 +293,7 @@ class WorkerService:
         self,
         request: m.Generate,
         sequence: SequenceState,
-        admission: Admission,
+        request_load: RequestLoad,
         progress: Progress,
         deadline: float,
     ) -> AsyncIterator[tuple[int, bool]]:
@@ -326,7 +326,7 @@ class WorkerService:
             yield token, False
             if count < sampling.max_tokens:
                 await self._thread.run(self._engine.decode, sequence, token)
-                admission.decoded()
+                request_load.decoded()
                 per_token = (time.monotonic() - started) / count
                 progress.phases["per_token_decode_time"] = per_token
                 self.load.rates.update("tpot_s", per_token)

@@ -34,10 +34,10 @@ def test_it_never_holds_more_than_it_may_and_knows_what_it_holds(
 ) -> None:
     cache = GuardedCache(capacity, 512)
     for at, prompt in enumerate(prompts):
-        standing = 0
-        while standing < len(prompt) and prompt[standing] in cache:
-            standing += 1
-        assert cache.access(prompt, float(at), 512 * len(prompt), 10) == standing
+        resident = 0
+        while resident < len(prompt) and prompt[resident] in cache:
+            resident += 1
+        assert cache.access(prompt, float(at), 512 * len(prompt), 10) == resident
         assert len(cache) <= capacity
 
 

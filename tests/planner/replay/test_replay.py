@@ -99,11 +99,11 @@ def test_each_plain_cache_hits_and_holds_what_the_policy_does(
     cache: BlockCache[int] = BlockCache(policy, capacity, is_leaves_only=False)
     plain = PLAIN[policy](capacity)
     for prompt in prompts:
-        before = set(plain.standing)
+        before = set(plain.resident)
         assert plain.access(prompt) == cache.touch_chain(prompt)
-        assert len(plain.standing) == len(cache)
-        assert all(ident in cache for ident in plain.standing)
-        assert before - set(plain.standing) <= set(plain.gone)
+        assert len(plain.resident) == len(cache)
+        assert all(ident in cache for ident in plain.resident)
+        assert before - set(plain.resident) <= set(plain.evicted)
 
 
 def _most_hits(prompts: list[list[int]], capacity: int) -> int:
@@ -111,9 +111,9 @@ def _most_hits(prompts: list[list[int]], capacity: int) -> int:
     best = {frozenset[int](): 0}
     for prompt in prompts:
         after: dict[frozenset[int], int] = {}
-        for standing, hits in best.items():
-            found = next((i for i, b in enumerate(prompt) if b not in standing), len(prompt))
-            everything = standing | set(prompt)
+        for resident, hits in best.items():
+            found = next((i for i, b in enumerate(prompt) if b not in resident), len(prompt))
+            everything = resident | set(prompt)
             for keep in itertools.combinations(everything, min(capacity, len(everything))):
                 key = frozenset(keep)
                 after[key] = max(after.get(key, 0), hits + found)

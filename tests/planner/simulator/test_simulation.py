@@ -19,8 +19,8 @@ from conductor.scheduling.strategies import strategy_named
 from kvpool.config.profile_file import write_profile_file
 from kvpool.errors import ConfigError
 from planner.simulator import sweeps
-from planner.simulator.outcomes import summary
 from planner.simulator.policy_cache import cache_factory
+from planner.simulator.run_summary import summary
 from planner.simulator.scenario import Group, Scenario, groups_of, setup_of
 from planner.simulator.setup import SERVINGS
 from planner.simulator.simulation import Simulation
@@ -54,16 +54,16 @@ def test_every_request_is_served_or_refused_with_a_reason(serving: Any, admissio
     scenario = replace(BASE, serving=serving, admission=admission)
     simulation = Simulation(setup_of(scenario), came, LRU)
     result = simulation.run()
-    for outcome in result.outcomes:
-        assert outcome.is_served != bool(outcome.refused)
-        if outcome.is_served:
-            assert outcome.arrival.at_s < outcome.first_at <= outcome.finished_at
-            tokens = outcome.reused_tokens + outcome.computed_tokens
-            assert tokens >= outcome.arrival.prompt_tokens
+    for request in result.requests:
+        assert request.is_served != bool(request.refused)
+        if request.is_served:
+            assert request.arrival.at_s < request.first_at <= request.finished_at
+            tokens = request.reused_tokens + request.computed_tokens
+            assert tokens >= request.arrival.prompt_tokens
     assert len(simulation.state.in_flight) == 0
-    assert not any(simulation.state.promised.values())
+    assert not any(simulation.state.reserved_bytes.values())
     if admission == "none":
-        assert not any(o.refused for o in result.outcomes)
+        assert not any(o.refused for o in result.requests)
 
 
 def test_equal_seeds_give_equal_results_and_other_seeds_do_not() -> None:
@@ -96,7 +96,7 @@ def test_a_lone_request_takes_what_the_profile_says() -> None:
         BASE, decode=(Group(1),), prefill=(Group(1),), routing=parse_rules("mode: disaggregated")
     )
     setup = setup_of(scenario)
-    [outcome] = Simulation(setup, came, LRU).run().outcomes
+    [request] = Simulation(setup, came, LRU).run().requests
     cost = setup.instances[0].cost
     prefill_s = cost.prefill_base_s + 8192 * cost.prefill_token_s
     prefill_s += cost.prefill_attention_s * 8192 * 4096
@@ -104,9 +104,9 @@ def test_a_lone_request_takes_what_the_profile_says() -> None:
     last_layer_s = 2e-4 + kv_bytes / 80 / 100e9
     load_s = 1e-4 + kv_bytes / 200e9
     tail_s = cost.tpot_base_s + cost.prefill_attention_s * 8192
-    assert outcome.ttft_s == pytest.approx(prefill_s + last_layer_s + load_s + tail_s, rel=1e-3)
+    assert request.ttft_s == pytest.approx(prefill_s + last_layer_s + load_s + tail_s, rel=1e-3)
     step_s = cost.tpot_base_s + cost.tpot_sequence_s + cost.tpot_context_s * (8192 + 50)
-    assert outcome.tpot_s == pytest.approx(step_s, rel=1e-3)
+    assert request.tpot_s == pytest.approx(step_s, rel=1e-3)
 
 
 def test_layerwise_sends_hide_what_a_slow_link_would_show() -> None:
@@ -186,7 +186,7 @@ def test_mixed_hardware_is_told_apart() -> None:
     simulation = Simulation(setup, load(rate=3, seconds=40), LRU)
     result = simulation.run()
     by_worker = [
-        sum(o.decision.prefill == w.worker_id for o in result.outcomes if o.decision)
+        sum(o.decision.prefill == w.worker_id for o in result.requests if o.decision)
         for w in setup.instances[:2]
     ]
     assert by_worker[0] > by_worker[1]

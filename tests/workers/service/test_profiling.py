@@ -13,7 +13,7 @@ from kvpool.config.settings import FakeEngineConfig
 from kvpool.errors import InvalidArgument
 from kvpool.serving.supervisor import Fleet
 from workers.engine.fake_engine import FakeEngine
-from workers.service.profiling import Plan, measure_engine, parse_numbers
+from workers.service.profiling import MeasurementGrid, measure_engine, parse_numbers
 
 SPEEDS = ("fake_engine.prefill_token_s=1e-4", "fake_engine.prefill_base_s=0.01")
 SETS = [text for speed in ("worker.engine=fake", *SPEEDS) for text in ("--set", speed)]
@@ -35,7 +35,7 @@ def test_every_length_and_batch_is_measured() -> None:
         FakeEngineConfig(prefill_base_s=0.0, prefill_token_s=1e-4), model_name="m", block_tokens=64
     )
     steps: list[str] = []
-    measured = measure_engine(engine, Plan((100, 400), (1, 3)), steps.append)
+    measured = measure_engine(engine, MeasurementGrid((100, 400), (1, 3)), steps.append)
     assert [n for n, _, _ in measured.prefill] == [100] * 4 + [400] * 4
     assert [(b, c) for c, b, _ in measured.decode] == [(1, 104), (3, 312), (1, 404), (3, 1212)]
     assert len(steps) == 4
@@ -44,13 +44,13 @@ def test_every_length_and_batch_is_measured() -> None:
 
 
 def test_lengths_beyond_the_models_context_are_left_out() -> None:
-    assert Plan((100, 5000), (1,)).within(1000).lengths == (100,)
+    assert MeasurementGrid((100, 5000), (1,)).within(1000).lengths == (100,)
     with pytest.raises(InvalidArgument):
-        Plan((5000,), (1,)).within(1000)
+        MeasurementGrid((5000,), (1,)).within(1000)
     with pytest.raises(InvalidArgument):
-        Plan((0,), (1,))
+        MeasurementGrid((0,), (1,))
     with pytest.raises(InvalidArgument):
-        Plan((), (1,))
+        MeasurementGrid((), (1,))
     assert parse_numbers("1, 22,") == (1, 22)
     with pytest.raises(InvalidArgument):
         parse_numbers("1;2")

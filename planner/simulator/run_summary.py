@@ -14,7 +14,7 @@ from planner.simulator.workload import Arrival
 
 
 @dataclass(slots=True)
-class Outcome:
+class SimulatedRequest:
     """One request's way through the simulated cluster; times in seconds since the start, -1 while unknown."""
 
     arrival: Arrival
@@ -30,7 +30,7 @@ class Outcome:
     prefilled_at: float = -1.0
     sent_at: float = -1.0
     waited_s: float = 0.0
-    is_judged: bool = False
+    is_attainment_reported: bool = False
 
     @property
     def is_served(self) -> bool:
@@ -47,10 +47,10 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Result:
-    """All outcomes of a run and what was counted on the way."""
+class SimulationRun:
+    """All requests of a run and what was counted on the way."""
 
-    outcomes: list[Outcome]
+    requests: list[SimulatedRequest]
     end_s: float
     moved_bytes: dict[str, float]
     busy: dict[str, tuple[float, float]]  # worker -> seconds of prefill and of decode steps
@@ -69,47 +69,47 @@ def spread(values: Iterable[float]) -> dict[str, float]:
     return {name: round(float(value), 6) for name, value in figures.items()}
 
 
-def is_good(outcome: Outcome, slo_ttft_s: float, slo_tpot_s: float) -> bool:
+def is_good(request: SimulatedRequest, slo_ttft_s: float, slo_tpot_s: float) -> bool:
     """It was served within both objectives; an objective of 0 is none."""
     return (
-        outcome.is_served
-        and (not slo_ttft_s or outcome.ttft_s <= slo_ttft_s)
-        and (not slo_tpot_s or outcome.tpot_s <= slo_tpot_s)
+        request.is_served
+        and (not slo_ttft_s or request.ttft_s <= slo_ttft_s)
+        and (not slo_tpot_s or request.tpot_s <= slo_tpot_s)
     )
 
 
-def summary(result: Result, slo_ttft_s: float, slo_tpot_s: float) -> dict[str, Any]:
+def summary(result: SimulationRun, slo_ttft_s: float, slo_tpot_s: float) -> dict[str, Any]:
     """One run as figures.
 
     Goodput is requests within both objectives per second until the last one ended; `slo_share` is their
     share of all that arrived, refused ones included.
     """
-    outcomes = result.outcomes
-    served = [o for o in outcomes if o.is_served]
-    good = [o for o in served if is_good(o, slo_ttft_s, slo_tpot_s)]
-    prompt_tokens = sum(o.arrival.prompt_tokens for o in served)
-    reused = sum(o.reused_tokens for o in served)
-    output = sum(o.arrival.output_tokens for o in served)
+    requests = result.requests
+    served = [r for r in requests if r.is_served]
+    good = [r for r in served if is_good(r, slo_ttft_s, slo_tpot_s)]
+    prompt_tokens = sum(r.arrival.prompt_tokens for r in served)
+    reused = sum(r.reused_tokens for r in served)
+    output = sum(r.arrival.output_tokens for r in served)
     end_s = max(result.end_s, 1e-9)
-    refusals = Counter(o.refused for o in outcomes if o.refused)
-    modes = Counter(o.decision.mode for o in served if o.decision is not None)
+    refusals = Counter(r.refused for r in requests if r.refused)
+    modes = Counter(r.decision.mode for r in served if r.decision is not None)
     dollars = result.dollars_per_hour * end_s / 3600
     per_million = dollars / ((prompt_tokens + output) / 1e6) if prompt_tokens + output else 0.0
     return {
-        "requests": len(outcomes),
+        "requests": len(requests),
         "served": len(served),
-        "rejected": len(outcomes) - len(served),
+        "rejected": len(requests) - len(served),
         "rejections": dict(sorted(refusals.items())),
-        "wasted_prefills": sum(o.is_wasted for o in outcomes),
+        "wasted_prefills": sum(r.is_wasted for r in requests),
         "seconds": round(end_s, 3),
-        "ttft_s": spread(o.ttft_s for o in served),
-        "tpot_s": spread(o.tpot_s for o in served if o.arrival.output_tokens > 1),
+        "ttft_s": spread(r.ttft_s for r in served),
+        "tpot_s": spread(r.tpot_s for r in served if r.arrival.output_tokens > 1),
         "goodput_per_s": round(len(good) / end_s, 4),
-        "slo_share": round(len(good) / max(1, len(outcomes)), 4),
-        "ttft_met": _share(served, outcomes, lambda o: not slo_ttft_s or o.ttft_s <= slo_ttft_s),
-        "tpot_met": _share(served, outcomes, lambda o: not slo_tpot_s or o.tpot_s <= slo_tpot_s),
+        "slo_share": round(len(good) / max(1, len(requests)), 4),
+        "ttft_met": _share(served, requests, lambda r: not slo_ttft_s or r.ttft_s <= slo_ttft_s),
+        "tpot_met": _share(served, requests, lambda r: not slo_tpot_s or r.tpot_s <= slo_tpot_s),
         "hit_ratio": round(reused / max(1, prompt_tokens), 4),
-        "computed_tokens": sum(o.computed_tokens for o in outcomes),
+        "computed_tokens": sum(r.computed_tokens for r in requests),
         "output_tokens": output,
         "modes": dict(sorted(modes.items())),
         "moved_bytes": {name: int(v) for name, v in sorted(result.moved_bytes.items())},
@@ -120,11 +120,13 @@ def summary(result: Result, slo_ttft_s: float, slo_tpot_s: float) -> dict[str, A
     }
 
 
-def _share(served: Sequence[Outcome], outcomes: Sequence[Outcome], holds: Any) -> float:
-    return round(sum(bool(holds(o)) for o in served) / max(1, len(outcomes)), 4)
+def _share(
+    served: Sequence[SimulatedRequest], requests: Sequence[SimulatedRequest], holds: Any
+) -> float:
+    return round(sum(bool(holds(r)) for r in served) / max(1, len(requests)), 4)
 
 
-def _utilisation(result: Result, end_s: float) -> dict[str, float]:
+def _utilisation(result: SimulationRun, end_s: float) -> dict[str, float]:
     count = max(1, len(result.busy))
     prefill = sum(prefill for prefill, _ in result.busy.values())
     decode = sum(decode for _, decode in result.busy.values())
