@@ -1,4 +1,4 @@
-"""The process of a worker: loads the model, joins the conductor, serves until told to stop."""
+"""The process of a worker: loads the model, joins the conductor, and serves until it is stopped."""
 
 from __future__ import annotations
 
@@ -47,10 +47,6 @@ async def run_worker(
         ConfigError, ModelNotFound, PortInUse: it cannot start as configured.
     """
     security = secure(config, "worker")
-    if not config.model and config.engine != "fake":
-        raise ConfigError(
-            "worker.model is not set", hint="give a model directory, or smollm2-135m to try it out"
-        )
     engine = await asyncio.to_thread(load_engine, config, fake)
     namespace = engine.namespace(
         config.tenant, config.salt.get_secret_value(), config.hash_algorithm
@@ -143,16 +139,16 @@ def load_engine(config: WorkerConfig, fake: FakeEngineConfig) -> Engine:
         return FakeEngine(
             fake, model_name=config.model_name or "", block_tokens=config.block_tokens
         )
+    if not config.model:
+        raise ConfigError(
+            "worker.model is not set", hint="give a model directory, or smollm2-135m to try it out"
+        )
     import torch
 
     from workers.engine.transformers_engine import TransformersEngine
 
     if config.threads:
         torch.set_num_threads(config.threads)
-    if config.model is None:
-        raise ConfigError(
-            "worker.model is not set", hint="give a model directory, or smollm2-135m to try it out"
-        )
     path = prepare_model(config.model, default_cache_dir())
     return TransformersEngine(
         path,
@@ -163,7 +159,7 @@ def load_engine(config: WorkerConfig, fake: FakeEngineConfig) -> Engine:
 
 
 class _Joined:
-    """Readiness; the membership exists only after the HTTP port is known."""
+    """Whether the worker has joined. The membership exists only once the HTTP port is known."""
 
     membership: Membership | None = None
 
@@ -173,11 +169,9 @@ class _Joined:
 
 
 async def _stay_connected(pool: AsyncPool) -> None:
-    """Meet nodes when they join, not when a request first needs them."""
+    """Connect to nodes when they join, not when a request first needs them."""
     while True:
-        with contextlib.suppress(
-            KvpoolError
-        ):  # the conductor's absence is the membership's business
+        with contextlib.suppress(KvpoolError):  # the membership reports a conductor that is gone
             await pool.connect(timeout_s=10.0)
         await asyncio.sleep(CONNECT_EVERY_S)
 
@@ -203,7 +197,7 @@ async def _start_http(
 
 
 class _WorkerCollector(Collector):
-    """A worker's load and counters, read at scrape time."""
+    """A worker's load and counters, read when they are scraped."""
 
     def __init__(self, service: WorkerService) -> None:
         self._service = service

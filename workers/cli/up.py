@@ -1,4 +1,4 @@
-"""`kvpool up`: all processes of a small pool at once, on this machine."""
+"""`kvpool up`: all processes of a small pool on this machine."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ def up(
     free_ports: Annotated[
         bool, typer.Option("--free-ports", help="Pick free ports instead of the configured ones.")
     ] = False,
-    log_dir: Annotated[Path | None, typer.Option(help="Where logs go; default: temporary.")] = None,
+    log_dir: Annotated[
+        Path | None, typer.Option(help="Directory for logs; default: a temporary one.")
+    ] = None,
 ) -> None:
-    """Run conductor, nodes and, if asked, workers on this machine until Ctrl-C. Needs nothing else."""
+    """Run a conductor, pool nodes and optionally workers on this machine until Ctrl-C."""
     options = invocation(ctx)
     settings = options.load().settings
     if (prefill or decode) and model is None and settings.worker.model is None:
@@ -90,7 +92,7 @@ def up(
 
 
 def _passed_on(options: Any) -> list[str]:
-    """Global options as the children get them."""
+    """The global options, as arguments for the children."""
     flags: list[str] = []
     if options.config_path is not None:
         flags += ["--config", str(options.config_path)]
@@ -102,7 +104,7 @@ def _passed_on(options: Any) -> list[str]:
 
 
 def _ports_after(wire: int, http: int, grpc: int | None, number: int) -> list[str]:
-    """Configured ports, moved by ten for each further process; 0 stays 0."""
+    """The configured ports, plus 10 for each further process; 0 stays 0."""
     given = [wire, http] + ([grpc] if grpc is not None else [])
     return [str(port + 10 * number if port else 0) for port in given]
 

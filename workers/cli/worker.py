@@ -28,14 +28,14 @@ def worker(
     model: Annotated[
         str | None, typer.Option(help="Model directory, or smollm2-135m to try it out.")
     ] = None,
-    model_name: Annotated[str | None, typer.Option(help="Name that users ask for.")] = None,
+    model_name: Annotated[str | None, typer.Option(help="Name of the model in requests.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to bind.")] = None,
     host_label: Annotated[str | None, typer.Option(help="Name of this machine.")] = None,
     conductor: Annotated[str | None, typer.Option(help="Conductor's wire address.")] = None,
     wire_port: Annotated[int | None, typer.Option(help="Wire port; 0 picks a free one.")] = None,
     http_port: Annotated[int | None, typer.Option(help="HTTP port; 0 picks a free one.")] = None,
 ) -> None:
-    """Run a worker in the foreground; prints one JSON line when ready."""
+    """Run a worker in the foreground. Prints one JSON line when it is ready."""
     if ctx.invoked_subcommand is not None:
         return
     from workers.server import run_worker
@@ -69,13 +69,19 @@ def profile(
     ] = None,
     running: Annotated[
         str | None,
-        typer.Option("--running", help="Measure this worker instead: its id, or the start of it."),
+        typer.Option(
+            "--running", help="Measure this running worker instead: its id or the start of it."
+        ),
     ] = None,
     conductor: Annotated[
         str | None, typer.Option(help="Conductor's wire address, to find a running worker.")
     ] = None,
-    lengths: Annotated[str, typer.Option(help="Tokens of the prompts.")] = "128,512,1024,2048",
-    batches: Annotated[str, typer.Option(help="Sequences that decode at once.")] = "1,2,4",
+    lengths: Annotated[
+        str, typer.Option(help="Prompt lengths in tokens, separated by commas.")
+    ] = "128,512,1024,2048",
+    batches: Annotated[
+        str, typer.Option(help="Numbers of sequences that decode at once, separated by commas.")
+    ] = "1,2,4",
 ) -> None:
     """Measure prefill and decode, and write the profile that `conductor.profile` reads."""
     from workers.service.profile_fit import fit_profile
@@ -113,7 +119,10 @@ async def _running(settings: Settings, worker_id: str, grid: Any) -> tuple[str, 
         workers = [info.descriptor for info in (await asyncio.to_thread(pool.stats)).workers]
     found = [one for one in workers if one.worker_id.startswith(worker_id)]
     if len(found) != 1:
-        raise NotFound(f"{len(found)} workers are called {worker_id!r}", hint="kvpool stats")
+        raise NotFound(
+            f"{len(found)} workers have an id that begins with {worker_id!r}",
+            hint="kvpool stats lists the workers",
+        )
     wire = WireClient(found[0].address, "profile", credentials=credentials)
     try:
         return found[0].model, await measure_worker(wire, found[0], grid, _say)
@@ -135,4 +144,4 @@ def _print(profile: ProfileFile) -> None:
         out.print(f"prefill of {tokens} tokens  {format_seconds(seconds)}")
     for batch in (1, 8):
         seconds = tpot.base_s + batch * (tpot.sequence_s + 1024 * tpot.context_s)
-        out.print(f"a step of {batch} x 1024 tokens  {format_seconds(seconds)}")
+        out.print(f"decode step, {batch} x 1024 tokens  {format_seconds(seconds)}")

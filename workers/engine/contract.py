@@ -1,8 +1,8 @@
-"""What a worker asks of a model engine: compute KV, hand it out and take it in as pool blocks.
+"""The interface of a model engine, which computes KV, exports it and loads it as pool blocks.
 
-An engine runs one model on one device for one caller at a time: all of its methods, and those of its
-sequences, belong to a single thread. It knows nothing of nodes, leases or requests. Block bytes cross
-this seam in pool order (`kvpool.blocks.layout.Layout`), in host memory, whatever the engine does inside.
+An engine runs one model on one device for one caller at a time: a single thread makes all calls to it. It
+does not see nodes, leases or requests. Block bytes are in pool order (`kvpool.blocks.layout.Layout`) and in
+host memory, however the engine keeps KV inside.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ OnLayer = Callable[[LayerChunk], None]
 class SequenceState:
     """One prompt on its way through an engine. Engines extend it; callers read it.
 
-    `kv_tokens` counts tokens whose KV stands in the engine, `loaded_tokens` those of them that came by
-    `load_prefix`, `computed_tokens` those of the prompt that this engine computed. `seconds` adds up
-    wall time by phase: "load", "prefill", "decode", and "pack", which is a part of "prefill".
+    `kv_tokens` counts the tokens whose KV is in the engine. `load_prefix` loaded `loaded_tokens` of them.
+    `computed_tokens` counts the tokens of the prompt that this engine computed. `seconds` adds up wall time
+    by phase: "load", "prefill", "decode", and "pack", which is a part of "prefill".
     """
 
     prompt: Tokens
@@ -67,18 +67,18 @@ class Engine(Protocol):
     """A causal language model with KV that can be loaded and exported block by block.
 
     Every method may raise `EngineFailed` when the model itself fails, and `InvalidArgument` for a
-    sequence that is closed or belongs to another engine. A method that raised has changed nothing,
-    so that the caller may try again or go another way with the same sequence.
+    sequence that is closed or belongs to another engine. A method that raised has changed nothing: the
+    caller may repeat it, or do something else with the same sequence.
     """
 
     @property
     def layout(self) -> Layout:
-        """Shape and order of the block bytes that this engine takes and gives."""
+        """Shape and order of the block bytes that this engine loads and exports."""
         ...
 
     @property
     def model_name(self) -> str:
-        """What users call the model."""
+        """The name that users give in requests."""
         ...
 
     @property
@@ -100,10 +100,10 @@ class Engine(Protocol):
         self, tenant: str = "", salt: str = "", hash_algorithm: HashAlgorithm = "xxh3-128"
     ) -> Namespace:
         """The identity of this engine's blocks for a tenant."""
-        ...
+        return Namespace(self.model_name, self.revision, self.layout, tenant, salt, hash_algorithm)
 
     def start(self, token_ids: npt.NDArray[np.integer[Any]], max_new_tokens: int) -> SequenceState:
-        """Make room for the KV of a prompt and of the tokens that will follow it.
+        """Allocate KV memory for a prompt and for the tokens that will follow it.
 
         Raises:
             InvalidArgument: the prompt is empty, holds an unknown token, or does not fit into
@@ -112,15 +112,15 @@ class Engine(Protocol):
         ...
 
     def load_prefix(self, sequence: SequenceState, blocks: Bytes) -> None:
-        """Put the KV of the prompt's first `n` blocks in place, instead of computing it.
+        """Load the KV of the prompt's first `n` blocks instead of computing it.
 
         Args:
-            blocks: shape `[n, part_bytes]`, in pool order; read during the call only. Blocks up to
-                the very end of the prompt are welcome: its last token is computed all the same,
-                because the first new token is drawn from it.
+            blocks: shape `[n, part_bytes]`, in pool order; read during the call only. They may cover the
+                whole prompt: its last token is still computed, because the first new token is drawn
+                from it.
 
         Raises:
-            WrongByteCount: the rows have not `part_bytes` bytes.
+            WrongByteCount: the rows do not have `part_bytes` bytes.
             InvalidArgument: the sequence has KV already, or the prompt has fewer whole blocks.
         """
         ...
@@ -133,10 +133,10 @@ class Engine(Protocol):
         Args:
             on_layer: called within the forward pass, once per layer and chunk, as soon as this
                 layer's K and V of the blocks that the chunk completes are final and before any later
-                layer is computed; not called when the chunk completes none. Each block beyond the
-                loaded prefix comes exactly once per layer, unless a chunk failed and is done again.
-                What it raises ends the chunk and reaches the caller unchanged.
-            chunk_tokens: tokens per forward pass; 0 takes the whole rest at once.
+                layer is computed; not called if the chunk completes no block. Each block beyond the
+                loaded prefix comes exactly once per layer, unless a chunk failed and is repeated.
+                An exception from it ends the chunk and reaches the caller unchanged.
+            chunk_tokens: tokens per forward pass; 0: all that remain.
 
         Raises:
             InvalidArgument: the prompt is computed already, or `chunk_tokens` is negative.
@@ -144,7 +144,7 @@ class Engine(Protocol):
         ...
 
     def next_token(self, sequence: SequenceState, sampling: Sampling) -> int:
-        """Draw the token after the last one computed. Changes nothing; equal calls, equal answers.
+        """Draw the token after the last one computed. Changes nothing; equal calls return equal tokens.
 
         Greedy at temperature 0; else nucleus sampling, seeded by `sampling.seed` and the position.
 

@@ -1,4 +1,4 @@
-"""The one thread that an engine lives on, and turns for everybody who wants it."""
+"""The one thread on which an engine runs. Callers take turns."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ T = TypeVar("T")
 class EngineThread:
     """First come, first served: a request's next step queues behind the steps of the others.
 
-    So concurrent decodes take turns token by token, without any policy here.
+    So concurrent decodes take turns token by token.
     """
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="kvpool-engine")
         self._lock = threading.Lock()
-        self.waiting = 0  # jobs handed in and not begun
+        self.waiting = 0  # jobs that have not begun
 
     async def run(self, job: Callable[..., T], *args: Any) -> T:
-        """Run `job(*args)` on the engine's thread; a job once begun is waited for, even when cancelled."""
+        """Run `job(*args)` on the engine's thread. Waits for a job that has begun, even if cancelled."""
         with self._lock:
             self.waiting += 1
 
@@ -45,5 +45,5 @@ class EngineThread:
             raise
 
     def close(self) -> None:
-        """End the thread after the job that it has."""
+        """End the thread after its current job."""
         self._pool.shutdown(wait=False, cancel_futures=True)

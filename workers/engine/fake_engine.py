@@ -1,8 +1,8 @@
-"""A stand-in for a model: takes the time that a cost model says, sleeping, and computes nothing.
+"""An engine without a model: it sleeps for the time that a cost model gives, and computes nothing.
 
-For trying out scheduling with many workers on a small machine. The KV it "computes" for a block is a pattern
-derived from the tokens up to the block's end, and what it loads is compared with that pattern: so a pool that
-gives it a wrong byte is found out, as it would not be by a real model. It is a fake and says so in its name.
+It serves to try out scheduling with many workers on a small machine. The KV that it "computes" for a block is
+a pattern derived from all tokens up to the block's end. It compares the blocks that it loads with that pattern,
+so it detects a wrong byte from the pool, which a real model would not.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvpool.blocks.layout import HashAlgorithm, Layout, Namespace
+from kvpool.blocks.layout import Layout
 from kvpool.config.settings import FakeEngineConfig
 from kvpool.errors import EngineFailed, InvalidArgument, WrongByteCount
 from kvpool.wire.messages import Sampling
-from workers.engine.contract import Bytes, LayerChunk, OnLayer, SequenceState
+from workers.engine.contract import Bytes, Engine, LayerChunk, OnLayer, SequenceState
 
 VOCABULARY = 1 << 17
 PATTERN_BYTES = 8
@@ -33,8 +33,8 @@ class _Sequence(SequenceState):
     patterns: list[bytes] = field(default_factory=list)  # one for each whole block of the prompt
 
 
-class FakeEngine:
-    """See `workers.engine.contract.Engine`, which this class implements.
+class FakeEngine(Engine):
+    """An engine that sleeps.
 
     Seconds of a prefill: `base + token * new + attention * new * (reused + new / 2)`; of one token of
     a decode: `(base + context * tokens of KV + sequence * n) / n` with n sequences open, as if all of them
@@ -42,7 +42,7 @@ class FakeEngine:
 
     Args:
         config: the cost model and the shape of the KV.
-        sleep: for tests.
+        sleep: replaced in tests.
     """
 
     def __init__(
@@ -68,12 +68,10 @@ class FakeEngine:
 
     @property
     def layout(self) -> Layout:
-        """Shape and order of the block bytes."""
         return self._layout
 
     @property
     def model_name(self) -> str:
-        """What users call the model."""
         return self._model_name
 
     @property
@@ -83,7 +81,7 @@ class FakeEngine:
 
     @property
     def max_model_tokens(self) -> int:
-        """No limit of its own."""
+        """So large that it never matters."""
         return 1 << 24
 
     @property
@@ -91,16 +89,7 @@ class FakeEngine:
         """None: a text ends by its length."""
         return frozenset()
 
-    def namespace(
-        self, tenant: str = "", salt: str = "", hash_algorithm: HashAlgorithm = "xxh3-128"
-    ) -> Namespace:
-        """The identity of this engine's blocks for a tenant."""
-        return Namespace(
-            self._model_name, self.revision, self._layout, tenant, salt, hash_algorithm
-        )
-
     def start(self, token_ids: npt.NDArray[np.integer[Any]], max_new_tokens: int) -> SequenceState:
-        """See `Engine.start`."""
         prompt = np.array(token_ids, np.int64)
         if not len(prompt) or prompt.min() < 0 or prompt.max() >= VOCABULARY:
             raise InvalidArgument(f"a prompt needs token ids in [0, {VOCABULARY})")
@@ -110,21 +99,24 @@ class FakeEngine:
         return _Sequence(prompt, max_new_tokens, owner=self, patterns=patterns)
 
     def load_prefix(self, sequence: SequenceState, blocks: Bytes) -> None:
-        """See `Engine.load_prefix`.
+        """Load the first blocks of the prompt, and compare them with their patterns.
 
         Raises:
             EngineFailed: the blocks are not those of this prompt.
+            WrongByteCount, InvalidArgument: as in `Engine`.
         """
         own = self._own(sequence)
         if own.kv_tokens:
-            raise InvalidArgument("a prefix must come first")
+            raise InvalidArgument("a prefix must be loaded before anything is computed")
         if blocks.dtype != np.uint8 or blocks.ndim != 2 or len(blocks) > len(own.patterns):
             raise InvalidArgument(f"blocks are {blocks.dtype} of shape {blocks.shape}")
         if blocks.shape[1] != self._layout.part_bytes:
-            raise WrongByteCount(f"a block part of {blocks.shape[1]} bytes")
+            raise WrongByteCount(f"a block part has {blocks.shape[1]} bytes")
         expected = self._bytes(own.patterns[: len(blocks)], self._layout.part_bytes)
         if not np.array_equal(blocks, expected):
-            raise EngineFailed("the KV loaded is not that of this prompt", hint="a wrong hit")
+            raise EngineFailed(
+                "the loaded KV is not that of this prompt", hint="the pool gave a wrong block"
+            )
         own.loaded_blocks = len(blocks)
         own.loaded_tokens = own.kv_tokens = min(
             len(blocks) * self._layout.block_tokens, len(own.prompt) - 1
@@ -133,10 +125,9 @@ class FakeEngine:
     def prefill(
         self, sequence: SequenceState, on_layer: OnLayer | None = None, chunk_tokens: int = 0
     ) -> None:
-        """See `Engine.prefill`."""
         own = self._own(sequence)
         if chunk_tokens < 0 or own.is_prefilled:
-            raise InvalidArgument("nothing to compute, or a negative chunk")
+            raise InvalidArgument("the prompt is already computed, or chunk_tokens is negative")
         while not own.is_prefilled:
             step = min(chunk_tokens or len(own.prompt), len(own.prompt) - own.kv_tokens)
             self._forward(own, step, on_layer)
@@ -164,21 +155,22 @@ class FakeEngine:
         _add(own, "prefill", started)
 
     def next_token(self, sequence: SequenceState, sampling: Sampling) -> int:
-        """See `Engine.next_token`: a function of the text so far and the seed."""
+        """A token that depends on the text so far and on the seed."""
         own = self._own(sequence)
         if not own.is_prefilled:
-            raise InvalidArgument("prefill first")
+            raise InvalidArgument("the prompt is not computed yet")
         text = own.prompt.tobytes() + np.array(own.generated, np.int64).tobytes()
         seed = sampling.seed if sampling.temperature else 0
         return xxhash.xxh3_64_intdigest(text, seed=seed) % VOCABULARY
 
     def decode(self, sequence: SequenceState, token: int) -> None:
-        """See `Engine.decode`."""
         own = self._own(sequence)
         if not own.is_prefilled or not 0 <= token < VOCABULARY:
-            raise InvalidArgument("prefill first, and give a token of the vocabulary")
+            raise InvalidArgument("the prompt is not computed yet, or the token is unknown")
         if len(own.generated) >= own.max_new_tokens:
-            raise InvalidArgument(f"room for {own.max_new_tokens} new tokens only")
+            raise InvalidArgument(
+                f"the sequence was started with room for {own.max_new_tokens} new tokens"
+            )
         started = time.monotonic()
         with self._lock:
             self._decoding.add(id(own))
@@ -191,15 +183,15 @@ class FakeEngine:
         _add(own, "decode", started)
 
     def export_blocks(self, sequence: SequenceState, first_block: int, count: int) -> Bytes:
-        """See `Engine.export_blocks`."""
         own = self._own(sequence)
         whole = min(own.kv_tokens // self._layout.block_tokens, len(own.patterns))
         if first_block < 0 or count < 0 or first_block + count > whole:
-            raise InvalidArgument(f"blocks [{first_block}, {first_block + count}), {whole} whole")
+            raise InvalidArgument(
+                f"blocks [{first_block}, {first_block + count}) were asked for, {whole} are whole"
+            )
         return self._bytes(own.patterns[first_block : first_block + count], self._layout.part_bytes)
 
     def close(self, sequence: SequenceState) -> None:
-        """See `Engine.close`."""
         if not isinstance(sequence, _Sequence) or sequence.owner is not self:
             raise InvalidArgument("the sequence belongs to another engine")
         with self._lock:
@@ -215,13 +207,13 @@ class FakeEngine:
 
     @staticmethod
     def _bytes(patterns: Sequence[bytes], length: int) -> Bytes:
-        """`[n, length]`: each row its pattern over and over, the same in every layer."""
+        """`[n, length]`: each row repeats its pattern, so all layers are equal."""
         rows = np.frombuffer(b"".join(patterns), np.uint8).reshape(len(patterns), PATTERN_BYTES)
         return np.tile(rows, -(-length // PATTERN_BYTES))[:, :length]
 
 
 def _patterns(prompt: npt.NDArray[np.int64], block_tokens: int) -> list[bytes]:
-    """Of each whole block: a digest of all tokens up to its end."""
+    """For each whole block, a digest of all tokens up to its end."""
     digest = xxhash.xxh3_64()
     patterns = []
     for end in range(block_tokens, len(prompt) + 1, block_tokens):

@@ -1,11 +1,11 @@
-"""The KV of one sequence, as transformers' attention wants it and as the pool wants it.
+"""The KV of one sequence, in the form of transformers' attention and of the pool.
 
-K and V of all layers stand in one array `[layer, kv, head, token, dim]` with room for the whole sequence,
-so that a step writes in place and copies nothing (transformers' DynamicCache concatenates on every
-step). The order of its dimensions is the pool's but for the block, which sits between head and token:
-blocks go in and out as one strided copy of runs of `block_tokens * head_dim` elements. Batch size 1.
+K and V of all layers are in one array `[layer, kv, head, token, dim]` as large as the whole sequence, so
+that a step writes in place and copies nothing (transformers' DynamicCache concatenates on every step). The
+order of the dimensions is the pool's, except that the pool puts the block between head and token: loading
+and exporting blocks is one strided copy of runs of `block_tokens * head_dim` elements. Batch size 1.
 
-Not thread-safe; knows nothing of prompts, hashes or where blocks come from.
+Not thread-safe.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class BlockedCache(Cache):
     """A transformers Cache of fixed capacity whose content can be loaded and packed as pool blocks.
 
     Args:
-        layout: of the pool's blocks; its default order and one part (`tp_size` 1).
+        layout: the pool's blocks, in the default order and with one part (`tp_size` 1).
         capacity_tokens: rounded up to whole blocks.
     """
 
@@ -66,7 +66,7 @@ class BlockedCache(Cache):
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that there is room for."""
+        """The most tokens that it holds."""
         return self.capacity_blocks * self.layout.block_tokens
 
     def set_length(self, tokens: int) -> None:
@@ -84,8 +84,8 @@ class BlockedCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write one layer's new K and V in place; return views of all its K and V so far.
 
-        Calls `on_blocks_final` when that completes blocks. `is_notifying` stays true if it raises,
-        so that the caller can tell its error from one of the model's own.
+        Calls `on_blocks_final` when this completes blocks. `is_notifying` stays true if the call raises,
+        so that the caller can tell its error from an error of the model.
         """
         layer = self._filled[layer_idx]
         first = layer.length // self.layout.block_tokens
@@ -98,7 +98,7 @@ class BlockedCache(Cache):
         return states
 
     def load_blocks(self, blocks: Bytes) -> None:
-        """Copy `blocks`, `[n, part_bytes]`, to the start of every layer. Leaves the length alone."""
+        """Copy `blocks`, `[n, part_bytes]`, to the start of every layer. Does not change the length."""
         count = len(blocks)
         target = self._bytes[:, :, :, :count]
         # splitting the last dimension never copies, whatever the stride between rows
@@ -135,7 +135,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.length = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the storage is there from the start."""
+        """Do nothing: the storage exists from the start."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any

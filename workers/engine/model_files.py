@@ -1,7 +1,7 @@
-"""Where a model's files are and how they get there; `kvpool.blocks.model_revision` says what identifies them.
+"""Finds a model's directory, or converts the model into one.
 
-A model is a directory in Hugging Face's form (config.json, safetensors, tokenizer). One model is known by
-name, because a pip package carries it: "smollm2-135m", converted once from GGUF. Nothing is downloaded.
+A model is a directory in Hugging Face's form (config.json, safetensors, tokenizer). One model has a name,
+"smollm2-135m", because a pip package carries it as GGUF; it is converted once. Nothing is downloaded, and
 transformers is imported only to convert.
 """
 
@@ -27,20 +27,20 @@ def default_cache_dir() -> Path:
     own = os.environ.get("KVPOOL_CACHE_DIR")
     if own:
         return Path(own).expanduser()
-    # relative values are to be ignored, says the XDG specification
+    # The XDG specification says to ignore relative values.
     xdg = Path(os.environ.get("XDG_CACHE_HOME") or "")
     return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "kvpool"
 
 
 def prepare_model(spec: str, cache_dir: Path) -> Path:
-    """The directory of the model that `spec` names, converting it first if need be.
+    """The directory of the model that `spec` names, converted first if necessary.
 
     Args:
         spec: a directory with a config.json, returned as it is; or "smollm2-135m".
-        cache_dir: where a converted model is kept (about 270 MB; the first time takes half a minute).
+        cache_dir: where a converted model is kept (about 270 MB; converting takes half a minute).
 
     Raises:
-        ModelNotFound: neither of the two, or what the conversion needs is not installed.
+        ModelNotFound: `spec` is neither of the two, or a package for the conversion is not installed.
     """
     directory = Path(spec).expanduser()
     if spec and (directory / "config.json").is_file():
@@ -57,10 +57,10 @@ def prepare_model(spec: str, cache_dir: Path) -> Path:
 
 
 def build_once(target: Path, build: Callable[[Path], None]) -> Path:
-    """Make `target`, a directory, by `build(empty directory)`, whoever else tries the same.
+    """Make the directory `target` by `build(empty directory)`, once for all processes.
 
-    Of several processes one builds and the others wait for it. `target` appears whole or not at all;
-    what a killed process left behind is cleared away.
+    One process builds and the others wait for it. `target` appears whole or not at all; the remains of a
+    killed process are removed.
     """
     if target.is_dir():
         return target
@@ -82,7 +82,7 @@ def build_once(target: Path, build: Callable[[Path], None]) -> Path:
 
 
 def _prepare_smollm2(cache_dir: Path) -> Path:
-    # Found without being imported: only its wheel is installed, its dependencies are not needed.
+    # Found without importing it: its dependencies need not be installed.
     spec = importlib.util.find_spec(_SMOLLM2_PACKAGE)
     homes = [Path(p) for p in spec.submodule_search_locations or ()] if spec else []
     gguf = next((h / _SMOLLM2_FILE for h in homes if (h / _SMOLLM2_FILE).is_file()), None)
@@ -124,7 +124,7 @@ def _convert(gguf: Path, target: Path) -> None:
 
 
 def _make_durable(directory: Path) -> None:
-    """Sync the files, so that a rename that survived a crash names whole ones; readable as usual."""
+    """Sync the files, so that after a crash the renamed directory holds whole files; make them readable."""
     umask = os.umask(0)
     os.umask(umask)
     for file in directory.iterdir():

@@ -1,8 +1,7 @@
 """An engine's own prefix cache: blocks of recent prompts in this process's memory, by prefix hash.
 
-What a serving engine does without a pool, kept as the reference that the pool is measured against and as
-the fallback beside it. It shares nothing with other processes. Not thread-safe: it belongs to the
-engine's thread.
+A serving engine has such a cache without any pool. Here it is the reference for measuring the pool. Other
+processes cannot use it. Not thread-safe: only the engine's thread may call it.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from workers.engine.contract import Bytes
 
 
 class LocalPrefixCache:
-    """At most `capacity_tokens` of KV, least recently used first out, never a parent before its child.
+    """At most `capacity_tokens` of KV. Evicts the least recently used, never a parent before its child.
 
     Args:
         capacity_tokens: rounded down to whole blocks; 0 keeps nothing.
         block_tokens: tokens per block.
 
     Raises:
-        InvalidArgument: a negative capacity, or no positive block size.
+        InvalidArgument: the capacity is negative, or the block size is not positive.
     """
 
     def __init__(self, capacity_tokens: int, block_tokens: int) -> None:
@@ -34,8 +33,8 @@ class LocalPrefixCache:
                 hint="0 or more, and 1 or more",
             )
         self.capacity_blocks = capacity_tokens // block_tokens
-        # Oldest first. Whoever touches a block touches its ancestors after it, so that a parent is
-        # always younger than its children: the oldest entry has none, and may go.
+        # Oldest first. A use touches a block before its ancestors, so a parent is always younger than its
+        # children: the oldest entry has no child here and may be evicted.
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()
         self._free = list(range(self.capacity_blocks))  # sorted
         self._arena: Bytes = np.empty((0, 0), np.uint8)
@@ -45,11 +44,11 @@ class LocalPrefixCache:
         return len(self._slot_of)
 
     def __contains__(self, block_hash: bytes) -> bool:
-        """Whether the block is kept; does not count as use."""
+        """Whether the block is kept. Does not count as a use."""
         return block_hash in self._slot_of
 
     def match(self, hashes: Sequence[bytes]) -> Bytes | None:
-        """The longest leading run of the chain that is kept, `[n, part_bytes]`, or None.
+        """The leading blocks of the chain that are kept, `[n, part_bytes]`, or None.
 
         The array is read-only. It may be a view of the cache, valid until the next `insert`.
         """
@@ -78,12 +77,12 @@ class LocalPrefixCache:
                 Copied.
 
         Returns:
-            blocks newly kept. 0 if the chain before `first_block` is not here: a child without its
-            parent could never be found. Blocks beyond the capacity are left out.
+            The number of blocks added. 0 if the chain before `first_block` is not kept: a child without
+            its parent could never be found. Blocks beyond the capacity are left out.
 
         Raises:
             InvalidArgument: `blocks` reaches beyond the chain, or is not a uint8 matrix.
-            WrongByteCount: its rows are not as long as those kept already.
+            WrongByteCount: its rows are not as long as those that are kept.
         """
         if blocks.dtype != np.uint8 or blocks.ndim != 2:
             raise InvalidArgument(f"blocks are {blocks.dtype} of shape {blocks.shape}")
@@ -121,7 +120,7 @@ class LocalPrefixCache:
         self._free.sort()
 
     def _take_slots(self, count: int) -> list[int]:
-        """The first run of neighbours if there is one, so that `match` need not copy."""
+        """Take neighbouring slots if there are enough, so that `match` need not copy."""
         if not count:
             return []
         runs = range(len(self._free) - count + 1)
@@ -135,12 +134,12 @@ class LocalPrefixCache:
             self._arena = np.empty((self.capacity_blocks, part_bytes), np.uint8)
         elif self._arena.shape[1] != part_bytes:
             raise WrongByteCount(
-                f"blocks of {part_bytes} bytes beside blocks of {self._arena.shape[1]}",
+                f"the blocks have {part_bytes} bytes, those in the cache {self._arena.shape[1]}",
                 hint="one cache serves one layout",
             )
 
     def check_integrity(self) -> list[str]:
-        """Broken promises, in words; empty when all is well. For tests."""
+        """Describe inconsistencies; empty if there are none. For tests."""
         slots = [*self._slot_of.values(), *self._free]
         problems = []
         if sorted(slots) != list(range(self.capacity_blocks)):

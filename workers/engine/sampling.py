@@ -1,7 +1,7 @@
-"""Drawing one token from logits: greedy, or nucleus sampling with a seed of its own per position.
+"""Draws one token from logits: greedy, or nucleus sampling with a seed for each position.
 
-Pure: the draw depends on logits, sampling and position alone, so that a request that moves to another
-worker in mid-text goes on with the same tokens.
+The draw depends on logits, sampling and position alone, so a request that moves to another worker in the
+middle of its text continues with the same tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def draw(logits: torch.Tensor, sampling: Sampling, *, position: int) -> int:
     # subtracting the maximum first keeps a small temperature from overflowing
     scaled = (logits - logits.max()) / sampling.temperature
     chances, tokens = torch.softmax(scaled, dim=-1).sort(descending=True, stable=True)
-    # the fewest tokens that reach top_p together: one stays while those before it do not reach it
+    # The fewest tokens that reach top_p together: keep a token while those before it do not reach top_p.
     before = chances.cumsum(dim=-1) - chances
     is_kept = before < sampling.top_p
     is_kept[0] = True  # also where top_p is 0 in float32
@@ -46,6 +46,6 @@ def draw(logits: torch.Tensor, sampling: Sampling, *, position: int) -> int:
 
 
 def _seed(seed: int, position: int) -> int:
-    # torch's CPU generator looks at the low 32 bits only, so they must depend on all of both
+    # torch's CPU generator uses the low 32 bits only, so these must depend on all bits of both numbers.
     mixed = struct.pack("<QQ", seed & 0xFFFF_FFFF_FFFF_FFFF, position)
     return xxhash.xxh3_64_intdigest(mixed) >> 1

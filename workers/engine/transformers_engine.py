@@ -1,11 +1,11 @@
-"""An Engine around a causal language model of Hugging Face transformers, on any torch device.
+"""An engine that runs a causal language model of Hugging Face transformers on any torch device.
 
 For models with plain full attention in every layer (Llama, Qwen, Mistral without a window, SmolLM ...)
-and one tensor-parallel rank. One sequence per step: no batching, no paging, no CUDA graphs. It is the
-engine of tests, demos and CPUs; production GPUs join through vLLM's and SGLang's connectors.
+and one tensor-parallel rank. One sequence per step: no batching, no paging, no CUDA graphs. It serves tests,
+demos and CPUs; production GPUs join through vLLM's and SGLang's connectors.
 
-Numerics: two prefills of one prompt agree bit for bit when they are cut at the same tokens; in bfloat16
-another cut rounds differently. Compare a pool hit with a local hit of the same split.
+Numerics: two prefills of one prompt agree bit for bit if they are split at the same tokens. In bfloat16
+another split rounds differently, so compare a pool hit with a local hit of the same split.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from kvpool.blocks.layout import HashAlgorithm, Layout, Namespace
+from kvpool.blocks.layout import Layout
 from kvpool.blocks.model_revision import revision_of
 from kvpool.errors import (
     ConfigError,
@@ -34,7 +34,7 @@ from kvpool.errors import (
     WrongByteCount,
 )
 from kvpool.wire.messages import Sampling
-from workers.engine.contract import Bytes, LayerChunk, OnLayer, SequenceState
+from workers.engine.contract import Bytes, Engine, LayerChunk, OnLayer, SequenceState
 from workers.engine.kv_cache import TORCH_DTYPES, BlockedCache
 from workers.engine.sampling import draw
 
@@ -53,21 +53,21 @@ class _Sequence(SequenceState):
     logits: torch.Tensor = field(default=_NO_LOGITS)  # of the last token computed, float32, on CPU
 
 
-class TransformersEngine:
-    """See `workers.engine.contract.Engine`, which this class implements.
+class TransformersEngine(Engine):
+    """An engine on torch.
 
     Args:
         model_dir: directory with `config.json` and safetensors weights.
         model_name: part of the namespace, so equal on all hosts; default: the directory's name.
         block_tokens: tokens per pool block.
         device: as torch names it: "cpu", "cuda:0" ...
-        dtype: "float32", "bfloat16", "float16", or "auto" for the one that the weights are in.
+        dtype: "float32", "bfloat16", "float16", or "auto" for the dtype of the weights.
         attention: transformers' name of the attention implementation.
 
     Raises:
         ModelNotFound: the directory holds no model that transformers can load.
-        ConfigError: unknown dtype, a device that is not there, or a model with other than full
-            attention, whose KV is not what the pool's blocks can hold.
+        ConfigError: the dtype is unknown, the device does not exist, or the model has layers without
+            full attention, whose KV does not fit into the pool's blocks.
     """
 
     def __init__(
@@ -108,44 +108,25 @@ class TransformersEngine:
 
     @property
     def layout(self) -> Layout:
-        """Shape and order of the block bytes."""
         return self._layout
 
     @property
     def model_name(self) -> str:
-        """What users call the model."""
         return self._model_name
 
     @property
     def revision(self) -> str:
-        """Content hash of weights and configuration."""
         return self._revision
 
     @property
     def max_model_tokens(self) -> int:
-        """The longest context, prompt and new tokens together."""
         return self._max_model_tokens
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a text."""
         return self._eos_token_ids
 
-    def namespace(
-        self, tenant: str = "", salt: str = "", hash_algorithm: HashAlgorithm = "xxh3-128"
-    ) -> Namespace:
-        """The identity of this engine's blocks for a tenant."""
-        return Namespace(
-            model=self._model_name,
-            revision=self._revision,
-            layout=self._layout,
-            tenant=tenant,
-            salt=salt,
-            hash_algorithm=hash_algorithm,
-        )
-
     def start(self, token_ids: npt.NDArray[np.integer[Any]], max_new_tokens: int) -> SequenceState:
-        """See `Engine.start`."""
         prompt = self._checked_prompt(token_ids)
         if max_new_tokens < 0:
             raise InvalidArgument(f"max_new_tokens is {max_new_tokens}", hint="0 or more")
@@ -164,11 +145,11 @@ class TransformersEngine:
         return _Sequence(prompt=prompt, max_new_tokens=max_new_tokens, owner=self, cache=cache)
 
     def load_prefix(self, sequence: SequenceState, blocks: Bytes) -> None:
-        """See `Engine.load_prefix`."""
         own, cache = self._own(sequence)
         if own.kv_tokens:
             raise InvalidArgument(
-                f"a prefix must come first, but {own.kv_tokens} tokens have KV already"
+                "a prefix must be loaded before anything is computed,"
+                f" but {own.kv_tokens} tokens already have KV"
             )
         if blocks.dtype != np.uint8 or blocks.ndim != 2:
             raise InvalidArgument(
@@ -177,7 +158,7 @@ class TransformersEngine:
         count, row_bytes = blocks.shape
         if row_bytes != self._layout.part_bytes:
             raise WrongByteCount(
-                f"a block part of {row_bytes} bytes",
+                f"a block part has {row_bytes} bytes",
                 hint=f"this layout has {self._layout.part_bytes}",
             )
         tokens = count * self._layout.block_tokens
@@ -194,12 +175,11 @@ class TransformersEngine:
     def prefill(
         self, sequence: SequenceState, on_layer: OnLayer | None = None, chunk_tokens: int = 0
     ) -> None:
-        """See `Engine.prefill`."""
         own, cache = self._own(sequence)
         if chunk_tokens < 0:
             raise InvalidArgument(f"chunk_tokens is {chunk_tokens}", hint="0 or more")
         if own.is_prefilled:
-            raise InvalidArgument("the prompt is computed already")
+            raise InvalidArgument("the prompt is already computed")
         end = len(own.prompt)
         cache.on_blocks_final = _notifier(own, cache, on_layer)
         try:
@@ -212,13 +192,11 @@ class TransformersEngine:
             cache.on_blocks_final = None
 
     def next_token(self, sequence: SequenceState, sampling: Sampling) -> int:
-        """See `Engine.next_token`."""
         own, _ = self._own(sequence)
         self._require_prefilled(own)
         return draw(own.logits, sampling, position=own.kv_tokens)
 
     def decode(self, sequence: SequenceState, token: int) -> None:
-        """See `Engine.decode`."""
         own, cache = self._own(sequence)
         self._require_prefilled(own)
         if not 0 <= token < self._vocabulary:
@@ -232,18 +210,16 @@ class TransformersEngine:
         own.generated.append(token)
 
     def export_blocks(self, sequence: SequenceState, first_block: int, count: int) -> Bytes:
-        """See `Engine.export_blocks`."""
         own, cache = self._own(sequence)
         whole = own.kv_tokens // self._layout.block_tokens
         if first_block < 0 or count < 0 or first_block + count > whole:
             raise InvalidArgument(
-                f"blocks [{first_block}, {first_block + count}) asked, {whole} are whole"
+                f"blocks [{first_block}, {first_block + count}) were asked for, {whole} are whole"
             )
         with _model_errors("exporting blocks"):
             return cache.pack_blocks(first_block, first_block + count)
 
     def close(self, sequence: SequenceState) -> None:
-        """See `Engine.close`."""
         if not isinstance(sequence, _Sequence) or sequence.owner is not self:
             raise InvalidArgument("the sequence belongs to another engine")
         sequence.cache = None
@@ -251,7 +227,7 @@ class TransformersEngine:
         sequence.is_closed = True
 
     def _forward(self, own: _Sequence, cache: BlockedCache, tokens: npt.NDArray[np.int64]) -> None:
-        """One forward pass; on any error the KV is as it was before."""
+        """One forward pass. An error leaves the KV as it was."""
         before = own.kv_tokens
         cache.is_notifying = False
         try:
@@ -308,7 +284,7 @@ class TransformersEngine:
 def _notifier(
     own: _Sequence, cache: BlockedCache, on_layer: OnLayer | None
 ) -> Callable[[int, int, int], None] | None:
-    """Pack and hand on what becomes final, but for blocks that were loaded, not computed."""
+    """Pack the blocks that become final and pass them on, except those that were loaded."""
     if on_layer is None:
         return None
 
@@ -359,20 +335,20 @@ def _load(model_dir: Path, dtype: str, attention: str, device: torch.device) -> 
             local_files_only=True,
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelNotFound(f"{model_dir} holds no model that transformers loads: {error}") from (
-            error
-        )
+        raise ModelNotFound(
+            f"{model_dir} holds no model that transformers can load: {error}"
+        ) from error
     return model.to(device)  # from_pretrained leaves it in evaluation mode
 
 
 def _require_full_attention(config: Any, model_dir: Path) -> None:
-    # transformers' own judgement of what each layer needs to keep
+    # transformers itself says what each layer must keep
     odd = {
         type(x).__name__ for x in DynamicCache(config=config).layers if type(x) is not DynamicLayer
     }
     if odd:
         raise ConfigError(
-            f"{model_dir} has layers that keep other state than full attention's KV:"
+            f"{model_dir} has layers whose state is not the KV of full attention:"
             f" {', '.join(sorted(odd))}",
             hint="serve it without the pool, or with vLLM's connector",
         )

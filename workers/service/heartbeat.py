@@ -1,4 +1,4 @@
-"""Tells the conductor that this worker is there, and how busy it is."""
+"""Registers this worker with the conductor, and reports its load."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Membership:
     """Joins, sends heartbeats, and joins again whenever the conductor does not know this worker.
 
     Args:
-        conductors: wire addresses, with commas between them; the worker reports to the first that answers,
-            and to the next when that one is lost.
-        credentials: shown to them.
+        conductors: wire addresses, separated by commas. The worker reports to the first that answers, and
+            to the next one when that is lost.
+        credentials: for all of them.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class Membership:
         self._at = 0
 
     def set_role(self, request: m.SetRole) -> m.Ok:
-        """Take another role, and tell the conductor with the next heartbeat. Work under way goes on.
+        """Take another role. The conductor learns it with the next heartbeat; running requests continue.
 
         Raises:
-            InvalidArgument: no such role, or this worker's is fixed.
+            InvalidArgument: the role is unknown, or this worker's role is fixed.
         """
         if request.role not in ROLES:
             raise InvalidArgument(f"unknown role {request.role!r}", hint=", ".join(ROLES))
@@ -70,7 +70,7 @@ class Membership:
         return m.Ok()
 
     async def run(self) -> None:
-        """Until cancelled; then say goodbye."""
+        """Join and send heartbeats until cancelled; then leave."""
         heartbeat_s = 1.0
         failures = 0
         try:
@@ -99,7 +99,7 @@ class Membership:
                     self.is_joined = False
                     failures += 1
                     self._at = (self._at + 1) % len(self._links)
-                    if failures % len(self._links) == 0:  # nobody answers
+                    if failures % len(self._links) == 0:  # none of them answers
                         await asyncio.sleep(RETRY_S)
         finally:
             with contextlib.suppress(KvpoolError, asyncio.CancelledError):

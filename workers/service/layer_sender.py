@@ -35,9 +35,9 @@ class LayerSender:
 
     Args:
         link: the node.
-        reservation: what it granted.
-        indices: which blocks of the chain the granted places are for, in their order.
-        timeout_s: for the whole of the prefill.
+        reservation: the slots that it granted.
+        indices: the blocks of the chain that these slots are for, in order.
+        timeout_s: for the whole prefill.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class LayerSender:
         timeout_s: float,
     ) -> None:
         self.bytes_written = 0
-        self.transfer_s = 0.0  # spent in transfers, most of it beside the computation
+        self.transfer_s = 0.0  # spent in transfers, mostly while the engine computes
         self._link = link
         self._reservation = reservation
         self._layout = layout
@@ -66,7 +66,7 @@ class LayerSender:
         self._renewal = asyncio.create_task(self._renew())
 
     def on_layer(self, chunk: LayerChunk) -> None:
-        """Take a layer from the engine; returns at once. A failed sender takes and drops."""
+        """Queue a layer from the engine; returns at once. A sender that has failed drops it."""
         if self._error is None:
             self._chunks.put(chunk)
 
@@ -74,7 +74,7 @@ class LayerSender:
         """Wait for the last layer, then make the blocks visible; returns how many.
 
         Raises:
-            TransferFailed, DeadlineExceeded, ...: nothing became visible; the reservation is given back.
+            KvpoolError: nothing became visible; the reservation was given back.
         """
         await self._end()
         try:
@@ -103,7 +103,7 @@ class LayerSender:
         await self._give_back()
 
     async def _end(self) -> None:
-        """No more layers; wait for the thread. Every caller waits for the same end, cancelled ones too."""
+        """Accept no more layers and wait for the thread. All callers, also cancelled ones, wait for one end."""
         if self._ending is None:
             self._renewal.cancel()
             self._chunks.put(None)
@@ -111,8 +111,8 @@ class LayerSender:
         await asyncio.shield(self._ending)
 
     async def _give_back(self) -> None:
-        # A thread that still writes, or a transfer past its deadline, may reach the slots later: the node
-        # must quarantine them (invariant 2).
+        # A thread that still writes, or a transfer past its deadline, may write into the slots later: then
+        # the node must quarantine them (invariant 2).
         has_stopped = not self._thread.is_alive() and not isinstance(self._error, DeadlineExceeded)
         with contextlib.suppress(KvpoolError):
             await self._link.abort(
@@ -129,7 +129,7 @@ class LayerSender:
             try:
                 reply: m.RenewReply = await self._link.wire.call(request, max(0.1, left / 3))
             except KvpoolError as error:
-                # The reservation may end before the last write: stop, the slots are the node's again.
+                # The reservation may end before the last write, and the node may reuse the slots: stop.
                 if self._error is None:
                     self._error = TransferFailed(f"the reservation could not be renewed: {error}")
                 return

@@ -1,4 +1,4 @@
-"""What a worker carries now and how fast it is: what the scheduler hears of it with each heartbeat."""
+"""A worker's load and measured speed, which each heartbeat reports to the scheduler."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ class Rates:
 
 @dataclass(slots=True, eq=False)
 class RequestLoad:
-    """One request in work, and what it asks of the engine at this moment."""
+    """What one running request demands of the engine now."""
 
     queued_prefill_tokens: int
     is_decoding: bool = False
     context_tokens: int = 0  # while it decodes
 
     def prefill_ended(self) -> None:
-        """Nothing of the prompt waits for the engine any more."""
+        """The whole prompt is computed."""
         self.queued_prefill_tokens = 0
 
     def decode_began(self, context_tokens: int) -> None:
-        """The sequence has so many tokens, and grows by one with each `decoded`."""
+        """Decoding began with so many tokens of context; each call of `decoded` adds one."""
         self.is_decoding = True
         self.context_tokens = context_tokens
 
     def decoded(self) -> None:
-        """One more token is part of the sequence."""
+        """Count one more token of context."""
         self.context_tokens += 1
 
 
 class Load:
-    """The requests in work, bounded.
+    """The running requests.
 
     Args:
-        max_concurrent: more at once are refused.
-        counters: "requests" and "refused" are counted there.
+        max_concurrent: the most that may run at once; more are refused.
+        counters: counts "requests" and "refused".
     """
 
     def __init__(self, max_concurrent: int, counters: Counter[str]) -> None:
@@ -63,14 +63,16 @@ class Load:
 
     @contextlib.contextmanager
     def admitted(self, prompt_tokens: int) -> Iterator[RequestLoad]:
-        """Count a request as long as the block lasts.
+        """Count a request while the block runs.
 
         Raises:
-            Overloaded: too many are in work.
+            Overloaded: too many requests are running.
         """
         if len(self._admitted) >= self._max_concurrent:
             self._counters["refused"] += 1
-            raise Overloaded(f"{len(self._admitted)} requests are in work here", retry_after_s=1.0)
+            raise Overloaded(
+                f"this worker already runs {len(self._admitted)} requests", retry_after_s=1.0
+            )
         self._counters["requests"] += 1
         request_load = RequestLoad(prompt_tokens)
         self._admitted.add(request_load)
@@ -80,7 +82,7 @@ class Load:
             self._admitted.discard(request_load)
 
     def report(self) -> m.WorkerLoad:
-        """For the heartbeat."""
+        """The load, for a heartbeat."""
         decoding = [each for each in self._admitted if each.is_decoding]
         return m.WorkerLoad(
             len(self._admitted),

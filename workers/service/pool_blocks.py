@@ -1,4 +1,4 @@
-"""The blocks of a request, out of the pool and into it. Whatever the pool does costs reuse, never the request."""
+"""Reads a request's blocks from the pool, and stores those computed here. A failure costs reuse, not the request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PoolBlocks:
     """Reads and stores blocks of one namespace.
 
     Args:
-        rates, counters: what is measured and counted goes there.
+        rates, counters: take what is measured and counted.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class PoolBlocks:
         deadline: float,
         progress: Progress,
     ) -> np.ndarray | None:
-        """The leading blocks that the pool holds, verified; None when there are none to be had.
+        """The leading blocks that the pool holds, verified; None if there are none.
 
-        What would come later than it could be computed is declined.
+        Declines blocks that would take longer to read than to compute.
         """
         segments = request.segments
         count = sum(segment.count for segment in segments)
@@ -103,7 +103,11 @@ class PoolBlocks:
         have: int,
         deadline: float,
     ) -> tuple[LayerSender | None, Any]:
-        """Slots on this host's node for the blocks that will be computed here, if there is room."""
+        """Reserve slots for the blocks that will be computed here, on this host's node if it has one.
+
+        Returns:
+            A sender and its link, or (None, None) if nothing was reserved.
+        """
         here = [node for node in nodes if node.host == self._pool.directory.host_label] or list(
             nodes
         )
@@ -134,7 +138,7 @@ class PoolBlocks:
     async def store(
         self, sender: LayerSender, link: Any, progress: Progress, request_id: str
     ) -> None:
-        """Commit what was computed here; a failure costs reuse later, not this request."""
+        """Commit what was computed here. A failure costs later reuse, not this request."""
         try:
             await sender.commit()
             progress.bytes_written = moved(sender, link)

@@ -1,6 +1,6 @@
-"""Measures how fast an engine computes prompts and decodes, alone in its process or behind a running worker.
+"""Measures how fast an engine prefills and decodes, alone in this process or behind a running worker.
 
-It measures; what follows from it is fitted elsewhere (`kvpool worker profile`).
+`workers.service.profile_fit` fits a cost profile to the samples.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +20,7 @@ from kvpool.wire import messages as m
 from workers.engine.contract import Engine, SequenceState
 
 DECODE_STEPS = 8
-VOCABULARY = 997  # token ids used, small enough for every model
+VOCABULARY = 997  # token ids below this exist in every model
 TIMEOUT_S = 600.0
 
 
@@ -34,10 +34,10 @@ class Samples:
 
 @dataclass(slots=True, frozen=True)
 class MeasurementGrid:
-    """What is measured: prompts of these lengths, and each of these batches at each length.
+    """The prompt lengths to measure, and the batches to measure at each length.
 
     Raises:
-        InvalidArgument: nothing, or a length or batch that is not positive.
+        InvalidArgument: there is no length or no batch, or one is not positive.
     """
 
     lengths: tuple[int, ...] = (128, 512, 1024, 2048)
@@ -48,9 +48,13 @@ class MeasurementGrid:
             raise InvalidArgument("lengths and batches must be positive, at least one of each")
 
     def within(self, max_model_tokens: int) -> MeasurementGrid:
-        """As far as the model's context goes."""
-        room = max_model_tokens - DECODE_STEPS - 2
-        kept = tuple(length for length in self.lengths if length <= room)
+        """The part whose lengths fit into the model's context.
+
+        Raises:
+            InvalidArgument: no length fits.
+        """
+        longest = max_model_tokens - DECODE_STEPS - 2
+        kept = tuple(length for length in self.lengths if length <= longest)
         if not kept:
             raise InvalidArgument(f"no length fits into the model's {max_model_tokens} tokens")
         return MeasurementGrid(kept, self.batches)
@@ -62,7 +66,7 @@ OnStep = Callable[[str], None]
 def measure_engine(
     engine: Engine, grid: MeasurementGrid, on_step: OnStep = lambda _text: None
 ) -> Samples:
-    """Measure an engine that nobody else uses; the first, unmeasured round warms it up."""
+    """Measure an engine that nobody else uses. A first, unmeasured round warms it up."""
     measured = Samples()
     grid = grid.within(engine.max_model_tokens)
     _round(engine, min(grid.lengths), 1, Samples())
@@ -74,7 +78,7 @@ def measure_engine(
 
 
 def _round(engine: Engine, length: int, batch: int, measured: Samples) -> None:
-    """Prefill `batch` prompts one after the other, then decode them in turns."""
+    """Prefill `batch` prompts one after another, then decode them in turns."""
     sampling = m.Sampling(DECODE_STEPS, ignore_eos=True)
     with contextlib.ExitStack() as stack:
         sequences: list[SequenceState] = []
@@ -101,10 +105,10 @@ async def measure_worker(
 ) -> Samples:
     """Measure a running worker by requests that neither read nor write the pool.
 
-    What others ask of it meanwhile is measured, too.
+    Other requests to the worker at the same time distort the figures.
 
     Raises:
-        Unavailable, Overloaded, EngineFailed: it did not serve one.
+        Unavailable, Overloaded, EngineFailed: the worker did not serve a request.
     """
     measured = Samples()
     grid = grid.within(worker.max_model_tokens)
@@ -113,7 +117,7 @@ async def measure_worker(
             replies = await asyncio.gather(
                 *(_generate(client, worker, length, number) for number in range(batch))
             )
-            if batch == 1:  # with more at once a prefill's time holds waits for the others
+            if batch == 1:  # with more at once, a prefill's time includes waits for the others
                 seconds = replies[0].phases["prefill_compute_time"]
                 measured.prefill.append((replies[0].computed_tokens, 0, seconds))
             steps = [r.phases.get("per_token_decode_time", 0.0) for r in replies]
@@ -148,27 +152,18 @@ async def _generate(
 
 
 def _prompt(length: int, salt: int) -> np.ndarray:
-    """Tokens that nobody asked before, so that no cache of the engine's own helps."""
+    """The tokens of a new prompt, so that the engine's own cache does not help."""
     numbers = np.arange(length, dtype=np.int64) * 7919
     return (numbers + salt) % VOCABULARY + 1
 
 
 def parse_numbers(text: str) -> tuple[int, ...]:
-    """ "128,512" as numbers.
+    """The numbers in a text like "128,512".
 
     Raises:
-        InvalidArgument: something else.
+        InvalidArgument: the text is not a list of numbers.
     """
     try:
         return tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
-        raise InvalidArgument(f"{text!r} is no list of numbers", hint="as in 128,512") from None
-
-
-__all__: Sequence[str] = (
-    "MeasurementGrid",
-    "Samples",
-    "measure_engine",
-    "measure_worker",
-    "parse_numbers",
-)
+        raise InvalidArgument(f"{text!r} is not a list of numbers", hint="write 128,512") from None

@@ -1,4 +1,4 @@
-"""What is known of one request while a worker serves it: the phases' times, and where its tokens came from."""
+"""One request on a worker: the time of each phase, and where its tokens came from."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Progress:
     pool_tokens: int = 0
     local_tokens: int = 0
     verified_blocks: int = 0
-    tiers: tuple[Tier, ...] = ()  # one a block read: where it stood
+    tiers: tuple[Tier, ...] = ()  # for each block read, the tier that held it
     fallback_reason: str = ""
 
     @contextlib.contextmanager
@@ -40,7 +40,7 @@ class Progress:
         self.phases[name] = self.phases.get(name, 0.0) + seconds
 
     def tokens_by_tier(self, block_tokens: int) -> dict[str, int]:
-        """The tokens reused, by where they stood: a tier of the pool, or the engine itself."""
+        """Reused tokens by source: a tier of the pool, or "engine"."""
         if self.local_tokens:
             return {"engine": self.local_tokens}
         tokens: Counter[str] = Counter()
@@ -51,7 +51,7 @@ class Progress:
     def report(
         self, finish_reason: str, sequence: SequenceState, block_tokens: int
     ) -> m.GenerateReply:
-        """What ends a stream, or goes along with its first token."""
+        """The message that ends a stream; an early one comes with the first token."""
         return m.GenerateReply(
             finish_reason,
             self.pool_tokens,

@@ -1,7 +1,7 @@
-"""What a worker does with a request: read what the pool has, compute the rest, send or stream.
+"""Serves requests on a worker: reads what the pool has, computes the rest, and sends KV or streams tokens.
 
-Whatever the pool does (a node gone, a lease over, a checksum that fails), the worker computes what it did
-not get: a request is never lost, and never answered from wrong KV.
+If the pool fails (a node is gone, a lease has ended, a checksum differs), the worker computes what it did not
+get: no request is lost, and none is answered from wrong KV.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class WorkerService:
     """Prefill and decode around one engine.
 
     Args:
-        namespace: of this engine's blocks; a request for another is refused.
+        namespace: of this engine's blocks; requests for another namespace are refused.
         local_cache: the engine's own prefix cache, used only by requests that ask for it.
-        max_concurrent: more requests at once are refused as overload.
-        on_phase: told of every phase measured, for metrics.
+        max_concurrent: the most requests that may run at once; more are refused.
+        on_phase: called with each measured phase, for metrics.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class WorkerService:
         server.handle(m.Generate, lambda request, _session: self.generate(request))
 
     async def warm_up(self, tokens: int = WARM_UP_TOKENS) -> None:
-        """Run the engine once on a prompt that nobody asked, so that no request pays for first use."""
+        """Run the engine once on a prompt of its own, so that no request pays for the first use."""
         prompt = np.ones(min(tokens, self._engine.max_model_tokens - 2), dtype=np.int64)
 
         def work() -> None:
@@ -97,8 +97,8 @@ class WorkerService:
 
         Raises:
             UnknownNamespace: the request is for another model, layout or tenant.
-            Overloaded: too many requests at once.
-            EngineFailed, TransferFailed, DeadlineExceeded: nothing of the grant became visible.
+            Overloaded: too many requests are running.
+            EngineFailed, TransferFailed, DeadlineExceeded: no granted block became visible.
         """
         tokens, hashes = self._checked(request.namespace_id, request.token_ids, request.hashes)
         received = time.monotonic()
@@ -172,7 +172,7 @@ class WorkerService:
                     raise
                 stored = None
                 if sender is not None:
-                    # Goes on when the reader of the stream leaves: the blocks are worth keeping.
+                    # Continues when the client leaves: the blocks are worth keeping.
                     stored = asyncio.create_task(
                         self._blocks.store(sender, link, progress, request.request_id)
                     )
@@ -236,7 +236,7 @@ class WorkerService:
             limit = request.local_prefix_tokens // self._namespace.layout.block_tokens
             found = self._local_cache.match(hashes[: limit or len(hashes)])
             if found is not None:
-                # A copy: the cache's memory may move while the engine works for somebody else.
+                # Copied, because the cache may reuse its memory while the engine serves others.
                 progress.local_tokens = len(found) * self._namespace.layout.block_tokens
                 return found.copy(), None, None
             return None, None, None
@@ -262,7 +262,7 @@ class WorkerService:
         sender: LayerSender | None,
         progress: Progress,
     ) -> None:
-        """Load what was read, compute the rest of the prompt."""
+        """Load the blocks that were read and compute the rest of the prompt."""
         asked = time.monotonic()
 
         def work() -> None:
@@ -275,10 +275,10 @@ class WorkerService:
             packed_s = sequence.seconds.get("pack", 0.0)
             if packed_s:
                 progress.add("kv_cache_pack_time", packed_s)
-                progress.add("prefill_compute_time", -packed_s)  # it was a part of that
+                progress.add("prefill_compute_time", -packed_s)  # which included it
 
         await self._thread.run(work)
-        # What was reused, not merely read: of a prompt that is all there, the last token is computed.
+        # Reused tokens, not read ones: if the whole prompt was found, its last token is still computed.
         if progress.local_tokens:
             progress.local_tokens = sequence.loaded_tokens
         else:
@@ -300,7 +300,7 @@ class WorkerService:
         """Tokens as they are drawn; (token, True) ends the text and is not part of it.
 
         Raises:
-            DeadlineExceeded: the text is not complete, though nobody asked for it to be shorter.
+            DeadlineExceeded: the deadline passed before the text was complete.
         """
         sampling = request.sampling
         count = 0
@@ -313,7 +313,9 @@ class WorkerService:
 
         while count < sampling.max_tokens:
             if time.monotonic() >= deadline:
-                raise DeadlineExceeded(f"{count} of {sampling.max_tokens} tokens came in time")
+                raise DeadlineExceeded(
+                    f"the deadline passed after {count} of {sampling.max_tokens} tokens"
+                )
             token = await self._thread.run(draw)
             if token in self._engine.eos_token_ids and not sampling.ignore_eos:
                 yield token, True

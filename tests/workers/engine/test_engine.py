@@ -393,7 +393,7 @@ def test_prefixes_that_cannot_work_are_refused_and_change_nothing(engine: Engine
         engine.load_prefix(sequence, np.zeros((1, part), np.int8))
     engine.prefill(sequence)
     assert sequence.computed_tokens == 40
-    with pytest.raises(InvalidArgument, match="KV already"):
+    with pytest.raises(InvalidArgument, match="already have KV"):
         engine.load_prefix(sequence, np.zeros((1, part), np.uint8))
 
 
