@@ -44,8 +44,8 @@ from tiers.service.replication import Replicator
 from tiers.service.resize import Resizer
 from tiers.service.service import NodeIdentity, NodeService
 from tiers.service.tenant_nodes import LentNodes
-from tiers.store.arena_allocator import SlotPool
-from tiers.store.slab_allocator import SlotAllocator
+from tiers.store.arena_allocator import ArenaAllocator
+from tiers.store.slab_allocator import SlabAllocator
 from tiers.store.store import Store, StoreConfig
 
 log = structlog.get_logger(__name__)
@@ -107,9 +107,9 @@ class _Node:
         hbm = self._hbm = self._open_hbm()
         devices = self._open_nvme()
         store = Store(
-            SlotPool(
+            ArenaAllocator(
                 [
-                    SlotAllocator(a.size_bytes, config.slab_bytes, a.arena_id)
+                    SlabAllocator(a.size_bytes, config.slab_bytes, a.arena_id)
                     for a in arenas.values()
                 ],
                 "spread" if len(config.numa_nodes) > 1 else "fill",
@@ -128,12 +128,12 @@ class _Node:
                 eviction=config.eviction,
                 nvme_eviction=config.nvme_eviction,
                 nvme_dtype=config.nvme_dtype,
-                protected_share=config.protected_share,
+                retention_share=config.retention_share,
                 quotas=config.quotas,
                 max_pending_events=1_000_000 if config.conductor else 1,  # else nobody reads them
                 first_id=identity.epoch,  # ids of an earlier life name nothing here
             ),
-            hbm=SlotAllocator(hbm.size_bytes, config.slab_bytes, hbm.arena_id) if hbm else None,
+            hbm=SlabAllocator(hbm.size_bytes, config.slab_bytes, hbm.arena_id) if hbm else None,
         )
         mover = Mover(store, arenas, devices, hbm=hbm)
         stack.callback(mover.close)

@@ -48,7 +48,7 @@ SPACE = Namespace("tests/fuzz", "r", Layout("uint8", 1, 1, 64, 16, tp_size=1))
 SETTINGS = (
     *("node.dram_bytes=8MiB", "node.slab_bytes=240KiB", f"node.max_frame_bytes={MAX_FRAME_BYTES}"),
     *("node.lease_s=0.5", "node.reservation_s=0.5", "node.grace_s=0.1", "node.quarantine_s=0.2"),
-    *("node.protected_share=0.2", "node.transports=shm"),
+    *("node.retention_share=0.2", "node.transports=shm"),
 )
 
 

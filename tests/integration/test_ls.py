@@ -97,7 +97,7 @@ def test_the_command_shows_people_and_programs_the_same(
     assert (space["model"], space["blocks"], space["standing"]) == (NAMESPACE.model, 5, {"dram": 5})
     first, second = space["listed"]
     assert (first["block_hash"], second["parent"]) == (HASHES[0].hex(), HASHES[0].hex())
-    assert (first["protected_s"], second["protected_s"], first["parts"]) == (0.0, -1.0, 1)
+    assert (first["retained_s"], second["retained_s"], first["parts"]) == (0.0, -1.0, 1)
     assert "salt" not in out
     assert "tenant" not in out
     status, out, err = shell.run("ls", "--limit", "2", is_json=False)

@@ -58,9 +58,9 @@ def on_node(cluster: Cluster, pool: Pool, hashes: list[bytes]) -> int:
         return direct.lookup(NAMESPACE, hashes).found
 
 
-def protected_bytes(cluster: Cluster) -> int:
+def retained_bytes(cluster: Cluster) -> int:
     dram = next(t for t in cluster.node_stats("small")["tiers"] if t["tier"] == "dram")
-    return int(dram["protected_bytes"])
+    return int(dram["retained_bytes"])
 
 
 def test_a_protected_prompt_outlives_everything_else(cluster: Cluster, pool: Pool) -> None:
@@ -70,7 +70,7 @@ def test_a_protected_prompt_outlives_everything_else(cluster: Cluster, pool: Poo
     for ttl_s in (60.0, None):
         (count,) = pool.protect(NAMESPACE, system, ttl_s=ttl_s).values()
         assert count == 8
-    assert protected_bytes(cluster) == 8 * SIZE
+    assert retained_bytes(cluster) == 8 * SIZE
     put_short_chains(pool, 1000, 2 * SLOTS)
     assert on_node(cluster, pool, system) == 8
     assert on_node(cluster, pool, other) == 0
@@ -78,7 +78,7 @@ def test_a_protected_prompt_outlives_everything_else(cluster: Cluster, pool: Poo
     assert count == 8
     put_short_chains(pool, 3000, 2 * SLOTS)
     assert on_node(cluster, pool, system) == 0
-    assert protected_bytes(cluster) == 0
+    assert retained_bytes(cluster) == 0
 
 
 def test_no_more_than_half_the_node_can_be_protected(cluster: Cluster, pool: Pool) -> None:
@@ -86,7 +86,7 @@ def test_no_more_than_half_the_node_can_be_protected(cluster: Cluster, pool: Poo
     pool.put(NAMESPACE, long, np.ones((len(long), SIZE), np.uint8))
     with pytest.raises(NoRoom, match="protected"):
         pool.protect(NAMESPACE, long)
-    assert protected_bytes(cluster) == 0
+    assert retained_bytes(cluster) == 0
     for wrong in (0.0, -1.0, float("nan"), 1e12):
         with pytest.raises(InvalidArgument):
             pool.protect(NAMESPACE, long, ttl_s=wrong)

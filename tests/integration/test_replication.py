@@ -34,7 +34,7 @@ from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, wait_until
 from tiers.memory.arena import Arena
 from tiers.service import replication
 from tiers.service.replication import Replicator
-from tiers.store.slab_allocator import SlotAllocator
+from tiers.store.slab_allocator import SlabAllocator
 from tiers.store.store import Store
 
 SIZE = LAYOUT.part_bytes
@@ -360,7 +360,7 @@ async def test_slots_into_which_a_copy_may_still_arrive_are_quarantined(
         raise DeadlineExceeded("not over")
 
     arena = Arena(0, 8 << 20)
-    store = Store(SlotAllocator(arena.size_bytes, 1 << 20, 0))
+    store = Store(SlabAllocator(arena.size_bytes, 1 << 20, 0))
     store.register_namespace(NAMESPACE, time.monotonic())
     transports = Transports(f"test-{transport}-{is_cancelled}", forced=transport)
     replicator = Replicator("me", "here", store, [arena], transports, lambda: None, fetch=fetch)
@@ -400,7 +400,7 @@ async def test_a_source_that_stops_in_mid_transfer_holds_few_threads_and_none_fo
 
     monkeypatch.setattr(ShmTransport, "read_and_sum", hangs)
     arena = Arena(0, 8 << 20)
-    store = Store(SlotAllocator(arena.size_bytes, 1 << 20, 0))
+    store = Store(SlabAllocator(arena.size_bytes, 1 << 20, 0))
     store.register_namespace(NAMESPACE, time.monotonic())
     transports = Transports("test-frozen", forced="shm")
     replicator = Replicator("me", "here", store, [arena], transports, lambda: None)

@@ -98,7 +98,7 @@ def test_new_memory_is_used_and_known_to_clients_that_were_there_before(
         put(pool, 1, 100)
         assert found_right(pool, 1, 100) == 100
         reply = pool.resize("a", 96 * MIB)
-        assert (reply.before_bytes, reply.capacity_bytes, reply.retiring_bytes) == (
+        assert (reply.before_bytes, reply.capacity_bytes, reply.evacuating_bytes) == (
             32 * MIB,
             96 * MIB,
             0,
@@ -134,7 +134,7 @@ def test_leased_bytes_stay_while_the_node_shrinks_below_what_it_holds(
         assert pinned.found == 500
         reply = pool.resize("a", 8 * MIB)
         assert reply.capacity_bytes == 8 * MIB
-        assert reply.retiring_bytes >= 32 * MIB
+        assert reply.evacuating_bytes >= 32 * MIB
         for _ in range(5):
             assert_leased(pool, pinned, 4, 500)
         put(pool, 9, 100)

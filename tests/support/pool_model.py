@@ -16,8 +16,8 @@ from kvpool.blocks.layout import Layout, Namespace
 from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument, LeaseExpired, NoRoom, ReservationGone
 from kvpool.wire.messages import BlockStatus
-from tiers.store.blocks import Move
-from tiers.store.slab_allocator import Place, SlotAllocator
+from tiers.store.blocks import Migration
+from tiers.store.slab_allocator import Place, SlabAllocator
 from tiers.store.store import Store, StoreConfig
 
 PAGE = 4096
@@ -33,7 +33,7 @@ CONFIG = StoreConfig(
     dram_low_watermark=0.25,
     hbm_high_watermark=0.5,
     hbm_low_watermark=0.25,
-    move_retry_s=1.0,
+    migration_retry_s=1.0,
     ghost_hashes=8,
 )
 NAMESPACES = (SMALL, LARGE)
@@ -101,10 +101,10 @@ class ModelledStore:
         hbm_slabs: int = 3,
     ) -> None:
         self.store = Store(
-            SlotAllocator(dram_slabs * SLAB, SLAB),
-            SlotAllocator(nvme_slabs * SLAB, SLAB) if nvme_slabs else None,
+            SlabAllocator(dram_slabs * SLAB, SLAB),
+            SlabAllocator(nvme_slabs * SLAB, SLAB) if nvme_slabs else None,
             config,
-            hbm=SlotAllocator(hbm_slabs * SLAB, SLAB, HBM_ARENA) if hbm_slabs else None,
+            hbm=SlabAllocator(hbm_slabs * SLAB, SLAB, HBM_ARENA) if hbm_slabs else None,
         )
         self.config = config
         self.now = 0.0
@@ -112,14 +112,14 @@ class ModelledStore:
         self.claims: dict[object, Claim] = {}
         self.grants: dict[int, Grant] = {}
         self.leases: dict[int, Lease] = {}
-        self.moves: dict[int, Move] = {}
+        self.migrations: dict[int, Migration] = {}
         self.committed: dict[Block, set[int]] = {}
         self.part_tiers: dict[tuple[Block, int], Tier] = {}  # of parts granted last
         self.lost_from_hbm = 0
         self.residents: set[tuple[Tier, Block]] = set()
         self.parents: dict[Block, bytes] = {}
         self.live_parts: dict[tuple[Block, int], int] = {}  # granted and open -> reservation
-        self.kept: dict[Block, float] = {}  # protected until, in whatever tier
+        self.retained: dict[Block, float] = {}  # protected until, in whatever tier
         self.paid: dict[str, int] = {}  # by account, dram bytes before the call under way
         self.arenas = {0: dram_slabs * SLAB}  # bytes by id, those on their way out too
         self.next_arena = HBM_ARENA
@@ -260,7 +260,7 @@ class ModelledStore:
             self._require_whole((space, name))
         self._note_accounts()
         result = self.store.pin(space, run, holder, ttl, self.now, None, tier)
-        self._take_moves(result.promote)
+        self._take_migrations(result.promote)
         self._require(result.found <= len(tiers), "a pin finds no more than a lookup")
         tp_size = namespace.layout.tp_size
         self._require(len(result.places) == result.found * tp_size, "a place for each part")
@@ -289,9 +289,11 @@ class ModelledStore:
     def promote(self, namespace: Namespace, chain: int, count: int, tier: Tier) -> None:
         run = chains(namespace)[chain][:count]
         self._note_accounts()
-        moves, _ = self.store.promote(self.ids[namespace.model], run, self.now, tier)
-        self._require(all(move.target_tier == tier for move in moves), "moves go where asked")
-        self._take_moves(moves)
+        migrations, _ = self.store.promote(self.ids[namespace.model], run, self.now, tier)
+        self._require(
+            all(migration.target_tier == tier for migration in migrations), "moves go where asked"
+        )
+        self._take_migrations(migrations)
         self._after(asking=namespace, needed=run)
 
     def renew(self, lease: int, ttl: float) -> None:
@@ -336,100 +338,103 @@ class ModelledStore:
         name = chains(namespace)[chain][position]
         if self.store.drop(space, name, reason, self.now):
             self.committed.pop((space, name), None)
-            self.kept.pop((space, name), None)
+            self.retained.pop((space, name), None)
             for part in range(namespace.layout.tp_size):
                 self.live_parts.pop(((space, name), part), None)
             self._require(not self.store.lookup(space, [name]), "a dropped block is not found")
         self._after(dropped=(space, name))
 
-    def protect(self, namespace: Namespace, chain: int, count: int, ttl: float | None) -> None:
+    def retain(self, namespace: Namespace, chain: int, count: int, ttl: float | None) -> None:
         """From the head of a chain; None: for ever."""
         run = chains(namespace)[chain][:count]
         space = self.ids[namespace.model]
         until = math.inf if ttl is None else self.now + ttl
-        self.kept = {block: end for block, end in self.kept.items() if end > self.now}
-        standing = [(space, n) for n in run if self._is_resident((space, n))]
+        self.retained = {block: end for block, end in self.retained.items() if end > self.now}
+        resident = [(space, n) for n in run if self._is_resident((space, n))]
         sizes = [
-            n.layout.block_bytes for n in NAMESPACES for b in self.kept if b[0] == self.ids[n.model]
+            n.layout.block_bytes
+            for n in NAMESPACES
+            for b in self.retained
+            if b[0] == self.ids[n.model]
         ]
-        fresh = [block for block in standing if block not in self.kept]
+        fresh = [block for block in resident if block not in self.retained]
         promised = sum(sizes) + len(fresh) * namespace.layout.block_bytes
         nvme = [u.capacity_bytes for u in self.store.usage() if u.tier == Tier.NVME]
-        is_room = promised <= self.config.protected_share * min([self._standing_bytes(), *nvme])
+        is_room = promised <= self.config.retention_share * min([self._open_bytes(), *nvme])
         try:
-            count = self.store.protect(space, run, None if ttl is None else until, self.now)
+            count = self.store.retain(space, run, None if ttl is None else until, self.now)
         except NoRoom:
             self._require(bool(fresh) and not is_room, "within the share protection is given")
         else:
             self._require(is_room or not fresh, "no more than the share is protected")
-            self._require(count == len(standing), f"{count} protected of {len(standing)}")
-            for block in standing:
-                self.kept[block] = max(until, self.kept.get(block, 0.0))
+            self._require(count == len(resident), f"{count} protected of {len(resident)}")
+            for block in resident:
+                self.retained[block] = max(until, self.retained.get(block, 0.0))
         self._after()
 
-    def unprotect(self, namespace: Namespace, chain: int, count: int) -> None:
+    def end_retention(self, namespace: Namespace, chain: int, count: int) -> None:
         space = self.ids[namespace.model]
-        self.kept = {block: end for block, end in self.kept.items() if end > self.now}
+        self.retained = {block: end for block, end in self.retained.items() if end > self.now}
         ended = 0
         run = chains(namespace)[chain][:count]
         for name in reversed(run):
-            builds_on = [b for b in self.kept if b[0] == space and self.parents[b] == name]
-            if (space, name) in self.kept and not builds_on:
-                del self.kept[space, name]
+            builds_on = [b for b in self.retained if b[0] == space and self.parents[b] == name]
+            if (space, name) in self.retained and not builds_on:
+                del self.retained[space, name]
                 ended += 1
-        count = self.store.unprotect(space, run, self.now)
+        count = self.store.end_retention(space, run, self.now)
         self._require(count == ended, f"{count} unprotected instead of {ended}")
         self._after()
 
     def plan_demotions(self, count: int) -> None:
-        self._take_moves(self.store.plan_demotions(count, self.now))
+        self._take_migrations(self.store.plan_demotions(count, self.now))
         self._after()
 
-    def finish_move(self, which: int, ok: bool | None) -> None:
+    def finish_migration(self, which: int, ok: bool | None) -> None:
         """None: cancelled before it began."""
-        if not self.moves:
+        if not self.migrations:
             return
-        move = self.moves.pop(sorted(self.moves)[which % len(self.moves)])
-        source = self.claims.pop(("source", move.move_id)).pages
-        target = self.claims.pop(("target", move.move_id)).pages
+        migration = self.migrations.pop(sorted(self.migrations)[which % len(self.migrations)])
+        source = self.claims.pop(("source", migration.migration_id)).pages
+        target = self.claims.pop(("target", migration.migration_id)).pages
         for i, (old, new) in enumerate(zip(source, target, strict=True)):
             content = self.memory.get(old)
-            expected = (move.namespace_id, move.block_hash, move.part, i)
+            expected = (migration.namespace_id, migration.block_hash, migration.part, i)
             self._require(content == expected, f"source of a move holds {content}, not {expected}")
             if ok is not None:
-                self.memory[new] = content if ok else ("torn", move.move_id)
+                self.memory[new] = content if ok else ("torn", migration.migration_id)
         if ok is None:
-            self.store.cancel_moves([move], self.now)
+            self.store.cancel_migrations([migration], self.now)
         else:
-            self.store.finish_move(move.move_id, ok, self.now)
+            self.store.finish_migration(migration.migration_id, ok, self.now)
         self._after()
 
     def add_arena(self, slabs: int) -> None:
         self.next_arena += 1
         self.arenas[self.next_arena] = slabs * SLAB
-        allocator = SlotAllocator(slabs * SLAB, SLAB, self.next_arena)
+        allocator = SlabAllocator(slabs * SLAB, SLAB, self.next_arena)
         self.store.add_arena(Tier.DRAM, allocator, self.now)
         self._after()
 
-    def retire_arena(self, which: int) -> None:
+    def evacuate_arena(self, which: int) -> None:
         arena_id = sorted(self.arenas)[which % len(self.arenas)]
-        is_last = not set(self.arenas) - self.store.retiring().keys() - {arena_id}
+        is_last = not set(self.arenas) - self.store.evacuating().keys() - {arena_id}
         try:
-            self.store.retire_arena(arena_id, self.now)
+            self.store.evacuate_arena(arena_id, self.now)
         except InvalidArgument:
             self._require(is_last, "any arena but the last can go")
         self._after()
 
-    def plan_retirement(self, count: int) -> None:
+    def plan_evacuation(self, count: int) -> None:
         self._expire_own()
-        events = len(self.moves)
-        self._take_moves(self.store.plan_retirement(count, self.now))
-        self._require(len(self.moves) - events <= 2 * count, "more moves than asked for")
+        events = len(self.migrations)
+        self._take_migrations(self.store.plan_evacuation(count, self.now))
+        self._require(len(self.migrations) - events <= 2 * count, "more moves than asked for")
         self._after()
 
-    def take_retired(self) -> None:
+    def take_evacuated(self) -> None:
         """Nobody may have business in an arena that is gone; one that comes later is another."""
-        for arena_id in self.store.take_retired():
+        for arena_id in self.store.take_evacuated():
             del self.arenas[arena_id]
             for key, claim in self.claims.items():
                 is_over = claim.until is not None and self.now >= claim.until
@@ -441,15 +446,15 @@ class ModelledStore:
 
     def settle(self) -> None:
         """Everybody goes; then nothing may be left in any state but committed, and dropped, free."""
-        while self.moves:
-            self.finish_move(0, False)
+        while self.migrations:
+            self.finish_migration(0, False)
         for lease in list(self.leases):
             self.release(lease)
         for reservation in list(self.grants):
             self.abort(reservation, False)
         self.advance(1000.0, sweeps=True)  # quarantine begins when the end is noticed
         self.advance(1000.0, sweeps=True)
-        self._settle_retirement()
+        self._settle_evacuation()
         for usage in self.store.usage():
             held = usage.reserved_bytes + usage.pinned_bytes + usage.quarantined_bytes
             self._require(held == 0, f"{usage.tier}: {held} bytes are held by nobody")
@@ -460,17 +465,17 @@ class ModelledStore:
         for usage in self.store.usage():
             self._require(usage.free_bytes == usage.capacity_bytes, f"{usage.tier} leaked")
 
-    def _settle_retirement(self) -> None:
+    def _settle_evacuation(self) -> None:
         """With nobody there, all retired arenas empty themselves, but for what is kept for ever."""
-        is_kept = any(math.isinf(end) for end in self.kept.values())
+        is_kept = any(math.isinf(end) for end in self.retained.values())
         for _ in range(200):
-            self.take_retired()
-            if not self.store.retiring():
+            self.take_evacuated()
+            if not self.store.evacuating():
                 return
-            self.plan_retirement(4)
-            while self.moves:
-                self.finish_move(0, True)
-        self._require(is_kept, f"arenas never came free: {self.store.retiring()}")
+            self.plan_evacuation(4)
+            while self.migrations:
+                self.finish_migration(0, True)
+        self._require(is_kept, f"arenas never came free: {self.store.evacuating()}")
 
     # ------------------------------------------------------------ the model's own view
 
@@ -489,7 +494,7 @@ class ModelledStore:
             self._require(usage.free_bytes >= 0, f"{usage.tier}: less than nothing is free")
             self._require(usage.pinned_bytes <= usage.committed_bytes, "pinned is of committed")
         dram = next(usage for usage in self.store.usage() if usage.tier == Tier.DRAM)
-        arenas = self._standing_bytes() + sum(self.store.retiring().values())
+        arenas = self._open_bytes() + sum(self.store.evacuating().values())
         self._require(dram.capacity_bytes == arenas, "dram is what its arenas are")
         reported = {(tier, (space, name)) for space, tier, name in self.store.snapshot()}
         self._require(reported == self.residents, "events and the full report agree")
@@ -519,16 +524,18 @@ class ModelledStore:
             if block != dropped:
                 self._require_no_descendant(event.tier, block)
                 removed.append(resident)
-        self._require_protection(removed, asking, needed)
+        self._require_retention(removed, asking, needed)
         self._require_quotas(removed, asking)
-        self.kept = {block: end for block, end in self.kept.items() if self._is_resident(block)}
+        self.retained = {
+            block: end for block, end in self.retained.items() if self._is_resident(block)
+        }
         self.check()
 
-    def _require_protection(
+    def _require_retention(
         self, removed: list[tuple[Tier, Block]], asking: Namespace | None, needed: Sequence[bytes]
     ) -> None:
         for tier, block in removed:
-            until = self.kept.get(block, 0.0)
+            until = self.retained.get(block, 0.0)
             if tier == Tier.HBM:  # from there it goes down
                 has_left = not self._is_resident(block) and (Tier.DRAM, block) not in removed
                 self._require(until <= self.now or not has_left, f"{block[1]!r} left, protected")
@@ -538,11 +545,11 @@ class ModelledStore:
                 continue
             self._require(tier == Tier.DRAM, f"{block[1]!r} left nvme, protected until {until}")
             # Of others, half written copies cannot be seen from here, nor who stands in which arena.
-            if asking is SMALL and not self.store.retiring():
-                others = self._unprotected_leaves(needed, {b for _, b in removed})
+            if asking is SMALL and not self.store.evacuating():
+                others = self._unretained_leaves(needed, {b for _, b in removed})
                 self._require(not others, f"{block[1]!r} left, protected, and {others} stayed")
 
-    def _unprotected_leaves(self, needed: Sequence[bytes], removed: set[Block]) -> list[Block]:
+    def _unretained_leaves(self, needed: Sequence[bytes], removed: set[Block]) -> list[Block]:
         """What of SMALL could have been evicted from dram instead, from the start of the call on."""
         space = self.ids[SMALL.model]
         busy = {
@@ -551,14 +558,18 @@ class ModelledStore:
             for block in lease.blocks
             if ("lease", number) in self.claims
         }
-        busy |= {(move.namespace_id, move.block_hash) for move in self.moves.values()}
+        busy |= {
+            (migration.namespace_id, migration.block_hash) for migration in self.migrations.values()
+        }
         arriving = {block for block, _ in self.live_parts} | busy | removed
         here = {block for tier, block in self.residents if tier == Tier.DRAM}
         parents = {(b[0], self.parents[b]) for b in here | arriving}
         return [
             block
             for block in sorted(here - busy - parents)
-            if block[0] == space and block[1] not in needed and self.kept.get(block, 0) <= self.now
+            if block[0] == space
+            and block[1] not in needed
+            and self.retained.get(block, 0) <= self.now
         ]
 
     def _note_accounts(self) -> None:
@@ -583,9 +594,9 @@ class ModelledStore:
             self._require(other == me or is_fair, f"{name!r} was taken from one below its quota")
             left[other] -= sizes[other]
 
-    def _standing_bytes(self) -> int:
-        retiring = self.store.retiring()
-        return sum(size for arena_id, size in self.arenas.items() if arena_id not in retiring)
+    def _open_bytes(self) -> int:
+        evacuating = self.store.evacuating()
+        return sum(size for arena_id, size in self.arenas.items() if arena_id not in evacuating)
 
     def _is_resident(self, block: Block) -> bool:
         return any((tier, block) in self.residents for tier in Tier)
@@ -607,13 +618,19 @@ class ModelledStore:
         parts = self.committed.get(block, set())
         self._require(len(parts) == tp_size, f"{block[1]!r} is visible with parts {parts}")
 
-    def _take_moves(self, moves: list[Move]) -> None:
-        for move in moves:
-            namespace = next(n for n in NAMESPACES if self.ids[n.model] == move.namespace_id)
-            self.moves[move.move_id] = move
-            source = self._pages(move.source_tier, move.source, namespace)
-            self._grant(("target", move.move_id), move.target_tier, move.target, namespace, None)
-            self.claims["source", move.move_id] = Claim(source, None, is_reader=True)
+    def _take_migrations(self, migrations: list[Migration]) -> None:
+        for migration in migrations:
+            namespace = next(n for n in NAMESPACES if self.ids[n.model] == migration.namespace_id)
+            self.migrations[migration.migration_id] = migration
+            source = self._pages(migration.source_tier, migration.source, namespace)
+            self._grant(
+                ("target", migration.migration_id),
+                migration.target_tier,
+                migration.target,
+                namespace,
+                None,
+            )
+            self.claims["source", migration.migration_id] = Claim(source, None, is_reader=True)
 
     def _grant(
         self, key: object, tier: Tier, place: Place, namespace: Namespace, until: float | None
@@ -682,12 +699,12 @@ def random_walk(
         + ["commit"] * 8
         + ["pin"] * 6
         + ["release"] * 3
-        + ["finish_move"] * 6
+        + ["finish_migration"] * 6
         + ["advance", "late_write", "late_write", "plan_demotions", "plan_demotions"]
         + ["abort", "writer_stopped", "renew", "client_gone", "drop"]
-        + ["protect", "protect", "unprotect", "promote", "promote"]
-        + ["add_arena", "retire_arena", "take_retired"]
-        + ["plan_retirement"] * 3
+        + ["retain", "retain", "end_retention", "promote", "promote"]
+        + ["add_arena", "evacuate_arena", "take_evacuated"]
+        + ["plan_evacuation"] * 3
     )
     for _ in range(steps):
         step(model, rng.choice(verbs), rng)
@@ -726,8 +743,8 @@ def step(model: ModelledStore, verb: str, rng: random.Random) -> None:
             model.release(lease)
         else:
             model.renew(lease, rng.uniform(0.1, 12))
-    elif verb == "finish_move":
-        model.finish_move(rng.randrange(8), rng.choice((True, True, True, False, None)))
+    elif verb == "finish_migration":
+        model.finish_migration(rng.randrange(8), rng.choice((True, True, True, False, None)))
     elif verb == "advance":
         model.advance(rng.choice((0.01, 0.5, 2.0, 4.0, 20.0)), sweeps=rng.random() < 0.5)
     elif verb == "late_write":
@@ -736,20 +753,20 @@ def step(model: ModelledStore, verb: str, rng: random.Random) -> None:
         model.plan_demotions(rng.randrange(1, 5))
     elif verb == "add_arena" and len(model.arenas) < 4:
         model.add_arena(rng.randrange(1, 5))
-    elif verb == "retire_arena" and rng.random() < 0.5:
-        model.retire_arena(rng.randrange(4))
-    elif verb == "take_retired":
-        model.take_retired()
-    elif verb == "plan_retirement":
-        model.plan_retirement(rng.randrange(1, 5))
+    elif verb == "evacuate_arena" and rng.random() < 0.5:
+        model.evacuate_arena(rng.randrange(4))
+    elif verb == "take_evacuated":
+        model.take_evacuated()
+    elif verb == "plan_evacuation":
+        model.plan_evacuation(rng.randrange(1, 5))
     elif verb == "writer_stopped":
         model.writer_stopped(who)
     elif verb == "client_gone":
         model.client_gone(who)
-    elif verb == "protect":
-        kept_for = rng.choice((None, rng.uniform(0.1, 30.0), rng.uniform(0.1, 30.0)))
-        model.protect(namespace, rng.randrange(3), rng.randrange(1, 4), kept_for)
-    elif verb == "unprotect":
-        model.unprotect(namespace, rng.randrange(3), rng.randrange(1, 8))
+    elif verb == "retain":
+        retained_for = rng.choice((None, rng.uniform(0.1, 30.0), rng.uniform(0.1, 30.0)))
+        model.retain(namespace, rng.randrange(3), rng.randrange(1, 4), retained_for)
+    elif verb == "end_retention":
+        model.end_retention(namespace, rng.randrange(3), rng.randrange(1, 8))
     elif verb == "drop":
         model.drop(namespace, rng.randrange(3), rng.randrange(7), rng.choice(("checksum", "test")))

@@ -36,10 +36,10 @@ class NodeCollector(Collector):
             for state in _STATES:
                 used.add_metric([str(tier.tier), state], getattr(tier, f"{state}_bytes"))
         kept = GaugeMetricFamily(
-            "kvpool_tier_protected_bytes", "Bytes promised to protected blocks", labels=["tier"]
+            "kvpool_tier_retained_bytes", "Bytes promised to protected blocks", labels=["tier"]
         )
         for tier in stats.tiers:
-            kept.add_metric([str(tier.tier)], tier.protected_bytes)
+            kept.add_metric([str(tier.tier)], tier.retained_bytes)
         speed = GaugeMetricFamily(
             "kvpool_tier_bytes_per_second",
             "Measured speed of a tier's disk while it works; absent until known",

@@ -20,7 +20,7 @@ from kvpool.blocks.hashing import HASH_BYTES, unpack_hashes
 from tiers.disk.atomic_file import read_note, write_note
 from tiers.disk.devices import Device, Devices
 from tiers.disk.manifest import NvmeFailed
-from tiers.store.recovery import Protection, Use
+from tiers.store.recovery import Access, Retention
 from tiers.store.store import Store
 
 log = structlog.get_logger(__name__)
@@ -73,9 +73,9 @@ def restore(devices: Devices, store: Store, now: float, wall: float) -> None:
                 for run in saved.runs
                 for name, until in _pairs(run, "<f8")
             }
-    store.restore_uses([Use(*key, tick) for key, tick in ticks.items()], now)
-    protections = [Protection(*key, now + left) for key, left in left_s.items() if left > 0]
-    refused = store.restore_protections(protections, now)
+    store.restore_accesses([Access(*key, tick) for key, tick in ticks.items()], now)
+    protections = [Retention(*key, now + left) for key, left in left_s.items() if left > 0]
+    refused = store.restore_retentions(protections, now)
     if refused:
         log.error("protections were not restored: there is no room for them", blocks=refused)
 
@@ -130,7 +130,7 @@ class UseKeeper:
         if tick == self._saved_tick:
             return
         noted = {device.number: _Notes() for device in self._devices}
-        for rows in self._store.uses(SLICE_BLOCKS):
+        for rows in self._store.accesses(SLICE_BLOCKS):
             for number, use in rows:
                 noted[number].add(use.namespace_id, use.block_hash, use.tick)
             await asyncio.sleep(0)
@@ -142,13 +142,13 @@ class UseKeeper:
             self._saved_tick = tick
 
     async def _keep_protections(self) -> None:
-        changes = self._store.protection_changes
+        changes = self._store.retention_changes
         if changes == self._saved_protections:
             return
         notes = _Notes()
         wall = self._wall()
         ahead = wall - self._clock()
-        for number, kept in enumerate(self._store.protections()):
+        for number, kept in enumerate(self._store.retentions()):
             notes.add(kept.namespace_id, kept.block_hash, kept.until + ahead)
             if number % SLICE_BLOCKS == SLICE_BLOCKS - 1:
                 await asyncio.sleep(0)

@@ -24,10 +24,10 @@ from kvpool.blocks.layout import Namespace
 from kvpool.errors import ChecksumMismatch, ConfigError, KvpoolError
 from tiers.disk.manifest import NvmeFailed, sync_directory
 from tiers.disk.slab_file import FsyncPolicy, NvmeFiles
-from tiers.store.arena_allocator import SlotPool
-from tiers.store.blocks import Move
+from tiers.store.arena_allocator import ArenaAllocator
+from tiers.store.blocks import Migration
 from tiers.store.fp8 import Octets, decode, encode, stored_bytes
-from tiers.store.slab_allocator import SlotAllocator
+from tiers.store.slab_allocator import SlabAllocator
 from tiers.store.store import Store
 
 log = structlog.get_logger(__name__)
@@ -86,7 +86,7 @@ class Device:
             self.files.record_namespace(namespace)
             self._recorded.add(namespace_id)
 
-    def write_part(self, move: Move, namespace: Namespace, data: Octets) -> int:
+    def write_part(self, move: Migration, namespace: Namespace, data: Octets) -> int:
         """Write and record one part; returns the checksum of the bytes on disk.
 
         Raises:
@@ -113,7 +113,7 @@ class Device:
         )
         return stored_sum
 
-    def read_part(self, move: Move, namespace: Namespace, out: Octets) -> int:
+    def read_part(self, move: Migration, namespace: Namespace, out: Octets) -> int:
         """Read one part into `out`; returns the checksum of what is there now.
 
         Raises:
@@ -183,10 +183,10 @@ class Devices:
         states.update((str(directory), "failed") for directory in self.missing)
         return states
 
-    def slots(self, slab_bytes: int) -> SlotPool:
+    def slots(self, slab_bytes: int) -> ArenaAllocator:
         """Room on all of them, taken in turn."""
-        return SlotPool(
-            [SlotAllocator(d.files.capacity_bytes, slab_bytes, d.number) for d in self], "spread"
+        return ArenaAllocator(
+            [SlabAllocator(d.files.capacity_bytes, slab_bytes, d.number) for d in self], "spread"
         )
 
     def recover_into(self, store: Store, now: float) -> int:
@@ -227,7 +227,7 @@ class Devices:
             self.record_removed(namespace_id, block_hash)
         return count
 
-    def write_part(self, move: Move, namespace: Namespace, data: Octets) -> int:
+    def write_part(self, move: Migration, namespace: Namespace, data: Octets) -> int:
         """`Device.write_part` on the move's target; no other device tells of the part at the next start.
 
         A lost device may be back by then, with an older copy or none.

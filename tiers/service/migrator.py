@@ -31,7 +31,7 @@ from tiers.disk.manifest import NvmeFailed
 from tiers.memory.arena import Arena
 from tiers.memory.arena_set import ArenaSet
 from tiers.memory.hbm_arena import DeviceArena, DeviceFailed
-from tiers.store.blocks import Move
+from tiers.store.blocks import Migration
 from tiers.store.fp8 import Octets
 from tiers.store.slab_allocator import Place, StoreCorrupt
 from tiers.store.store import Store
@@ -138,7 +138,7 @@ class Mover:
             if self._defect is not None:
                 raise self._defect
             self._store.expire(self._clock())
-            if self._store.drop_lost(LOST_AT_ONCE, self._clock()):
+            if self._store.drop_failed(LOST_AT_ONCE, self._clock()):
                 self._wake.set()
             self._demote()
 
@@ -155,19 +155,21 @@ class Mover:
         for move in self._store.plan_demotions(batch, self._clock(), sources):
             is_to_disk = move.target_tier == Tier.NVME
             under_way = self._demotions[move.target.arena_id if is_to_disk else DOWN_FROM_HBM]
-            under_way.add(move.move_id)
-            self._begin(move).add_done_callback(partial(self._demoted, under_way, move.move_id))
+            under_way.add(move.migration_id)
+            self._begin(move).add_done_callback(
+                partial(self._demoted, under_way, move.migration_id)
+            )
         if self._store.has_more_demotions:
             self._wake.set()
 
-    def _demoted(self, under_way: set[int], move_id: int, _work: asyncio.Future[int]) -> None:
-        under_way.discard(move_id)
+    def _demoted(self, under_way: set[int], migration_id: int, _work: asyncio.Future[int]) -> None:
+        under_way.discard(migration_id)
         if not under_way:
             self._wake.set()
 
     # ------------------------------------------------------------ promotion
 
-    def begin(self, moves: Sequence[Move]) -> list[asyncio.Future[int]]:
+    def begin(self, moves: Sequence[Migration]) -> list[asyncio.Future[int]]:
         """Start moves that somebody waits for; they go on to their end whatever becomes of the caller.
 
         Returns what is done when each has ended; wait for these, never cancel them. Those from a device that
@@ -178,10 +180,10 @@ class Mover:
             for move in moves
             if move.source_tier == Tier.NVME and self._device(move).state == "failed"
         ]
-        self._store.cancel_moves(hopeless, self._clock())
+        self._store.cancel_migrations(hopeless, self._clock())
         return [self._begin(move) for move in moves if move not in hopeless]
 
-    async def promote(self, moves: Sequence[Move]) -> None:
+    async def promote(self, moves: Sequence[Migration]) -> None:
         """Bring blocks where they are wanted; when this returns every move has ended, one way or the other."""
         works = self.begin(moves)
         if works:
@@ -242,11 +244,11 @@ class Mover:
 
     # ------------------------------------------------------------ on the event loop
 
-    def _device(self, move: Move) -> Device:
+    def _device(self, move: Migration) -> Device:
         place = move.source if move.source_tier == Tier.NVME else move.target
         return self.devices[place.arena_id]
 
-    def _begin(self, move: Move) -> asyncio.Future[int]:
+    def _begin(self, move: Migration) -> asyncio.Future[int]:
         namespace = self._store.namespace(move.namespace_id)
         is_read = move.source_tier == Tier.NVME
         if is_read:
@@ -259,31 +261,31 @@ class Mover:
             submitted = self._hbm_threads.submit(self._copy, move)
         work = asyncio.wrap_future(submitted)
         if move.target_tier != Tier.NVME:
-            self._promotions.setdefault(_block(move), {})[move.move_id] = work
+            self._promotions.setdefault(_block(move), {})[move.migration_id] = work
         if is_read:
-            self._queue.enter(move.move_id, move.length)
+            self._queue.enter(move.migration_id, move.length)
         # Before anybody can wait for it: whoever does finds the store settled.
         work.add_done_callback(lambda ended: self._settle(move, ended))
         return work
 
-    def _settle(self, move: Move, work: asyncio.Future[int]) -> None:
-        self._queue.leave(move.move_id)
+    def _settle(self, move: Migration, work: asyncio.Future[int]) -> None:
+        self._queue.leave(move.migration_id)
         works = self._promotions.get(_block(move), {})
-        if works.pop(move.move_id, None) is not None and not works:
+        if works.pop(move.migration_id, None) is not None and not works:
             del self._promotions[_block(move)]
         try:
             self._finish(move, work)
         except KvpoolError as defect:
             self._fail(defect)
 
-    def _finish(self, move: Move, work: asyncio.Future[int]) -> None:
+    def _finish(self, move: Migration, work: asyncio.Future[int]) -> None:
         now = self._clock()
         if work.cancelled():  # it never began: the mover was closed
-            self._store.cancel_moves([move], now)
+            self._store.cancel_migrations([move], now)
             return
         error = work.exception()
-        self._store.finish_move(
-            move.move_id, error is None, now, None if error is not None else work.result()
+        self._store.finish_migration(
+            move.migration_id, error is None, now, None if error is not None else work.result()
         )
         if error is None:
             is_up = move.target_tier < move.source_tier
@@ -318,8 +320,8 @@ class Mover:
         if is_read:
             device.state = "failed"
             self.counters["devices_lost"] += 1
-            self._store.lose_device(device.number, self._clock())
-            self._store.drop_lost(LOST_AT_ONCE, self._clock())
+            self._store.fail_device(device.number, self._clock())
+            self._store.drop_failed(LOST_AT_ONCE, self._clock())
             self._wake.set()  # for the rest of it
             log.error("an NVMe device cannot be read: its blocks are lost", **said)
         else:
@@ -335,12 +337,12 @@ class Mover:
 
     # ------------------------------------------------------------ in threads
 
-    def _write(self, move: Move, namespace: Namespace) -> int:
+    def _write(self, move: Migration, namespace: Namespace) -> int:
         data = self._view(move.source, move)
         with self._timed(self.write_speed, move.length):
             return self.devices.write_part(move, namespace, data)
 
-    def _read(self, device: Device, move: Move, namespace: Namespace) -> int:
+    def _read(self, device: Device, move: Migration, namespace: Namespace) -> int:
         is_passing = move.target_tier == Tier.HBM  # through memory of its own
         target = np.empty(move.length, np.uint8) if is_passing else self._view(move.target, move)
         with self._timed(self.read_speed, move.length):
@@ -349,7 +351,7 @@ class Mover:
             self._device_memory.write_from(move.target.offset, target)
         return found
 
-    def _copy(self, move: Move) -> int:
+    def _copy(self, move: Migration) -> int:
         """Between dram and hbm; verified in dram, from which it goes or to which it came."""
         if move.source_tier == Tier.HBM:
             data = self._view(move.target, move)
@@ -363,7 +365,7 @@ class Mover:
             self._device_memory.write_from(move.target.offset, data)
         return move.checksum
 
-    def _view(self, place: Place, move: Move) -> Octets:
+    def _view(self, place: Place, move: Migration) -> Octets:
         return self._arenas[place.arena_id].view(place.offset, move.length)
 
     @property
@@ -390,5 +392,5 @@ class Mover:
         self.devices.close()
 
 
-def _block(move: Move) -> tuple[bytes, bytes]:
+def _block(move: Migration) -> tuple[bytes, bytes]:
     return move.namespace_id, move.block_hash

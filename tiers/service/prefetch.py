@@ -63,7 +63,7 @@ class Prefetcher:
         accepted: list[bytes] = []
         taken = resident = 0
         for block_hash, tier in zip(hashes, tiers, strict=False):
-            if tier == target or target in self._store.standing(space, block_hash):
+            if tier == target or target in self._store.resident_tiers(space, block_hash):
                 resident += 1
                 continue
             if (space, block_hash, target) in self._waiting:
@@ -103,7 +103,7 @@ class Prefetcher:
                 await self._mover.promote(moves)
         finally:
             self._waiting.difference_update((namespace_id, name, target) for name in hashes)
-        there = sum(target in self._store.standing(namespace_id, name) for name in hashes)
+        there = sum(target in self._store.resident_tiers(namespace_id, name) for name in hashes)
         self._count("prefetched", there)
         # Accepted, and yet not there: said nowhere else, so it is counted here.
         self._decline(reason or "lost", len(hashes) - there)

@@ -24,8 +24,8 @@ from kvpool.transports.shm import MAX_ARENAS
 from kvpool.wire import messages as m
 from tiers.memory.arena import Arena
 from tiers.memory.arena_set import ArenaSet
-from tiers.store.blocks import Move
-from tiers.store.slab_allocator import SlotAllocator
+from tiers.store.blocks import Migration
+from tiers.store.slab_allocator import SlabAllocator
 from tiers.store.store import Store
 
 log = structlog.get_logger(__name__)
@@ -90,7 +90,7 @@ class Resizer:
         arenas: ArenaSet,
         make: Callable[[int, int], Arena],
         announce: Callable[[Sequence[Arena]], Awaitable[None]],
-        demote: Callable[[Sequence[Move]], Sequence[asyncio.Future[Any]]],
+        demote: Callable[[Sequence[Migration]], Sequence[asyncio.Future[Any]]],
         may_demote: Callable[[], bool],
         *,
         slab_bytes: int,
@@ -131,26 +131,26 @@ class Resizer:
         if plan.add_bytes:
             await self._grow(plan.add_bytes)
         for arena_id in plan.retire:
-            self._store.retire_arena(arena_id, self._clock())
+            self._store.evacuate_arena(arena_id, self._clock())
         self._wake.set()
-        reply = m.ResizeDramReply(before, sum(self._open().values()), self._retiring_bytes())
+        reply = m.ResizeDramReply(before, sum(self._open().values()), self._evacuating_bytes())
         log.info(
             "dram resized",
             mib_before=before // MiB,
             mib_now=reply.capacity_bytes // MiB,
-            mib_retiring=reply.retiring_bytes // MiB,
+            mib_evacuating=reply.evacuating_bytes // MiB,
         )
         return reply
 
     async def run(self) -> None:
-        """Empty retired arenas and give them back, until cancelled.
+        """Empty evacuated arenas and give them back, until cancelled.
 
         Raises:
             StoreCorrupt, or whatever else nobody outside can be blamed for.
         """
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(TICK_S if self._store.retiring() else None):
+                async with asyncio.timeout(TICK_S if self._store.evacuating() else None):
                     await self._wake.wait()
             self._wake.clear()
             if await self._empty_some():
@@ -165,11 +165,13 @@ class Resizer:
     # ------------------------------------------------------------ within
 
     def _open(self) -> dict[int, int]:
-        retiring = self._store.retiring()
-        return {key: arena.size_bytes for key, arena in self._arenas.items() if key not in retiring}
+        evacuating = self._store.evacuating()
+        return {
+            key: arena.size_bytes for key, arena in self._arenas.items() if key not in evacuating
+        }
 
-    def _retiring_bytes(self) -> int:
-        return sum(self._arenas[arena_id].size_bytes for arena_id in self._store.retiring())
+    def _evacuating_bytes(self) -> int:
+        return sum(self._arenas[arena_id].size_bytes for arena_id in self._store.evacuating())
 
     async def _grow(self, size_bytes: int) -> None:
         if len(self._arenas) >= MAX_ARENAS:
@@ -182,18 +184,18 @@ class Resizer:
         self._arenas.add(arena)
         try:
             await self._announce(tuple(self._arenas.values()))
-            slots = SlotAllocator(arena.size_bytes, self._slab_bytes, arena_id)
+            slots = SlabAllocator(arena.size_bytes, self._slab_bytes, arena_id)
             self._store.add_arena(Tier.DRAM, slots, self._clock())
         except KvpoolError:
             self._arenas.remove(arena_id).close(give_back=True)
             raise
 
     async def _empty_some(self) -> bool:
-        """Take some blocks out of retired arenas; whether that did anything."""
-        before = self._store.retiring()
+        """Take some blocks out of evacuated arenas; whether that did anything."""
+        before = self._store.evacuating()
         if not before:
             return False
-        moves = self._store.plan_retirement(
+        moves = self._store.plan_evacuation(
             BATCH_BLOCKS, self._clock(), may_demote=self._may_demote()
         )
         works: list[asyncio.Future[Any]] = [
@@ -202,27 +204,27 @@ class Resizer:
         works += self._demote([move for move in moves if move.target_tier != Tier.DRAM])
         if works:
             await asyncio.wait(works)
-        return bool(moves) or self._store.retiring() != before
+        return bool(moves) or self._store.evacuating() != before
 
-    def _begin(self, move: Move) -> asyncio.Future[None]:
+    def _begin(self, move: Migration) -> asyncio.Future[None]:
         source, target = self._arenas[move.source.arena_id], self._arenas[move.target.arena_id]
         work = asyncio.wrap_future(self._mover.submit(_copy, move, source, target))
         work.add_done_callback(lambda ended: self._settle(move, ended))
         return work
 
-    def _settle(self, move: Move, work: asyncio.Future[None]) -> None:
+    def _settle(self, move: Migration, work: asyncio.Future[None]) -> None:
         now = self._clock()
         error = None if work.cancelled() else work.exception()
         if work.cancelled():
-            self._store.cancel_moves([move], now)
+            self._store.cancel_migrations([move], now)
             return
-        self._store.finish_move(move.move_id, error is None, now)
+        self._store.finish_migration(move.migration_id, error is None, now)
         if error is not None:
             log.error("dropping a corrupt block", block=move.block_hash.hex(), error=str(error))
             self._store.drop(move.namespace_id, move.block_hash, "checksum", now)
 
     async def _close_empty(self) -> None:
-        gone = [self._arenas.remove(arena_id) for arena_id in self._store.take_retired()]
+        gone = [self._arenas.remove(arena_id) for arena_id in self._store.take_evacuated()]
         if not gone:
             return
         await self._announce(tuple(self._arenas.values()))
@@ -238,7 +240,7 @@ def _tell_failure(task: asyncio.Task[m.ResizeDramReply]) -> None:
         log.warning("dram was not resized", error=str(error))
 
 
-def _copy(move: Move, source: Arena, target: Arena) -> None:
+def _copy(move: Migration, source: Arena, target: Arena) -> None:
     data = target.view(move.target.offset, move.length)
     data[:] = source.view(move.source.offset, move.length)
     if checksum(data) != move.checksum:

@@ -34,7 +34,7 @@ from tiers.service.migrator import Mover
 from tiers.service.pending_pins import PROMOTING, ColdAnswer, ColdPins
 from tiers.store.inspection import MAX_PAGE
 from tiers.store.leases import lease_over
-from tiers.store.reservation_cursors import CommitRun, ReserveRun
+from tiers.store.reservation_cursors import CommitCursor, ReserveCursor
 from tiers.store.reservations import reservation_over
 from tiers.store.slab_allocator import Place
 from tiers.store.store import Store
@@ -195,7 +195,7 @@ class NodeService:
         self.store.reserve_some(run, SLICE, self._clock())
         return self._reserved(run, request)
 
-    async def _reserve_slices(self, run: ReserveRun, request: m.Reserve) -> m.ReserveReply:
+    async def _reserve_slices(self, run: ReserveCursor, request: m.Reserve) -> m.ReserveReply:
         try:
             while not run.is_done:
                 self.store.reserve_some(run, SLICE, self._clock())
@@ -205,7 +205,7 @@ class NodeService:
             raise
         return self._reserved(run, request)
 
-    def _reserved(self, run: ReserveRun, request: m.Reserve) -> m.ReserveReply:
+    def _reserved(self, run: ReserveCursor, request: m.Reserve) -> m.ReserveReply:
         granted = self.store.reserved(run)
         if not request.is_mapped:
             self.on_grant()
@@ -251,7 +251,7 @@ class NodeService:
         self.mover.wake()
         return m.CommitReply(len(run.visible))
 
-    async def _commit_slices(self, run: CommitRun) -> m.CommitReply:
+    async def _commit_slices(self, run: CommitCursor) -> m.CommitReply:
         while not run.is_done:
             self.store.commit_some(run, SLICE)
             await asyncio.sleep(0)
@@ -332,7 +332,7 @@ class NodeService:
         _check_one_hash(request.block_hash)
         # What is gone, or on NVMe alone, is left alone: that copy is verified whenever it is read.
         for tier in (Tier.HBM, Tier.DRAM):
-            if tier in self.store.standing(request.namespace_id, request.block_hash):
+            if tier in self.store.resident_tiers(request.namespace_id, request.block_hash):
                 await self._verify(request.namespace_id, request.block_hash, tier)
         return m.Ok()
 
@@ -364,14 +364,14 @@ class NodeService:
         """Raises UnknownNamespace, InvalidArgument, NoRoom."""
         hashes, now = unpack_hashes(request.hashes), self._clock()
         if request.release:
-            return m.ProtectReply(self.store.unprotect(request.namespace_id, hashes, now))
+            return m.ProtectReply(self.store.end_retention(request.namespace_id, hashes, now))
         if not 0 <= request.ttl_s <= MAX_PROTECTION_S:
             raise InvalidArgument(
                 f"ttl_s must lie in [0, {MAX_PROTECTION_S}], got {request.ttl_s}",
                 hint="0 protects for ever",
             )
         until = now + request.ttl_s if request.ttl_s else None
-        return m.ProtectReply(self.store.protect(request.namespace_id, hashes, until, now))
+        return m.ProtectReply(self.store.retain(request.namespace_id, hashes, until, now))
 
     async def drop_blocks(self, request: m.DropBlocks) -> m.DropBlocksReply:
         """Raises UnknownNamespace, InvalidArgument: hashes that cannot be."""
@@ -497,13 +497,13 @@ class NodeService:
 
     def _arena_usage(self) -> list[m.ArenaUsage]:
         used_bytes = self.store.arena_bytes()
-        retiring = self.store.retiring()
+        evacuating = self.store.evacuating()
         return [
             m.ArenaUsage(
                 arena_id,
                 arena.size_bytes,
                 used_bytes.get(arena_id, 0),
-                arena_id in retiring,
+                arena_id in evacuating,
                 arena.obtained.page_bytes,
                 arena.obtained.huge_bytes,
                 -1 if arena.numa_node is None else arena.numa_node,

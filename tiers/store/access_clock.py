@@ -8,7 +8,7 @@ SAMPLE_S = 1.0
 MAX_SAMPLES = 16_384
 
 
-class Ages:
+class AccessClock:
     """Ticks that were current at known times, denser for the recent past."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Room in several arenas as if they were one; arenas come and go while slots are taken.
 
-A `SlotAllocator` knows one arena; this one says in which of them the next slot is taken. An arena leaves in
+A `SlabAllocator` knows one arena; this one says in which of them the next slot is taken. An arena leaves in
 two steps: `close` ends new slots there, `remove` forgets it once the last slot is freed. What a closed
 arena holds still counts as capacity, its empty room no more: capacity is always what is taken plus what can be.
 
@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Literal
 
 from kvpool.errors import InvalidArgument, KvpoolError, NotFound
-from tiers.store.slab_allocator import Place, SlotAllocator, StoreCorrupt
+from tiers.store.slab_allocator import Place, SlabAllocator, StoreCorrupt
 
 Placement = Literal["fill", "spread"]
 
@@ -28,8 +28,8 @@ class ArenaInUse(KvpoolError):
     http_status = 409
 
 
-class SlotPool:
-    """Slots in arenas told apart by `arena_id`; the interface of a `SlotAllocator`.
+class ArenaAllocator:
+    """Slots in arenas told apart by `arena_id`; the interface of a `SlabAllocator`.
 
     Args:
         allocators: the first arenas, at least one; slab size and alignment of all that follow are theirs.
@@ -49,7 +49,7 @@ class SlotPool:
     allocate: Callable[[int], Place | None]
     free: Callable[[Place], None]
 
-    def __init__(self, allocators: Sequence[SlotAllocator], placement: Placement = "fill") -> None:
+    def __init__(self, allocators: Sequence[SlabAllocator], placement: Placement = "fill") -> None:
         if not allocators:
             raise InvalidArgument("a pool of no arenas")
         if placement not in ("fill", "spread"):
@@ -58,8 +58,8 @@ class SlotPool:
         self.slab_bytes = allocators[0].slab_bytes
         self.alignment = allocators[0].alignment
         self._like = allocators[0]  # for sizes, which are those of any arena
-        self._arenas: dict[int, SlotAllocator] = {}
-        self._open: list[SlotAllocator] = []
+        self._arenas: dict[int, SlabAllocator] = {}
+        self._open: list[SlabAllocator] = []
         self.closed: set[int] = set()  # ids of closed arenas; to be read only
         self.resting: frozenset[int] = frozenset()  # ids of arenas that `rest` named
         self._next = 0  # of the open ones, where "spread" goes on
@@ -69,7 +69,7 @@ class SlotPool:
 
     # ------------------------------------------------------------ arenas
 
-    def add(self, allocator: SlotAllocator) -> None:
+    def add(self, allocator: SlabAllocator) -> None:
         """Take in one more arena; slots come from it at once.
 
         Raises:
@@ -121,7 +121,7 @@ class SlotPool:
         self._wire()
 
     @property
-    def arenas(self) -> tuple[SlotAllocator, ...]:
+    def arenas(self) -> tuple[SlabAllocator, ...]:
         """All arenas, closed ones too."""
         return tuple(self._arenas.values())
 
@@ -133,7 +133,7 @@ class SlotPool:
     # ------------------------------------------------------------ slots
 
     def slot_size(self, size_bytes: int) -> int:
-        """See `SlotAllocator.slot_size`."""
+        """See `SlabAllocator.slot_size`."""
         return self._like.slot_size(size_bytes)
 
     def slots_per_slab(self, slot_bytes: int) -> int:
@@ -168,7 +168,7 @@ class SlotPool:
     def slabs_of_others(
         self, slot_bytes: int, start: int = 0, count: int | None = None
     ) -> Iterator[int]:
-        """Numbers of the slabs that are held by slots of another size; see `SlotAllocator`."""
+        """Numbers of the slabs that are held by slots of another size; see `SlabAllocator`."""
         if len(self._open) == 1:
             return self._open[0].slabs_of_others(slot_bytes, start, count)
         slabs = self.slab_count
@@ -188,7 +188,7 @@ class SlotPool:
             return arena.places_in(local)
         raise InvalidArgument(f"slab {slab} of {self.slab_count}")
 
-    def _stretches(self, start: int, count: int) -> Iterator[tuple[int, SlotAllocator, int, int]]:
+    def _stretches(self, start: int, count: int) -> Iterator[tuple[int, SlabAllocator, int, int]]:
         """`count` slabs from number `start` on, around: (number of the first slab, arena, start, length)."""
         slabs = self.slab_count
         at = start % slabs if slabs else 0
@@ -275,13 +275,13 @@ class SlotPool:
             raise StoreCorrupt(f"{place} is in no arena")
         arena.free(place)
 
-    def _arena(self, arena_id: int) -> SlotAllocator:
+    def _arena(self, arena_id: int) -> SlabAllocator:
         arena = self._arenas.get(arena_id)
         if arena is None:
             raise NotFound(f"there is no arena {arena_id}")
         return arena
 
 
-def pool_of(slots: SlotAllocator | SlotPool) -> SlotPool:
+def as_arena_allocator(slots: SlabAllocator | ArenaAllocator) -> ArenaAllocator:
     """A pool of one arena, unless it is a pool already."""
-    return slots if isinstance(slots, SlotPool) else SlotPool([slots])
+    return slots if isinstance(slots, ArenaAllocator) else ArenaAllocator([slots])

@@ -13,21 +13,21 @@ from contextlib import contextmanager
 from kvpool.blocks.tier import Tier
 from tiers.policies import policy_class
 from tiers.store import eviction, victims
-from tiers.store.arena_allocator import SlotPool
+from tiers.store.arena_allocator import ArenaAllocator
 from tiers.store.blocks import NEVER, Block, Copy, Ghosts, Space, StoreEvent
 from tiers.store.config import StoreConfig
-from tiers.store.eviction import Shelf
+from tiers.store.eviction import EvictionQueue
 from tiers.store.fp8 import Encoding, stored_bytes
 from tiers.store.quotas import Accounts
 from tiers.store.slab_allocator import Place, StoreCorrupt
 from tiers.store.victims import TierState
-from tiers.store.writeback import Boundary
+from tiers.store.writeback import Writeback
 
 VICTIMS_IN_VAIN = 16  # for one slot, where their own are of no use as their arena rests
 LEAVES_AT_A_TIME = 64  # between two looks for a slab that came free
 
 
-class Residency:
+class BlockTable:
     """Blocks, their copies and slots over all tiers.
 
     Args:
@@ -41,7 +41,11 @@ class Residency:
     """
 
     def __init__(
-        self, dram: SlotPool, nvme: SlotPool | None, hbm: SlotPool | None, config: StoreConfig
+        self,
+        dram: ArenaAllocator,
+        nvme: ArenaAllocator | None,
+        hbm: ArenaAllocator | None,
+        config: StoreConfig,
     ) -> None:
         self.accounts = Accounts(config.quotas, dram.open_bytes)
         self._parked: list[Copy] = []
@@ -51,10 +55,10 @@ class Residency:
         if hbm is not None:
             arenas.append((Tier.HBM, hbm, config.eviction))
         self.tiers = {
-            index: TierState(index, slots, policy, self.accounts, self._parked)
-            for index, slots, policy in arenas
+            index: TierState(index, allocator, policy, self.accounts, self._parked)
+            for index, allocator, policy in arenas
         }
-        self.boundaries = _boundaries(self.tiers, config)  # by upper tier, highest first
+        self.writebacks = _writebacks(self.tiers, config)  # by upper tier, highest first
         # Some policy goes by uses: whoever touches blocks says so (`note_uses`).
         self.wants_uses = any(policy_class(policy).wants_uses for _, _, policy in arenas)
         self.on_gone: Callable[[Block], None] = lambda block: (
@@ -66,7 +70,9 @@ class Residency:
         self.dropped = Ghosts(config.ghost_hashes)
         self._events: deque[StoreEvent] = deque(maxlen=config.max_pending_events)
         self.counters: Counter[str] = Counter()
-        self.lost: set[tuple[Tier, int]] = set()  # (tier, arena id) of what cannot be read any more
+        self.failed: set[tuple[Tier, int]] = (
+            set()
+        )  # (tier, arena id) of what cannot be read any more
         self._tick = 0
 
     # ------------------------------------------------------------ blocks
@@ -106,7 +112,7 @@ class Residency:
         for block in blocks:
             for copy in block.copies:
                 if copy is not None:
-                    self._shelf(copy).policy.used(copy)
+                    self._queue(copy).policy.used(copy)
 
     @contextmanager
     def shield(self, blocks: Collection[Block]) -> Iterator[None]:
@@ -142,7 +148,7 @@ class Residency:
     def forget_if_gone(self, block: Block) -> None:
         """Drop the record of a block that stands nowhere."""
         if not any(block.copies):
-            if block.keep_until != NEVER:
+            if block.retained_until != NEVER:
                 self.on_gone(block)
             if block.is_detached:
                 self.detached.discard(block)
@@ -184,8 +190,8 @@ class Residency:
     ) -> bool:
         """Reserve the slot at a known place for one part (recovery); False when it cannot be had."""
         tier = self.tiers[tier_index]
-        slot_bytes = tier.slots.slot_size(stored_bytes(block.space.namespace.layout, encoding))
-        if not tier.slots.claim(place, slot_bytes):
+        slot_bytes = tier.allocator.slot_size(stored_bytes(block.space.namespace.layout, encoding))
+        if not tier.allocator.claim(place, slot_bytes):
             return False
         if block.copies[tier_index] is None:
             self._enter_copy(Copy(block, tier_index, encoding, slot_bytes))
@@ -225,8 +231,8 @@ class Residency:
             tier.quarantined_of[place] = copy.block.space.account
             self.counters["quarantined"] += 1
         else:
-            tier.ledger.charge(copy.block.space.account, -slot_bytes)
-            tier.slots.free(place)
+            tier.quota_table.charge(copy.block.space.account, -slot_bytes)
+            tier.allocator.free(place)
         self.settle_state(copy)
         return place
 
@@ -234,8 +240,8 @@ class Residency:
         """Nobody can write to the slot any more: it is free."""
         tier = self.tiers[tier_index]
         tier.quarantined_bytes -= slot_bytes
-        tier.ledger.charge(tier.quarantined_of.pop(place), -slot_bytes)
-        tier.slots.free(place)
+        tier.quota_table.charge(tier.quarantined_of.pop(place), -slot_bytes)
+        tier.allocator.free(place)
 
     def exchange_places(self, copy: Copy, twin: Copy) -> None:
         """Two copies of one block, in one tier and with the same parts, take over each other's slots."""
@@ -249,21 +255,21 @@ class Residency:
     def replace(self, copy: Copy, twin: Copy) -> None:
         """A whole copy of the same bytes takes the place of a pinned one, which lives on for its leases alone."""
         block, remnant = copy.block, twin.block
-        self._shelf(copy).discard(copy)
+        self._queue(copy).discard(copy)
         copy.block, twin.block = remnant, block
         remnant.copies[copy.tier], block.copies[copy.tier] = copy, twin
         block.space.visible[copy.tier][block.name] = twin
         self._hand_out(twin)
-        for boundary in self.boundaries.values():
-            boundary.replaced(copy, twin)
+        for writeback in self.writebacks.values():
+            writeback.replaced(copy, twin)
 
     def resized(self, tier_index: Tier) -> None:
         """Arenas of the tier came or went: what is a share of its bytes changes with them."""
-        capacity_bytes = self.tiers[tier_index].slots.open_bytes
+        capacity_bytes = self.tiers[tier_index].allocator.open_bytes
         if tier_index == Tier.DRAM:
             self.accounts.resize(capacity_bytes)
         for tier in self.tiers.values():
-            tier.ledger.resize(tier.slots.open_bytes)
+            tier.quota_table.resize(tier.allocator.open_bytes)
 
     def settle_state(self, copy: Copy) -> None:
         """After a holder let go: free a dropped copy, close an empty one, offer others for eviction."""
@@ -279,14 +285,14 @@ class Residency:
 
     def offer(self, copy: Copy) -> None:
         """The copy may have become evictable, or changed its rank; offering in vain does no harm."""
-        self._shelf(copy).offer(copy)
+        self._queue(copy).offer(copy)
 
     def unpin_run(self, copies: Sequence[Copy]) -> None:
         """One lease less on the copies of a run of one namespace."""
         if not copies:
             return
         space = copies[0].block.space
-        policies = {index: tier.shelf(space).policy for index, tier in self.tiers.items()}
+        policies = {index: tier.queue(space).policy for index, tier in self.tiers.items()}
         freed = freed_of_hbm = 0
         for copy in copies:
             copy.pins -= 1
@@ -299,7 +305,11 @@ class Residency:
             if block.copies[copy.tier] is not copy:
                 raise StoreCorrupt(f"pinned block {block.name.hex()} left {copy.tier}")
             # Most copies were never asked to go while they were pinned, and still have their place.
-            if block.is_detached or block.keep_until != NEVER or copy not in policies[copy.tier]:
+            if (
+                block.is_detached
+                or block.retained_until != NEVER
+                or copy not in policies[copy.tier]
+            ):
                 self.settle_state(copy)
         self.note_pins(space, freed_of_hbm - freed, -freed_of_hbm)
 
@@ -316,10 +326,10 @@ class Residency:
         block, tier = copy.block, self.tiers[copy.tier]
         self.counters["evicted"] += 1
         self.counters[f"evicted:{tier.name}"] += 1
-        if eviction.is_soft(copy):
+        if eviction.is_soft_pinned(copy):
             self.counters["evicted:soft"] += 1
         tier.evicted_since_scan[copy.slot_bytes] += 1
-        self._shelf(copy).discard(copy, is_evicted=True)
+        self._queue(copy).discard(copy, is_evicted=True)
         was_whole = copy.is_whole
         if was_whole:
             self._hide(copy)
@@ -329,7 +339,7 @@ class Residency:
             self.counters["lost"] += 1
             self.evicted.remember(block, "evicted")
 
-    def lose(self, copy: Copy, reason: str) -> None:
+    def drop_unreadable(self, copy: Copy, reason: str) -> None:
         """The copy cannot be read any more: hide it, and free its slots as soon as nobody holds them.
 
         While it is filled it is not to be seen; the end of its moves is the end of it (see `is_lost`).
@@ -350,10 +360,11 @@ class Residency:
             self.counters["lost"] += 1
             self.dropped.remember(block, reason)
 
-    def is_lost(self, copy: Copy) -> bool:
+    def is_unreadable(self, copy: Copy) -> bool:
         """Some part of the copy stands where nothing can be read any more."""
-        return bool(self.lost) and any(
-            place is not None and (copy.tier, place.arena_id) in self.lost for place in copy.places
+        return bool(self.failed) and any(
+            place is not None and (copy.tier, place.arena_id) in self.failed
+            for place in copy.places
         )
 
     def detach(self, block: Block, reason: str) -> None:
@@ -365,9 +376,9 @@ class Residency:
         for copy in copies:
             if copy.is_whole:
                 self._hide(copy)
-            self._shelf(copy).discard(copy)
+            self._queue(copy).discard(copy)
             self._unlink(copy)
-        if block.keep_until != NEVER:
+        if block.retained_until != NEVER:
             self.on_gone(block)
         block.is_detached = True
         self.detached.add(block)
@@ -383,8 +394,8 @@ class Residency:
 
     # ------------------------------------------------------------ within
 
-    def _shelf(self, copy: Copy) -> Shelf:
-        return self.tiers[copy.tier].shelf_of(copy)
+    def _queue(self, copy: Copy) -> EvictionQueue:
+        return self.tiers[copy.tier].queue_of(copy)
 
     def _open(self, block: Block, tier_index: Tier) -> Copy:
         copy = block.copies[tier_index]
@@ -406,7 +417,7 @@ class Residency:
         if block.copies[copy.tier] is not copy:
             return
         block.copies[copy.tier] = None
-        self._shelf(copy).discard(copy)
+        self._queue(copy).discard(copy)
         if not block.is_detached:
             self._unlink(copy)
             self._offer_nvme(block, copy.tier)
@@ -437,7 +448,7 @@ class Residency:
         tier = self.tiers[copy.tier]
         slot_bytes = copy.slot_bytes
         tier.reserved_bytes += slot_bytes
-        tier.ledger.charge(copy.block.space.account, slot_bytes)
+        tier.quota_table.charge(copy.block.space.account, slot_bytes)
         tier.owners[place] = copy
         copy.places[part] = place
 
@@ -447,9 +458,9 @@ class Residency:
         for part, place in enumerate(copy.places):
             if place is not None and copy.checksums[part] is not None:
                 del tier.owners[place]
-                tier.slots.free(place)
+                tier.allocator.free(place)
                 tier.committed_bytes -= slot_bytes
-                tier.ledger.charge(copy.block.space.account, -slot_bytes)
+                tier.quota_table.charge(copy.block.space.account, -slot_bytes)
                 copy.places[part] = copy.checksums[part] = None
                 copy.committed -= 1
 
@@ -457,8 +468,8 @@ class Residency:
         block = copy.block
         block.space.visible[copy.tier][block.name] = copy
         self._hand_out(copy)
-        for boundary in self.boundaries.values():
-            cleaned = boundary.shown(copy)
+        for writeback in self.writebacks.values():
+            cleaned = writeback.shown(copy)
             if cleaned is not None and cleaned is not copy and not eviction.is_held(cleaned):
                 self.offer(cleaned)  # it may have been spared until now
         self._note("stored", copy)
@@ -469,8 +480,8 @@ class Residency:
         copy.whole_checksums = tuple(c for c in copy.checksums if c is not None)
 
     def _hide(self, copy: Copy) -> None:
-        for boundary in self.boundaries.values():
-            boundary.hidden(copy)
+        for writeback in self.writebacks.values():
+            writeback.hidden(copy)
         del copy.block.space.visible[copy.tier][copy.block.name]
         self._note("removed", copy)
 
@@ -484,12 +495,12 @@ class Residency:
 
     def _make_room(self, tier: TierState, space: Space, colder_than: int | None) -> Place | None:
         slot_bytes = space.slot_bytes[tier.index]
-        place = tier.slots.allocate(slot_bytes)
+        place = tier.allocator.allocate(slot_bytes)
         if place is None:
             tier.look_further()
         in_vain = 0
         while place is None:
-            if tier.slots.resting and in_vain > VICTIMS_IN_VAIN:
+            if tier.allocator.resting and in_vain > VICTIMS_IN_VAIN:
                 return None
             in_vain += 1
             found = victims.victims(tier, space, colder_than)
@@ -500,7 +511,7 @@ class Residency:
                     self.evict(copy)
             elif not self._thin_out_others(tier, space, colder_than):
                 return None
-            place = tier.slots.allocate(slot_bytes)
+            place = tier.allocator.allocate(slot_bytes)
         return place
 
     def _thin_out_others(self, tier: TierState, space: Space, colder_than: int | None) -> bool:
@@ -514,13 +525,13 @@ class Residency:
         return evicted > 0
 
 
-def _boundaries(tiers: dict[Tier, TierState], config: StoreConfig) -> dict[Tier, Boundary]:
-    made: dict[Tier, Boundary] = {}
+def _writebacks(tiers: dict[Tier, TierState], config: StoreConfig) -> dict[Tier, Writeback]:
+    made: dict[Tier, Writeback] = {}
     if Tier.HBM in tiers:
         high, low = config.hbm_high_watermark, config.hbm_low_watermark
-        made[Tier.HBM] = Boundary(tiers[Tier.HBM], Tier.DRAM, (Tier.DRAM, Tier.NVME), high, low)
+        made[Tier.HBM] = Writeback(tiers[Tier.HBM], Tier.DRAM, (Tier.DRAM, Tier.NVME), high, low)
     if Tier.NVME in tiers:
-        made[Tier.DRAM] = Boundary(
+        made[Tier.DRAM] = Writeback(
             tiers[Tier.DRAM],
             Tier.NVME,
             (Tier.NVME,),

@@ -101,10 +101,10 @@ class Block:
         "depth",
         "is_detached",
         "is_shielded",
-        "keep_until",
         "last_use",
         "name",
         "parent",
+        "retained_until",
         "space",
     )
 
@@ -116,7 +116,7 @@ class Block:
         self.parent = parent  # prefix hash of the block before, b"" at the start
         self.last_use = last_use  # tick of the last pin or commit; unique, larger is more recent
         self.depth = depth  # known blocks before it when it came; an estimate for policies
-        self.keep_until = NEVER  # monotonic seconds: soft protection; FOREVER: hard protection
+        self.retained_until = NEVER  # monotonic seconds: soft protection; FOREVER: hard protection
         self.is_shielded = False  # needed by the call under way: not evicted to make its room
         self.copies: list[Copy | None] = [None] * len(Tier)  # by tier
         self.is_detached = False  # dropped, but some slot is still read or written
@@ -130,11 +130,11 @@ class Space:
         "block_tokens",
         "blocks",
         "children",
-        "kept_children",
         "namespace",
         "namespace_id",
         "nvme_encoding",
         "part_bytes",
+        "retained_children",
         "slot_bytes",
         "tp_size",
         "visible",
@@ -160,12 +160,14 @@ class Space:
         # By tier: parent hash -> how many of its children have a copy there (invariant 6). Counted even
         # while the parent is elsewhere, so that it is right from the moment that the parent arrives.
         self.children: tuple[dict[bytes, int], ...] = tuple({} for _ in Tier)
-        self.kept_children: dict[bytes, int] = {}  # parent hash -> how many of them are protected
+        self.retained_children: dict[
+            bytes, int
+        ] = {}  # parent hash -> how many of them are protected
 
     @property
     def is_idle(self) -> bool:
         """Nothing of it is here, nor on its way here."""
-        return not self.blocks and not self.kept_children and not any(self.children)
+        return not self.blocks and not self.retained_children and not any(self.children)
 
 
 class StoreEvent(NamedTuple):
@@ -177,10 +179,10 @@ class StoreEvent(NamedTuple):
     tier: Tier
 
 
-class Move(NamedTuple):
-    """One part to be copied between tiers; both slots are held until `Store.finish_move`."""
+class Migration(NamedTuple):
+    """One part to be copied between tiers; both slots are held until `Store.finish_migration`."""
 
-    move_id: int
+    migration_id: int
     namespace_id: bytes
     block_hash: bytes
     part: int
@@ -224,7 +226,7 @@ class PinResult:
     tiers: list[Tier]
     ttl_s: float
     miss_reason: str
-    promote: list[Move]
+    promote: list[Migration]
 
 
 class Ghosts:

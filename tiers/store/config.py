@@ -31,19 +31,19 @@ class StoreConfig:
     hbm_high_watermark: float = 0.9  # the same for hbm, whose blocks go down to dram
     hbm_low_watermark: float = 0.7
     write_through: bool = False  # every block of dram goes to nvme too
-    move_retry_s: float = 5.0  # wait after a failed demotion
+    migration_retry_s: float = 5.0  # wait after a failed demotion
     ghost_hashes: int = 65_536  # gone hashes whose reason is remembered
     max_pending_events: int = 1_000_000  # kept for a slow or absent reader of events
     eviction: str = DEFAULT  # policy of dram and hbm, by name (`tiers.policies`)
     nvme_eviction: str = DEFAULT
-    protected_share: float = 0.5  # of each tier that may be promised to protected blocks
+    retention_share: float = 0.5  # of each tier that may be promised to protected blocks
     # By tenant or namespace id (hex): a share (float) of each tier, or bytes (int) of dram (`tiers.store.quotas`).
     quotas: Mapping[str, float | int] = field(default_factory=dict)
     nvme_dtype: Encoding = "as_is"  # how parts are written to nvme (`tiers.store.fp8`)
     first_id: int = 1  # of leases and reservations; seed it by epoch, so that old numbers are void
 
     def __post_init__(self) -> None:
-        for name in ("grace_s", "quarantine_s", "move_retry_s"):
+        for name in ("grace_s", "quarantine_s", "migration_retry_s"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must not be negative")
         for name in ("max_lease_s", "max_reservation_s", "max_blocks_per_call", "max_namespaces"):
@@ -57,8 +57,8 @@ class StoreConfig:
                 )
         policy_class(self.eviction)
         policy_class(self.nvme_eviction)
-        if not 0 <= self.protected_share <= 1:
-            raise ConfigError(f"protected_share={self.protected_share} must lie in [0, 1]")
+        if not 0 <= self.retention_share <= 1:
+            raise ConfigError(f"retention_share={self.retention_share} must lie in [0, 1]")
         check_quotas(self.quotas)
         if min(self.first_id, self.ghost_hashes, self.max_pending_events) < 1:
             raise ConfigError("first_id, ghost_hashes and max_pending_events must be at least 1")

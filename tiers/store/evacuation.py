@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument, NotFound
 from tiers.store import eviction
-from tiers.store.block_table import Residency
-from tiers.store.blocks import NEVER, Block, Copy, Move, Space
-from tiers.store.migrations import MoveBook
-from tiers.store.slab_allocator import Place, SlotAllocator, StoreCorrupt
+from tiers.store.block_table import BlockTable
+from tiers.store.blocks import NEVER, Block, Copy, Migration, Space
+from tiers.store.migrations import MigrationTable
+from tiers.store.slab_allocator import Place, SlabAllocator, StoreCorrupt
 
 LOOKS_AT_ONCE = 1024  # slots looked at in one call, so that none takes longer than 5 ms
 
@@ -29,7 +29,7 @@ class _Walk:
 
     __slots__ = ("acted", "arena", "held", "is_pressing", "offset", "since")
 
-    def __init__(self, arena: SlotAllocator, since: int) -> None:
+    def __init__(self, arena: SlabAllocator, since: int) -> None:
         self.arena = arena
         self.since = since  # tick of the last use before it began
         self.offset = 0
@@ -58,12 +58,12 @@ class _Walk:
 class _Budget:
     """What one call may still do, and what it did."""
 
-    __slots__ = ("blocks", "looks", "moves", "refused")
+    __slots__ = ("blocks", "looks", "migrations", "refused")
 
     def __init__(self, max_blocks: int) -> None:
         self.blocks = max_blocks
         self.looks = LOOKS_AT_ONCE
-        self.moves: list[Move] = []
+        self.migrations: list[Migration] = []
         # By namespace: no room was found for what was used then, so there is none for what is colder.
         self.refused: dict[Space, int] = {}
 
@@ -72,7 +72,7 @@ class _Budget:
         return self.blocks <= 0 or self.looks <= 0
 
 
-class RetirementBook:
+class EvacuationTable:
     """The dram arenas on their way out, and the moves that empty them.
 
     Args:
@@ -80,26 +80,26 @@ class RetirementBook:
         moves: takes what must go down to nvme.
     """
 
-    def __init__(self, residency: Residency, moves: MoveBook) -> None:
-        self._residency = residency
-        self._demotions = moves
+    def __init__(self, table: BlockTable, migrations: MigrationTable) -> None:
+        self._table = table
+        self._demotions = migrations
         self._walks: dict[int, _Walk] = {}  # by arena id
         self._next_id = -1  # downwards: the numbers of all other moves are positive
-        self._moves: dict[int, tuple[Move, Copy, Copy]] = {}
+        self._migrations: dict[int, tuple[Migration, Copy, Copy]] = {}
         self._demoted: set[Copy] = (
             set()
         )  # once each: a disk that refuses one does not keep the arena
         self._may_demote = True
 
     def __len__(self) -> int:
-        return len(self._moves)
+        return len(self._migrations)
 
-    def __contains__(self, move_id: int) -> bool:
-        return move_id in self._moves
+    def __contains__(self, migration_id: int) -> bool:
+        return migration_id in self._migrations
 
-    def values(self) -> list[tuple[Move, Copy, Copy]]:
+    def values(self) -> list[tuple[Migration, Copy, Copy]]:
         """Each move with its source and its target."""
-        return list(self._moves.values())
+        return list(self._migrations.values())
 
     def retire(self, arena_id: int) -> None:
         """Allocate nothing there from now on.
@@ -107,37 +107,37 @@ class RetirementBook:
         Raises:
             NotFound: no such arena. InvalidArgument: it is the last one.
         """
-        slots = self._residency.tiers[Tier.DRAM].slots
-        arena = next((arena for arena in slots.arenas if arena.arena_id == arena_id), None)
+        allocator = self._table.tiers[Tier.DRAM].allocator
+        arena = next((arena for arena in allocator.arenas if arena.arena_id == arena_id), None)
         if arena is None:
             raise NotFound(f"there is no dram arena {arena_id}")
         if arena_id in self._walks:
             return
-        if len(self._walks) + 1 == len(slots.arenas):
+        if len(self._walks) + 1 == len(allocator.arenas):
             raise InvalidArgument(f"arena {arena_id} is the last one", hint="stop the node instead")
-        slots.close(arena_id)
-        self._walks[arena_id] = _Walk(arena, self._residency.advance(0))
-        self._residency.resized(Tier.DRAM)
+        allocator.close(arena_id)
+        self._walks[arena_id] = _Walk(arena, self._table.advance(0))
+        self._table.resized(Tier.DRAM)
 
-    def retiring(self) -> dict[int, int]:
+    def evacuating(self) -> dict[int, int]:
         """Bytes in slots of each arena that is on its way out."""
         return {arena_id: walk.arena.used_bytes for arena_id, walk in self._walks.items()}
 
     def take_empty(self) -> list[int]:
         """Forget the retired arenas that hold nothing any more; returns them: nobody has business there."""
-        empty = [arena_id for arena_id, used_bytes in self.retiring().items() if not used_bytes]
+        empty = [arena_id for arena_id, used_bytes in self.evacuating().items() if not used_bytes]
         for arena_id in empty:
             del self._walks[arena_id]
             if not self._walks:
                 self._demoted.clear()
-            self._residency.tiers[Tier.DRAM].slots.remove(arena_id)
-            self._residency.resized(Tier.DRAM)
+            self._table.tiers[Tier.DRAM].allocator.remove(arena_id)
+            self._table.resized(Tier.DRAM)
         return empty
 
-    def plan(self, max_blocks: int, *, may_demote: bool = True) -> list[Move]:
+    def plan(self, max_blocks: int, *, may_demote: bool = True) -> list[Migration]:
         """Move or evict up to `max_blocks` blocks that nobody holds; returns the moves to carry out."""
         self._may_demote = may_demote
-        owners = self._residency.tiers[Tier.DRAM].owners
+        owners = self._table.tiers[Tier.DRAM].owners
         budget = _Budget(max_blocks)
         for walk in self._walks.values():
             is_stuck = False
@@ -152,39 +152,39 @@ class RetirementBook:
                         walk.held += not _is_free_to_go(copy, walk)
                     budget.looks -= 1
                     if budget.is_spent:
-                        return budget.moves
-                is_waiting = walk.held + len(self._moves) + len(self._demotions) > 0
+                        return budget.migrations
+                is_waiting = walk.held + len(self._migrations) + len(self._demotions) > 0
                 is_pressing = not walk.acted and not is_waiting and not walk.is_pressing
                 is_stuck = not walk.acted and not is_pressing
                 walk.start_over(is_pressing=is_pressing)
-        return budget.moves
+        return budget.migrations
 
-    def finish(self, move_id: int, is_ok: bool | None) -> None:
+    def finish(self, migration_id: int, is_ok: bool | None) -> None:
         """The bytes of one part are in their new place, or never will be.
 
         Args:
             is_ok: None for a move that was not begun.
         """
-        move, source, target = self._moves.pop(move_id)
-        residency = self._residency
+        migration, source, target = self._migrations.pop(migration_id)
+        table = self._table
         source.reading -= 1
         target.reading += 1  # keeps what is filled from being freed before it is decided
         if is_ok:
-            residency.fill(target, move.part, move.checksum)
+            table.fill(target, migration.part, migration.checksum)
         else:
-            residency.counters["moves_cancelled" if is_ok is None else "moves_failed"] += 1
-            residency.vacate(target, move.part, is_late_write_possible=False)
+            table.counters["migrations_cancelled" if is_ok is None else "migrations_failed"] += 1
+            table.vacate(target, migration.part, is_late_write_possible=False)
         target.reading -= 1
         is_complete = target.committed == source.committed
         # Another move, or a writer, that began meanwhile goes by the old places: try again when it is over.
         if is_complete and not source.block.is_detached and not source.reading + source.filling:
             if source.pins:
-                residency.replace(source, target)
+                table.replace(source, target)
             else:
-                residency.exchange_places(source, target)
-            residency.counters["relocated"] += 1
-        residency.settle_state(target)
-        residency.settle_state(source)
+                table.exchange_places(source, target)
+            table.counters["relocated"] += 1
+        table.settle_state(target)
+        table.settle_state(source)
 
     # ------------------------------------------------------------ within
 
@@ -192,16 +192,16 @@ class RetirementBook:
         """Begin to take one copy out of its arena; whether it was evicted, so that its parent may follow."""
         block = copy.block
         is_pressed = walk.is_pressing and eviction.has_descendant(copy)
-        is_urgent = is_pressed or block.keep_until != NEVER
+        is_urgent = is_pressed or block.retained_until != NEVER
         started = self._relocate(copy, None if is_urgent else block.last_use, budget)
         if not started and not copy.pins and self._may_demote and copy not in self._demoted:
             started = self._demotions.demote(copy)
             if started:
                 self._demoted.add(copy)
-        budget.moves += started
+        budget.migrations += started
         is_evicted = not started and eviction.is_evictable(copy)
         if is_evicted:
-            self._residency.evict(copy)
+            self._table.evict(copy)
         if started or is_evicted:
             walk.acted += 1
             budget.blocks -= 1
@@ -211,34 +211,34 @@ class RetirementBook:
         """The parent's copy where it stands in the same arena: the walk has passed it by, as a rule."""
         parent = block.space.blocks.get(block.parent)
         copy = parent.copies[Tier.DRAM] if parent is not None else None
-        return copy if copy is not None and eviction.stands_in(copy, {arena_id}) else None
+        return copy if copy is not None and eviction.is_in_arenas(copy, {arena_id}) else None
 
-    def _relocate(self, source: Copy, colder_than: int | None, budget: _Budget) -> list[Move]:
+    def _relocate(self, source: Copy, colder_than: int | None, budget: _Budget) -> list[Migration]:
         """Moves to slots elsewhere in the tier; none where there is no room for it."""
-        residency, block, space = self._residency, source.block, source.block.space
+        table, block, space = self._table, source.block, source.block.space
         if colder_than is not None and colder_than <= budget.refused.get(space, -1):
             return []
         twin = Block(space, block.name, block.parent, block.last_use, block.depth)
         twin.is_detached = True
-        residency.detached.add(twin)
+        table.detached.add(twin)
         parts = [part for part, checksum in enumerate(source.checksums) if checksum is not None]
         source.reading += len(parts)  # before room is made: the source is never the victim
         for count, part in enumerate(parts):
-            if residency.hold(twin, source.tier, part, colder_than) is None:
+            if table.hold(twin, source.tier, part, colder_than) is None:
                 self._give_up(source, twin, parts, count)
                 budget.blocks -= 1
                 if colder_than is not None:
                     budget.refused[space] = colder_than
                 return []
         target = twin.copies[source.tier]
-        moves: list[Move] = []
+        migrations: list[Migration] = []
         for part in parts:
             place, checksum = source.places[part], source.checksums[part]
             to = target.places[part] if target is not None else None
             if target is None or to is None or place is None or checksum is None:
                 raise StoreCorrupt(f"block {block.name.hex()} lost a part")
             tier = source.tier
-            move = Move(
+            migration = Migration(
                 self._next_id,
                 space.namespace_id,
                 block.name,
@@ -251,18 +251,18 @@ class RetirementBook:
                 checksum,
                 block.parent,
             )
-            self._moves[self._next_id] = (move, source, target)
+            self._migrations[self._next_id] = (migration, source, target)
             self._next_id -= 1
-            moves.append(move)
-        return moves
+            migrations.append(migration)
+        return migrations
 
     def _give_up(self, source: Copy, twin: Block, parts: list[int], held: int) -> None:
         target = twin.copies[source.tier]
         if target is not None:
             for part in parts[:held]:
-                self._residency.vacate(target, part, is_late_write_possible=False)
+                self._table.vacate(target, part, is_late_write_possible=False)
         source.reading -= len(parts)
-        self._residency.settle_state(source)
+        self._table.settle_state(source)
 
 
 def _is_free_to_go(copy: Copy, walk: _Walk) -> bool:

@@ -34,20 +34,20 @@ def has_descendant(copy: Copy) -> bool:
     return block.name in block.space.children[copy.tier]
 
 
-def is_standing(copy: Copy) -> bool:
+def is_resident(copy: Copy) -> bool:
     """The record is still the block's copy in its tier, and has something to evict."""
     block = copy.block
     return not block.is_detached and block.copies[copy.tier] is copy and copy.committed > 0
 
 
-def is_hard(copy: Copy) -> bool:
+def is_hard_pinned(copy: Copy) -> bool:
     """The block is protected without an end: it is never evicted."""
-    return copy.block.keep_until == FOREVER and copy.tier != Tier.HBM
+    return copy.block.retained_until == FOREVER and copy.tier != Tier.HBM
 
 
-def is_soft(copy: Copy) -> bool:
+def is_soft_pinned(copy: Copy) -> bool:
     """The block is protected for a while: it goes only when nothing else can."""
-    return NEVER < copy.block.keep_until < FOREVER and copy.tier != Tier.HBM
+    return NEVER < copy.block.retained_until < FOREVER and copy.tier != Tier.HBM
 
 
 def is_spared(copy: Copy) -> bool:
@@ -59,7 +59,7 @@ def is_spared(copy: Copy) -> bool:
     if copy.tier != Tier.HBM or not copy.is_whole or has_backing(copy):
         return False
     block = copy.block
-    return block.keep_until != NEVER or copy.refused_use != block.last_use
+    return block.retained_until != NEVER or copy.refused_use != block.last_use
 
 
 def has_backing(copy: Copy) -> bool:
@@ -69,7 +69,9 @@ def has_backing(copy: Copy) -> bool:
 
 def is_takable(copy: Copy) -> bool:
     """The copy stands, nobody holds it, and it is not to be kept; descendants are another matter."""
-    return is_standing(copy) and not is_held(copy) and not is_hard(copy) and not is_spared(copy)
+    return (
+        is_resident(copy) and not is_held(copy) and not is_hard_pinned(copy) and not is_spared(copy)
+    )
 
 
 def is_evictable(copy: Copy) -> bool:
@@ -77,12 +79,12 @@ def is_evictable(copy: Copy) -> bool:
     return is_takable(copy) and not has_descendant(copy)
 
 
-def stands_in(copy: Copy, arena_ids: Set[int]) -> bool:
+def is_in_arenas(copy: Copy, arena_ids: Set[int]) -> bool:
     """Some part of the copy has its slot in one of the arenas."""
     return any(place is not None and place.arena_id in arena_ids for place in copy.places)
 
 
-class Shelf:
+class EvictionQueue:
     """The candidates of one tier, slot size and account, by rank: plain ones first, protected ones last.
 
     A policy that goes by anything but recency would let the disk be rewritten for ever: a block of dram whose
@@ -110,7 +112,7 @@ class Shelf:
 
     def rank(self, copy: Copy) -> int:
         """PLAIN, DOUBLE or SOFT, as of now."""
-        if is_soft(copy):
+        if is_soft_pinned(copy):
             return SOFT
         if self._is_double_apart and copy.block.copies[Tier.DRAM] is not None:
             return DOUBLE
@@ -150,7 +152,7 @@ class Shelf:
         if copy.block.is_shielded:
             self._parked.append(copy)
             return False
-        if self._closed and stands_in(copy, self._closed):
+        if self._closed and is_in_arenas(copy, self._closed):
             return False
         return is_evictable(copy) and self.rank(copy) == rank
 

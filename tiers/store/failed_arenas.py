@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections import deque
 
 from kvpool.blocks.tier import Tier
-from tiers.store.block_table import Residency
+from tiers.store.block_table import BlockTable
 from tiers.store.slab_allocator import Place
 
 
-class LossBook:
+class FailedArenas:
     """Closes arenas, and takes out what stood in those that cannot be read."""
 
-    def __init__(self, residency: Residency) -> None:
-        self._residency = residency
+    def __init__(self, table: BlockTable) -> None:
+        self._table = table
         self._left: deque[tuple[Tier, Place]] = deque()  # (tier, place) still to be looked at
 
     def __len__(self) -> int:
@@ -29,22 +29,22 @@ class LossBook:
         Raises:
             NotFound: no such arena.
         """
-        slots = self._residency.tiers[tier_index].slots
-        if slots.is_open(arena_id):
-            slots.close(arena_id)
-            self._residency.resized(tier_index)
+        allocator = self._table.tiers[tier_index].allocator
+        if allocator.is_open(arena_id):
+            allocator.close(arena_id)
+            self._table.resized(tier_index)
 
-    def lose(self, tier_index: Tier, arena_id: int) -> None:
+    def fail(self, tier_index: Tier, arena_id: int) -> None:
         """Nothing can be read there any more: close it, and give up what stands there (see `step`).
 
         Raises:
             NotFound: no such arena.
         """
         self.close(tier_index, arena_id)
-        if (tier_index, arena_id) in self._residency.lost:
+        if (tier_index, arena_id) in self._table.failed:
             return
-        self._residency.lost.add((tier_index, arena_id))
-        owners = self._residency.tiers[tier_index].owners
+        self._table.failed.add((tier_index, arena_id))
+        owners = self._table.tiers[tier_index].owners
         self._left.extend((tier_index, p) for p in owners if p.arena_id == arena_id)
 
     def step(self, limit: int, reason: str) -> int:
@@ -55,7 +55,7 @@ class LossBook:
         """
         for _ in range(min(limit, len(self._left))):
             tier_index, place = self._left.popleft()
-            copy = self._residency.tiers[tier_index].owners.get(place)
+            copy = self._table.tiers[tier_index].owners.get(place)
             if copy is not None:
-                self._residency.lose(copy, reason)
+                self._table.drop_unreadable(copy, reason)
         return len(self._left)

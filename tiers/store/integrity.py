@@ -12,55 +12,55 @@ from typing import TYPE_CHECKING
 
 from kvpool.blocks.tier import Tier
 from tiers.store import eviction
-from tiers.store.blocks import NEVER, Block, Copy, Move
+from tiers.store.blocks import NEVER, Block, Copy, Migration
 from tiers.store.slab_allocator import Place, StoreCorrupt
 
 if TYPE_CHECKING:
-    from tiers.store.block_table import Residency
-    from tiers.store.evacuation import RetirementBook
-    from tiers.store.leases import LeaseBook
-    from tiers.store.migrations import MoveBook
-    from tiers.store.reservations import ReservationBook
-    from tiers.store.retention import ProtectionBook
+    from tiers.store.block_table import BlockTable
+    from tiers.store.evacuation import EvacuationTable
+    from tiers.store.leases import LeaseTable
+    from tiers.store.migrations import MigrationTable
+    from tiers.store.reservations import ReservationTable
+    from tiers.store.retention import RetentionTable
     from tiers.store.victims import TierState
-    from tiers.store.writeback import Boundary
+    from tiers.store.writeback import Writeback
 
 Slot = tuple[Place, int]  # where, bytes
 
 
 def check(
-    residency: Residency,
-    leases: LeaseBook,
-    reservations: ReservationBook,
-    moves: MoveBook,
-    retirements: RetirementBook,
-    protections: ProtectionBook,
+    table: BlockTable,
+    leases: LeaseTable,
+    reservations: ReservationTable,
+    migrations: MigrationTable,
+    evacuations: EvacuationTable,
+    retentions: RetentionTable,
 ) -> None:
     """Compare every count, list and state with what the records say.
 
     Raises:
         StoreCorrupt: the first contradiction found.
     """
-    blocks = _all_blocks(residency)
+    blocks = _all_blocks(table)
     copies = [copy for block in blocks for copy in block.copies if copy is not None]
-    under_way = [*moves.values(), *retirements.values()]
+    under_way = [*migrations.values(), *evacuations.values()]
     _check_holders(blocks, copies, leases, reservations, under_way)
     for block in blocks:
         _check_block(block)
-    for tier in residency.tiers.values():
+    for tier in table.tiers.values():
         quarantined = [
             (entry.place, entry.slot_bytes)
             for entry in reservations.quarantined()
             if entry.tier == tier.index
         ]
-        tier.slots.check_integrity()
+        tier.allocator.check_integrity()
         _check_tier(tier, copies, quarantined)
-        _check_candidates(residency, tier, copies)
-        _check_ledger(tier, quarantined)
-    _check_children(residency)
-    _check_protection(residency, blocks, protections)
-    for boundary in residency.boundaries.values():
-        _check_boundary(boundary, blocks, moves)
+        _check_candidates(table, tier, copies)
+        _check_quotas(tier, quarantined)
+    _check_children(table)
+    _check_retention(table, blocks, retentions)
+    for writeback in table.writebacks.values():
+        _check_writeback(writeback, blocks, migrations)
 
 
 def _require(holds: bool, message: str) -> None:
@@ -68,9 +68,9 @@ def _require(holds: bool, message: str) -> None:
         raise StoreCorrupt(message)
 
 
-def _all_blocks(residency: Residency) -> list[Block]:
-    blocks = list(residency.detached)
-    for space in residency.spaces.values():
+def _all_blocks(table: BlockTable) -> list[Block]:
+    blocks = list(table.detached)
+    for space in table.spaces.values():
         for name, block in space.blocks.items():
             _require(block.name == name and block.space is space, f"{name.hex()} is misfiled")
             _require(not block.is_detached, f"dropped block {name.hex()} can be found")
@@ -82,9 +82,9 @@ def _all_blocks(residency: Residency) -> list[Block]:
 def _check_holders(
     blocks: list[Block],
     copies: list[Copy],
-    leases: LeaseBook,
-    reservations: ReservationBook,
-    moves: list[tuple[Move, Copy, Copy]],
+    leases: LeaseTable,
+    reservations: ReservationTable,
+    migrations: list[tuple[Migration, Copy, Copy]],
 ) -> None:
     """Invariant 1: every hold is somebody's, and whoever holds, holds."""
     pins = Counter(copy for lease in leases.values() for copy in lease.copies)
@@ -102,9 +102,15 @@ def _check_holders(
                 )
                 _require(is_reserved, f"reservation {grant.reservation_id} holds a slot no more")
                 filling[copy] += 1
-    for move, source, target in moves:
-        _require(source.places[move.part] == move.source, f"source of move {move.move_id} moved")
-        _require(target.places[move.part] == move.target, f"target of move {move.move_id} moved")
+    for migration, source, target in migrations:
+        _require(
+            source.places[migration.part] == migration.source,
+            f"source of move {migration.migration_id} moved",
+        )
+        _require(
+            target.places[migration.part] == migration.target,
+            f"target of move {migration.migration_id} moved",
+        )
         filling[target] += 1
         reading[source] += 1
     _require({*filling, *reading} <= set(copies), "a reservation or move is on a copy that is gone")
@@ -165,41 +171,43 @@ def _check_tier(tier: TierState, copies: list[Copy], quarantined: list[Slot]) ->
     states = (tier.reserved_bytes, tier.committed_bytes, tier.pinned_bytes, tier.quarantined_bytes)
     recount = (reserved, committed, pinned, sum(size for _, size in quarantined))
     _require(states == recount, f"{tier.name}: bytes by state {states} != {recount}")
-    _require(tier.free_bytes == tier.slots.free_bytes, f"{tier.name}: a slot leaked")
+    _require(tier.free_bytes == tier.allocator.free_bytes, f"{tier.name}: a slot leaked")
 
 
-def _check_candidates(residency: Residency, tier: TierState, copies: list[Copy]) -> None:
+def _check_candidates(table: BlockTable, tier: TierState, copies: list[Copy]) -> None:
     """Nothing that could be evicted or demoted is forgotten."""
     for copy in copies:
         if copy.tier != tier.index:
             continue
         # What stands in an arena on its way out is taken from there, not chosen.
-        if eviction.is_evictable(copy) and not eviction.stands_in(copy, tier.slots.closed):
-            shelf = tier.shelf_of(copy)
-            _require(copy in shelf, f"{copy.block.name.hex()} can never be evicted")
+        if eviction.is_evictable(copy) and not eviction.is_in_arenas(copy, tier.allocator.closed):
+            queue = tier.queue_of(copy)
+            _require(copy in queue, f"{copy.block.name.hex()} can never be evicted")
 
 
-def _check_boundary(boundary: Boundary, blocks: list[Block], moves: MoveBook) -> None:
+def _check_writeback(writeback: Writeback, blocks: list[Block], migrations: MigrationTable) -> None:
     """What would be lost is known, and its demotion not forgotten."""
-    name, index = boundary.upper.name, boundary.upper.index
+    name, index = writeback.upper.name, writeback.upper.index
     clean = 0
-    waiting = boundary.waiting()
-    cleaning = [source for _, source, target in moves.values() if target.tier == boundary.target]
+    waiting = writeback.waiting()
+    cleaning = [
+        source for _, source, target in migrations.values() if target.tier == writeback.target
+    ]
     for block in blocks:
         copy = block.copies[index]
         if copy is None or not copy.is_whole or block.is_detached:
             continue
-        below = [block.copies[tier] for tier in boundary.lower]
+        below = [block.copies[tier] for tier in writeback.lower]
         if any(lower is not None and lower.is_whole for lower in below):
             clean += copy.size_bytes
         elif copy not in waiting and not any(below):
             _require(False, f"{block.name.hex()} of {name} can never be demoted")
-    _require(clean == boundary.clean_bytes, f"{name}: {boundary.clean_bytes} != {clean} clean")
+    _require(clean == writeback.clean_bytes, f"{name}: {writeback.clean_bytes} != {clean} clean")
     parts = sum(source.block.space.slot_bytes[index] for source in cleaning if source.tier == index)
-    _require(parts == boundary.cleaning_bytes, f"{name}: bytes under demotion are miscounted")
+    _require(parts == writeback.cleaning_bytes, f"{name}: bytes under demotion are miscounted")
 
 
-def _check_ledger(tier: TierState, quarantined: list[Slot]) -> None:
+def _check_quotas(tier: TierState, quarantined: list[Slot]) -> None:
     """Every slot counts for one account, in quarantine too."""
     used: Counter[int] = Counter()
     for copy in tier.owners.values():
@@ -207,29 +215,30 @@ def _check_ledger(tier: TierState, quarantined: list[Slot]) -> None:
     for place, slot_bytes in quarantined:
         used[tier.quarantined_of[place]] += slot_bytes
     _require(len(tier.quarantined_of) == len(quarantined), "somebody pays for no quarantine")
-    for account, charged in enumerate(tier.ledger.used):
+    for account, charged in enumerate(tier.quota_table.used):
         is_right = charged == used[account]
         _require(is_right, f"{tier.name}: account {account} pays {charged} for {used[account]}")
 
 
-def _check_protection(
-    residency: Residency, blocks: list[Block], protections: ProtectionBook
-) -> None:
+def _check_retention(table: BlockTable, blocks: list[Block], retentions: RetentionTable) -> None:
     """What is promised is counted, and no block is protected longer than what it builds on."""
-    kept = {block for block in blocks if block.keep_until != NEVER}
-    _require(kept == set(protections.values()), "protected blocks are misfiled")
-    for tier in residency.tiers.values():
-        promising = kept if tier.index != Tier.HBM else set()
+    retained = {block for block in blocks if block.retained_until != NEVER}
+    _require(retained == set(retentions.values()), "protected blocks are misfiled")
+    for tier in table.tiers.values():
+        promising = retained if tier.index != Tier.HBM else set()
         promised = sum(b.space.slot_bytes[tier.index] * b.space.tp_size for b in promising)
-        _require(tier.kept_bytes == promised, f"{tier.name}: {tier.kept_bytes} != {promised} kept")
-    for space in residency.spaces.values():
-        children = Counter(b.parent for b in kept if b.space is space and b.parent)
-        _require(children == space.kept_children, "protected children are miscounted")
+        _require(
+            tier.retained_bytes == promised,
+            f"{tier.name}: {tier.retained_bytes} != {promised} kept",
+        )
+    for space in table.spaces.values():
+        children = Counter(b.parent for b in retained if b.space is space and b.parent)
+        _require(children == space.retained_children, "protected children are miscounted")
 
 
-def _check_children(residency: Residency) -> None:
+def _check_children(table: BlockTable) -> None:
     """Invariant 6: every copy counts with its parent."""
-    for space in residency.spaces.values():
+    for space in table.spaces.values():
         for tier_index in Tier:
             children = Counter(
                 block.parent

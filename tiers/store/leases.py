@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 
 from kvpool.blocks.tier import Tier
 from kvpool.errors import LeaseExpired
-from tiers.store.block_table import Residency
+from tiers.store.block_table import BlockTable
 from tiers.store.blocks import Copy, Space
 
 
@@ -26,7 +26,7 @@ class Lease:
         self.deadline = deadline  # monotonic seconds, as announced
 
 
-class LeaseBook:
+class LeaseTable:
     """All leases in force or in grace.
 
     Args:
@@ -35,8 +35,8 @@ class LeaseBook:
         first_id: number of the first lease.
     """
 
-    def __init__(self, residency: Residency, grace_s: float, first_id: int) -> None:
-        self._residency = residency
+    def __init__(self, table: BlockTable, grace_s: float, first_id: int) -> None:
+        self._table = table
         self._grace_s = grace_s
         self._next_id = first_id
         self._leases: dict[int, Lease] = {}
@@ -61,8 +61,8 @@ class LeaseBook:
         fresh = 0
         in_hbm: list[Copy] = []
         hbm = Tier.HBM
-        residency = self._residency
-        tick = residency.advance(len(copies))  # inlined `touch`: one pass over the run
+        table = self._table
+        tick = table.advance(len(copies))  # inlined `touch`: one pass over the run
         for copy in copies:
             copy.block.last_use = tick
             tick -= 1
@@ -73,9 +73,9 @@ class LeaseBook:
                 fresh += 1
                 if copy.tier == hbm:  # rare
                     in_hbm.append(copy)
-        if residency.wants_uses:
-            residency.note_uses([copy.block for copy in copies])
-        residency.note_pins(space, fresh - len(in_hbm), len(in_hbm))
+        if table.wants_uses:
+            table.note_uses([copy.block for copy in copies])
+        table.note_pins(space, fresh - len(in_hbm), len(in_hbm))
         lease_id = self._next_id
         self._next_id += 1
         self._leases[lease_id] = Lease(lease_id, holder_id, copies, deadline)
@@ -104,7 +104,7 @@ class LeaseBook:
         holder.discard(lease_id)
         if not holder:
             del self._by_holder[lease.holder_id]
-        self._residency.unpin_run(lease.copies)
+        self._table.unpin_run(lease.copies)
         if len(self._due) > 1024 and len(self._due) > 2 * len(self._leases):
             self._due = [(le.deadline + self._grace_s, i) for i, le in self._leases.items()]
             self._due.sort()
@@ -130,7 +130,7 @@ class LeaseBook:
                 heappush(self._due, (end, lease_id))
                 continue
             self.release(lease_id)
-            self._residency.counters["leases_expired"] += 1
+            self._table.counters["leases_expired"] += 1
             ended += 1
         return ended
 

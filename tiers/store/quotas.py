@@ -91,7 +91,7 @@ def _shares(quotas: Quotas, dram_bytes: int) -> list[float]:
     return [q if isinstance(q, float) else q / dram_bytes for q in quotas.values()]
 
 
-class Ledger:
+class QuotaTable:
     """What each account uses of one tier, in bytes; O(log accounts) per change.
 
     Args:

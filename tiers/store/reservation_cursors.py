@@ -2,7 +2,7 @@
 
 What is promised stays promised between two slices: granted slots are reserved, and what is being committed is
 nobody else's. What is not yet granted may be taken by others meanwhile, as if they had come first.
-Plain state; `ReservationBook` works on it.
+Plain state; `ReservationTable` works on it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Grant:
 
 
 @dataclass(slots=True, eq=False)
-class ReserveRun:
+class ReserveCursor:
     """A run of one chain that is being reserved for a writer: what was said of blocks [0, len(statuses))."""
 
     space: Space
@@ -58,7 +58,7 @@ class ReserveRun:
 
 
 @dataclass(slots=True, eq=False)
-class CommitRun:
+class CommitCursor:
     """Granted parts on their way to be committed: taken from the grant, and committed up to `done`."""
 
     reservation_id: int

@@ -14,9 +14,9 @@ from heapq import heappop, heappush
 from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument, ReservationGone
 from kvpool.wire.messages import BlockStatus
-from tiers.store.block_table import Residency
+from tiers.store.block_table import BlockTable
 from tiers.store.blocks import Block, Copy, Space
-from tiers.store.reservation_cursors import CommitRun, Grant, ReserveRun
+from tiers.store.reservation_cursors import CommitCursor, Grant, ReserveCursor
 from tiers.store.slab_allocator import Place
 
 
@@ -33,7 +33,7 @@ class Quarantined:
         self.is_over = False
 
 
-class ReservationBook:
+class ReservationTable:
     """All live reservations, and the slots in quarantine.
 
     Args:
@@ -42,14 +42,14 @@ class ReservationBook:
         first_id: number of the first reservation.
     """
 
-    def __init__(self, residency: Residency, quarantine_s: float, first_id: int) -> None:
-        self._residency = residency
+    def __init__(self, table: BlockTable, quarantine_s: float, first_id: int) -> None:
+        self._table = table
         self._quarantine_s = quarantine_s
         self._next_id = first_id
         self._grants: dict[int, Grant] = {}
         self._by_writer: dict[str, set[int]] = {}
         self._due: list[tuple[float, int]] = []
-        self._committing: dict[CommitRun, None] = {}
+        self._committing: dict[CommitCursor, None] = {}
         self._quarantine: deque[Quarantined] = deque()  # by `until`: time only moves forward
         # To find the slots of a writer or a reservation; entries go when their slots are free.
         self._of_writer: dict[str, dict[Quarantined, None]] = {}  # dicts: a fixed order
@@ -58,7 +58,7 @@ class ReservationBook:
     def __len__(self) -> int:
         return len(self._grants)
 
-    def values(self) -> list[Grant | CommitRun]:
+    def values(self) -> list[Grant | CommitCursor]:
         """All live reservations, and what was taken from them to be committed."""
         return [*self._grants.values(), *self._committing]
 
@@ -84,14 +84,14 @@ class ReservationBook:
         ttl_s: float,
         deadline: float,
         tier: Tier = Tier.DRAM,
-    ) -> ReserveRun:
+    ) -> ReserveCursor:
         """Begin to hold slots for what is not here of a run of one chain: see `reserve_some`.
 
         Neither the run nor what it builds on is evicted to make its room. With tier HBM, what finds no room
         there is granted in dram; parts of one block stand together.
         """
         known = [b for b in map(space.blocks.get, hashes) if b is not None]
-        return ReserveRun(
+        return ReserveCursor(
             space,
             hashes,
             parent,
@@ -100,42 +100,47 @@ class ReservationBook:
             ttl_s,
             deadline,
             tier,
-            self._residency.advance(len(known)),
+            self._table.advance(len(known)),
             {*known, *_ancestors(space, parent)},
         )
 
-    def reserve_some(self, run: ReserveRun, count: int) -> None:
+    def reserve_some(self, cursor: ReserveCursor, count: int) -> None:
         """Go on with up to `count` blocks of a run; after `NO_ROOM` for one all others have none either.
 
         Raises:
             ReservationGone: it ended meanwhile, with its writer or its time.
         """
-        if run.grant is not None and self._grants.get(run.grant.reservation_id) is not run.grant:
-            raise reservation_over(run.grant.reservation_id)
-        if self._residency.spaces.get(run.space.namespace_id) is not run.space:
+        if (
+            cursor.grant is not None
+            and self._grants.get(cursor.grant.reservation_id) is not cursor.grant
+        ):
+            raise reservation_over(cursor.grant.reservation_id)
+        if self._table.spaces.get(cursor.space.namespace_id) is not cursor.space:
             raise reservation_over(0)  # it was forgotten before anything of it was here
-        start, part = len(run.statuses), run.part
-        names = run.hashes[start : start + count]
-        here = [b for b in map(run.space.blocks.get, names) if b is not None and _has_part(b, part)]
-        self._residency.touch(here, tick=run.tick)
-        run.tick -= len(here)
-        parent = run.hashes[start - 1] if start else run.parent
+        start, part = len(cursor.statuses), cursor.part
+        names = cursor.hashes[start : start + count]
+        here = [
+            b for b in map(cursor.space.blocks.get, names) if b is not None and _has_part(b, part)
+        ]
+        self._table.touch(here, tick=cursor.tick)
+        cursor.tick -= len(here)
+        parent = cursor.hashes[start - 1] if start else cursor.parent
         copies: list[Copy] = []
-        with self._residency.shield(run.shielded):
+        with self._table.shield(cursor.shielded):
             for name in names:
-                status, copy = self._reserve_part(run.space, name, parent, part, run.tier)
+                status, copy = self._reserve_part(cursor.space, name, parent, part, cursor.tier)
                 if status == BlockStatus.NO_ROOM:
-                    run.statuses += [status] * (len(run.hashes) - len(run.statuses))
-                    self._residency.counters["no_room"] += 1
+                    cursor.statuses += [status] * (len(cursor.hashes) - len(cursor.statuses))
+                    self._table.counters["no_room"] += 1
                     break
-                run.statuses.append(status)
+                cursor.statuses.append(status)
                 if copy is not None and (place := copy.places[part]) is not None:
-                    run.places.append(place)
+                    cursor.places.append(place)
                     copies.append(copy)
                 parent = name
         if copies:
-            run.grant = run.grant or self._grant(part, run.writer_id, run.deadline)
-            run.grant.add(copies)
+            cursor.grant = cursor.grant or self._grant(part, cursor.writer_id, cursor.deadline)
+            cursor.grant.add(copies)
 
     def renew(self, reservation_id: int, ttl_s: float, now: float) -> float:
         """Move the deadline to `now + ttl_s`, never to an earlier time; returns seconds from now.
@@ -153,7 +158,7 @@ class ReservationBook:
         checksums: Sequence[int],
         indices: Sequence[int] | None,
         now: float,
-    ) -> CommitRun:
+    ) -> CommitCursor:
         """Take granted parts out of their reservation, to be committed by `commit_some`. All or nothing.
 
         Nothing can keep them from it any more, neither the reservation's time nor the end of its writer.
@@ -184,25 +189,25 @@ class ReservationBook:
         grant.remaining -= len(copies)
         if not grant.remaining:
             self._remove(grant)
-        tick = self._residency.advance(len(copies))
-        run = CommitRun(reservation_id, grant.part, copies, checksums, tick)
+        tick = self._table.advance(len(copies))
+        cursor = CommitCursor(reservation_id, grant.part, copies, checksums, tick)
         if copies:
-            self._committing[run] = None
-        return run
+            self._committing[cursor] = None
+        return cursor
 
-    def commit_some(self, run: CommitRun, count: int) -> None:
+    def commit_some(self, cursor: CommitCursor, count: int) -> None:
         """Commit the next `count` parts of a run; blocks become visible one after the other."""
-        end = min(run.done + count, len(run.copies))
-        batch = [copy for copy in run.copies[run.done : end] if copy is not None]
-        self._residency.touch([copy.block for copy in batch], is_use=False, tick=run.tick)
-        run.tick -= len(batch)
-        for number, copy in enumerate(batch, run.done):
-            run.copies[number] = None
-            if self._residency.fill(copy, run.part, run.checksums[number]):
-                run.visible.append(copy.block.name)
-        run.done = end
-        if run.is_done:
-            self._committing.pop(run, None)
+        end = min(cursor.done + count, len(cursor.copies))
+        batch = [copy for copy in cursor.copies[cursor.done : end] if copy is not None]
+        self._table.touch([copy.block for copy in batch], is_use=False, tick=cursor.tick)
+        cursor.tick -= len(batch)
+        for number, copy in enumerate(batch, cursor.done):
+            cursor.copies[number] = None
+            if self._table.fill(copy, cursor.part, cursor.checksums[number]):
+                cursor.visible.append(copy.block.name)
+        cursor.done = end
+        if cursor.is_done:
+            self._committing.pop(cursor, None)
 
     def abort(self, reservation_id: int, *, writer_stopped: bool, now: float) -> None:
         """Give back what is not committed: free when the writer stopped, else to quarantine.
@@ -241,7 +246,7 @@ class ReservationBook:
                 heappush(self._due, (grant.deadline, reservation_id))
                 continue
             self._end(grant, is_late_write_possible=True, now=now)
-            self._residency.counters["reservations_expired"] += 1
+            self._table.counters["reservations_expired"] += 1
             ended += 1
         return ended + self._expire_quarantine(now)
 
@@ -260,13 +265,13 @@ class ReservationBook:
     ) -> tuple[int, Copy | None]:
         if any(name in names for names in space.visible):
             return BlockStatus.EXISTS, None
-        residency = self._residency
+        table = self._table
         begun = _begun_copy(space.blocks.get(name))
         if begun is not None and begun.tier == Tier.HBM and tier != Tier.HBM:
             # This writer cannot write where the others did: a block stands whole in one tier or in none.
             if begun.filling:
                 return BlockStatus.IN_PROGRESS, None
-            residency.discard_partial(begun)
+            table.discard_partial(begun)
             begun = None
         if begun is not None:
             if begun.places[part] is not None:
@@ -275,13 +280,13 @@ class ReservationBook:
             tier = begun.tier
         tiers = (Tier.HBM, Tier.DRAM) if tier == Tier.HBM and begun is None else (tier,)
         for index in tiers:
-            if index not in residency.tiers:
+            if index not in table.tiers:
                 continue
-            block = residency.block(space, name, parent)  # anew: in vain, its record went again
+            block = table.block(space, name, parent)  # anew: in vain, its record went again
             recovered = block.copies[Tier.NVME]
-            if residency.hold(block, index, part) is not None:
+            if table.hold(block, index, part) is not None:
                 if recovered is not None:  # in part, before a restart: the new bytes replace it
-                    residency.discard_partial(recovered)
+                    table.discard_partial(recovered)
                 return BlockStatus.GRANTED, block.copies[index]
         return BlockStatus.NO_ROOM, None
 
@@ -289,7 +294,7 @@ class ReservationBook:
         grant = self._grants.get(reservation_id)
         if grant is not None and now >= grant.deadline:
             self._end(grant, is_late_write_possible=True, now=now)
-            self._residency.counters["reservations_expired"] += 1
+            self._table.counters["reservations_expired"] += 1
             grant = None
         if grant is None:
             raise reservation_over(reservation_id)
@@ -309,7 +314,7 @@ class ReservationBook:
         # The last block first: the tail of a chain goes before what it builds on.
         open_copies = [copy for copy in reversed(grant.copies) if copy is not None]
         places = [
-            self._residency.vacate(copy, grant.part, is_late_write_possible=is_late_write_possible)
+            self._table.vacate(copy, grant.part, is_late_write_possible=is_late_write_possible)
             for copy in open_copies
         ]
         if not is_late_write_possible:
@@ -350,7 +355,7 @@ class ReservationBook:
         for entry in entries:
             if not entry.is_over:
                 entry.is_over = True
-                self._residency.end_quarantine(entry.tier, entry.place, entry.slot_bytes)
+                self._table.end_quarantine(entry.tier, entry.place, entry.slot_bytes)
 
 
 def reservation_over(reservation_id: int) -> ReservationGone:

@@ -65,7 +65,7 @@ class _Slab:
         self.give_to(0, 0)
 
 
-class SlotAllocator:
+class SlabAllocator:
     """Slots of several sizes in one arena; every call is O(1) or O(log slabs).
 
     Args:

@@ -19,25 +19,25 @@ from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument, LayoutMismatch, NoRoom, NotFound, UnknownNamespace
 from kvpool.wire.messages import BlockInfo, NamespaceUsage, TierUsage
 from tiers.store import inspection, integrity, recovery
-from tiers.store.access_clock import Ages
-from tiers.store.arena_allocator import SlotPool, pool_of
-from tiers.store.block_table import Residency
-from tiers.store.blocks import Copy, Move, PinResult, Reservation, Space, StoreEvent
+from tiers.store.access_clock import AccessClock
+from tiers.store.arena_allocator import ArenaAllocator, as_arena_allocator
+from tiers.store.block_table import BlockTable
+from tiers.store.blocks import Copy, Migration, PinResult, Reservation, Space, StoreEvent
 from tiers.store.config import StoreConfig
-from tiers.store.evacuation import RetirementBook
-from tiers.store.failed_arenas import LossBook
+from tiers.store.evacuation import EvacuationTable
+from tiers.store.failed_arenas import FailedArenas
 from tiers.store.fp8 import Encoding, encoding_of, stored_bytes
-from tiers.store.leases import LeaseBook
-from tiers.store.migrations import MoveBook, whole_copy
+from tiers.store.leases import LeaseTable
+from tiers.store.migrations import MigrationTable, whole_copy
 from tiers.store.quotas import AccountUsage
-from tiers.store.recovery import Protection, Use
-from tiers.store.reservation_cursors import CommitRun, ReserveRun
-from tiers.store.reservations import ReservationBook
-from tiers.store.retention import ProtectionBook
-from tiers.store.slab_allocator import Place, SlotAllocator, StoreCorrupt
+from tiers.store.recovery import Access, Retention
+from tiers.store.reservation_cursors import CommitCursor, ReserveCursor
+from tiers.store.reservations import ReservationTable
+from tiers.store.retention import RetentionTable
+from tiers.store.slab_allocator import Place, SlabAllocator, StoreCorrupt
 
 __all__ = [
-    "Move",
+    "Migration",
     "PinResult",
     "Reservation",
     "Store",
@@ -62,26 +62,26 @@ class Store:
 
     def __init__(
         self,
-        dram: SlotAllocator | SlotPool,
-        nvme: SlotAllocator | SlotPool | None = None,
+        dram: SlabAllocator | ArenaAllocator,
+        nvme: SlabAllocator | ArenaAllocator | None = None,
         config: StoreConfig | None = None,
         *,
-        hbm: SlotAllocator | SlotPool | None = None,
+        hbm: SlabAllocator | ArenaAllocator | None = None,
     ) -> None:
         self.config = config = config or StoreConfig()
-        self._residency = Residency(
-            pool_of(dram),
-            pool_of(nvme) if nvme is not None else None,
-            pool_of(hbm) if hbm is not None else None,
+        self._table = BlockTable(
+            as_arena_allocator(dram),
+            as_arena_allocator(nvme) if nvme is not None else None,
+            as_arena_allocator(hbm) if hbm is not None else None,
             config,
         )
-        self._leases = LeaseBook(self._residency, config.grace_s, config.first_id)
-        self._reservations = ReservationBook(self._residency, config.quarantine_s, config.first_id)
-        self._protections = ProtectionBook(self._residency, config.protected_share)
-        self._moves = MoveBook(self._residency, config.move_retry_s)
-        self._retirements = RetirementBook(self._residency, self._moves)
-        self._losses = LossBook(self._residency)
-        self._ages = Ages()
+        self._leases = LeaseTable(self._table, config.grace_s, config.first_id)
+        self._reservations = ReservationTable(self._table, config.quarantine_s, config.first_id)
+        self._retention = RetentionTable(self._table, config.retention_share)
+        self._migrations = MigrationTable(self._table, config.migration_retry_s)
+        self._evacuations = EvacuationTable(self._table, self._migrations)
+        self._failed_arenas = FailedArenas(self._table)
+        self._access_clock = AccessClock()
 
     # ------------------------------------------------------------ namespaces
 
@@ -94,7 +94,7 @@ class Store:
             NoRoom: `max_namespaces` are known, or a tenant has three times as many as could still be: no
                 tenant takes the room of all others.
         """
-        spaces = self._residency.spaces
+        spaces = self._table.spaces
         namespace_id = namespace.namespace_id
         if namespace_id in spaces:
             return namespace_id
@@ -121,10 +121,10 @@ class Store:
         on_disk = encoding_of(layout, self.config.nvme_dtype)
         sizes = {Tier.NVME: stored_bytes(layout, on_disk)}
         slot_bytes = tuple(
-            tier.slots.slot_size(sizes.get(index, layout.part_bytes)) if tier else 0
-            for index, tier in ((i, self._residency.tiers.get(i)) for i in Tier)
+            tier.allocator.slot_size(sizes.get(index, layout.part_bytes)) if tier else 0
+            for index, tier in ((i, self._table.tiers.get(i)) for i in Tier)
         )
-        account = self._residency.accounts.number_of(namespace)
+        account = self._table.accounts.number_of(namespace)
         spaces[namespace_id] = Space(namespace, slot_bytes, account, on_disk)
         return namespace_id
 
@@ -133,24 +133,24 @@ class Store:
 
         One of this tenant before one of others; who still uses it registers it again. False: there is none.
         """
-        held = {block.space for block in self._residency.detached}  # dropped, and still read
+        held = {block.space for block in self._table.detached}  # dropped, and still read
         idle = [
             (space.namespace.tenant != tenant, number, namespace_id)
-            for number, (namespace_id, space) in enumerate(self._residency.spaces.items())
+            for number, (namespace_id, space) in enumerate(self._table.spaces.items())
             if space.is_idle and space not in held
         ]
         if not idle:
             return False
         is_others, _, namespace_id = min(idle)
-        if is_others and len(self._residency.spaces) < self.config.max_namespaces:
+        if is_others and len(self._table.spaces) < self.config.max_namespaces:
             return False  # it is the tenant that has too many
-        del self._residency.spaces[namespace_id]
-        self._residency.counters["namespaces_forgotten"] += 1
+        del self._table.spaces[namespace_id]
+        self._table.counters["namespaces_forgotten"] += 1
         return True
 
     def namespaces(self) -> list[Namespace]:
         """The namespaces known, in the order of their registration."""
-        return [space.namespace for space in self._residency.spaces.values()]
+        return [space.namespace for space in self._table.spaces.values()]
 
     def part_bytes(self, namespace_id: bytes) -> int:
         """Bytes of one block part of a namespace.
@@ -170,7 +170,7 @@ class Store:
 
     def find_namespace(self, namespace_id: bytes) -> Namespace | None:
         """The definition of a namespace, if it is known."""
-        space = self._residency.spaces.get(namespace_id)
+        space = self._table.spaces.get(namespace_id)
         return space.namespace if space is not None else None
 
     def parents(self, namespace_id: bytes) -> dict[bytes, bytes]:
@@ -185,7 +185,7 @@ class Store:
     @property
     def tiers(self) -> list[Tier]:
         """The tiers that this node has, fastest first."""
-        return sorted(self._residency.tiers)
+        return sorted(self._table.tiers)
 
     # ------------------------------------------------------------ reading
 
@@ -208,7 +208,7 @@ class Store:
                 break
         return found
 
-    def standing(self, namespace_id: bytes, block_hash: bytes) -> list[Tier]:
+    def resident_tiers(self, namespace_id: bytes, block_hash: bytes) -> list[Tier]:
         """All tiers in which a block is visible, fastest first.
 
         Raises:
@@ -232,7 +232,7 @@ class Store:
         """Lease the longest leading run that is here and whole; see `PinResult` for what comes back.
 
         Where the run stands only where the caller cannot read, nothing is leased and the moves to make come
-        in `promote`: carry them out, report each by `finish_move`, and pin again.
+        in `promote`: carry them out, report each by `finish_migration`, and pin again.
 
         Args:
             ttl_s: seconds, cut to `max_lease_s`; `ttl_s` of the result is what was given.
@@ -268,19 +268,19 @@ class Store:
                 reason = "promoting"
             if reason and cold == "promote":
                 self.expire(now)
-                copies, promote, reason = self._moves.promote_run(
+                copies, promote, reason = self._migrations.promote_run(
                     space, hashes, readable, Tier.DRAM
                 )
                 if reason == "promoting":
                     return PinResult(0, 0, [], [], [], 0.0, reason, promote)
             reason = reason or self._miss_reason(space, hashes, len(copies))
-            counters = self._residency.counters
+            counters = self._table.counters
             counters["misses"] += len(hashes) - len(copies)
             if reason and reason != "promoting":
                 counters[f"miss:{reason}"] += 1
         if not copies:
             return PinResult(0, 0, [], [], [], 0.0, reason, [])
-        self._residency.counters["hits"] += len(copies)
+        self._table.counters["hits"] += len(copies)
         lease_id = self._leases.grant(space, copies, holder_id, now + ttl_s)
         if wanted is None:
             places = [place for copy in copies for place in copy.whole_places]
@@ -295,10 +295,10 @@ class Store:
 
     def promote(
         self, namespace_id: bytes, hashes: Sequence[bytes], now: float, tier: Tier = Tier.DRAM
-    ) -> tuple[list[Move], str]:
+    ) -> tuple[list[Migration], str]:
         """Start bringing what the leading run has not in `tier` there, without a lease.
 
-        Returns the moves to carry out (see `finish_move`), and "no_room" when not even the first block
+        Returns the moves to carry out (see `finish_migration`), and "no_room" when not even the first block
         that needs room could have it, or the node has no such tier.
 
         Raises:
@@ -306,11 +306,11 @@ class Store:
         """
         space = self._space(namespace_id, len(hashes))
         target = _checked_memory_tier(tier)
-        if target not in self._residency.tiers:
+        if target not in self._table.tiers:
             return [], "no_room"
         self.expire(now)
-        _, moves, reason = self._moves.promote_run(space, hashes, (target,), target)
-        return moves, "no_room" if reason == "no_room" else ""
+        _, migrations, reason = self._migrations.promote_run(space, hashes, (target,), target)
+        return migrations, "no_room" if reason == "no_room" else ""
 
     def holder_of(self, lease_id: int) -> str | None:
         """Who holds a lease; None when there is none."""
@@ -354,9 +354,9 @@ class Store:
             UnknownNamespace, InvalidArgument: too many hashes, not 16 bytes each, no such part or tier, or
                 a ttl that is not positive.
         """
-        run = self.begin_reserve(namespace_id, hashes, parent, part, writer_id, ttl_s, now, tier)
-        self.reserve_some(run, len(hashes), now)
-        return self.reserved(run)
+        cursor = self.begin_reserve(namespace_id, hashes, parent, part, writer_id, ttl_s, now, tier)
+        self.reserve_some(cursor, len(hashes), now)
+        return self.reserved(cursor)
 
     def begin_reserve(
         self,
@@ -368,7 +368,7 @@ class Store:
         ttl_s: float,
         now: float,
         tier: Tier = Tier.DRAM,
-    ) -> ReserveRun:
+    ) -> ReserveCursor:
         """As `reserve`, for a run so long that others shall be served in between.
 
         Call `reserve_some` until it `is_done`, then `reserved`; or `cancel_reserve`.
@@ -385,27 +385,32 @@ class Store:
             space, hashes, parent, part, writer_id, ttl_s, now + ttl_s, _checked_memory_tier(tier)
         )
 
-    def reserve_some(self, run: ReserveRun, count: int, now: float) -> None:
+    def reserve_some(self, cursor: ReserveCursor, count: int, now: float) -> None:
         """Go on with up to `count` blocks of a run.
 
         Raises:
             ReservationGone: it ended meanwhile, with its writer or its time.
         """
         self.expire(now)
-        self._reservations.reserve_some(run, count)
+        self._reservations.reserve_some(cursor, count)
 
-    def reserved(self, run: ReserveRun) -> Reservation:
+    def reserved(self, cursor: ReserveCursor) -> Reservation:
         """What became of a run that is done."""
-        reservation_id = run.grant.reservation_id if run.grant is not None else 0
-        slot_bytes = run.space.slot_bytes[Tier.DRAM]
+        reservation_id = cursor.grant.reservation_id if cursor.grant is not None else 0
+        slot_bytes = cursor.space.slot_bytes[Tier.DRAM]
         return Reservation(
-            reservation_id, run.statuses, run.places, slot_bytes, run.ttl_s, run.deadline
+            reservation_id,
+            cursor.statuses,
+            cursor.places,
+            slot_bytes,
+            cursor.ttl_s,
+            cursor.deadline,
         )
 
-    def cancel_reserve(self, run: ReserveRun, now: float) -> None:
+    def cancel_reserve(self, cursor: ReserveCursor, now: float) -> None:
         """Give up a run of which nobody was told: what it holds is free at once."""
-        if run.grant is not None:
-            self.abort(run.grant.reservation_id, True, now)
+        if cursor.grant is not None:
+            self.abort(cursor.grant.reservation_id, True, now)
 
     def writer_of(self, reservation_id: int) -> str | None:
         """Whose a reservation is, or was while its slots are in quarantine; None when it is wholly over."""
@@ -438,9 +443,9 @@ class Store:
             ReservationGone: it is over, or an index was committed before.
             InvalidArgument: an index does not exist or comes twice, or the checksums are not one for each.
         """
-        run = self.begin_commit(reservation_id, checksums, now, indices)
-        self.commit_some(run, len(checksums))
-        return run.visible
+        cursor = self.begin_commit(reservation_id, checksums, now, indices)
+        self.commit_some(cursor, len(checksums))
+        return cursor.visible
 
     def begin_commit(
         self,
@@ -448,20 +453,20 @@ class Store:
         checksums: Sequence[int],
         now: float,
         indices: Sequence[int] | None = None,
-    ) -> CommitRun:
+    ) -> CommitCursor:
         """As `commit`, for so many that others shall be served in between: call `commit_some` until it `is_done`.
 
         From here on it cannot fail, whatever becomes of the reservation and its writer.
 
         Raises: as `commit`.
         """
-        run = self._reservations.begin_commit(reservation_id, checksums, indices, now)
-        self._residency.counters["committed"] += len(checksums)
-        return run
+        cursor = self._reservations.begin_commit(reservation_id, checksums, indices, now)
+        self._table.counters["committed"] += len(checksums)
+        return cursor
 
-    def commit_some(self, run: CommitRun, count: int) -> None:
+    def commit_some(self, cursor: CommitCursor, count: int) -> None:
         """Commit the next `count` blocks of a run; they become visible in order."""
-        self._reservations.commit_some(run, count)
+        self._reservations.commit_some(cursor, count)
 
     def abort(self, reservation_id: int, writer_stopped: bool, now: float) -> None:
         """Give a reservation back: its slots are free if the writer stopped, else in quarantine.
@@ -487,9 +492,9 @@ class Store:
 
         Returns how many.
         """
-        self._ages.note(self._residency.tick, now)
+        self._access_clock.note(self._table.tick, now)
         ended = self._leases.expire(now) + self._reservations.expire(now)
-        return ended + self._protections.expire(now)
+        return ended + self._retention.expire(now)
 
     def drop(self, namespace_id: bytes, block_hash: bytes, reason: str, now: float) -> bool:
         """Remove a block from all tiers; what is pinned or moving is hidden now and freed later.
@@ -503,12 +508,12 @@ class Store:
         block = self._space(namespace_id, 1).blocks.get(block_hash)
         if block is None or not any(copy and copy.committed for copy in block.copies):
             return False
-        self._residency.detach(block, reason)
+        self._table.detach(block, reason)
         return True
 
     # ------------------------------------------------------------ protection
 
-    def protect(
+    def retain(
         self, namespace_id: bytes, hashes: Sequence[bytes], until: float | None, now: float
     ) -> int:
         """Keep those of `hashes` that stand here: to the last (`until`), or for ever (None).
@@ -522,13 +527,13 @@ class Store:
 
         Raises:
             UnknownNamespace, InvalidArgument: too many hashes, a time that is over, or a chain without its
-                head. NoRoom: more than `protected_share` of a tier would be promised.
+                head. NoRoom: more than `retention_share` of a tier would be promised.
         """
         space = self._space(namespace_id, len(hashes))
         self.expire(now)
-        return self._protections.protect(space, hashes, until, now)
+        return self._retention.retain(space, hashes, until, now)
 
-    def unprotect(self, namespace_id: bytes, hashes: Sequence[bytes], now: float) -> int:
+    def end_retention(self, namespace_id: bytes, hashes: Sequence[bytes], now: float) -> int:
         """End the protection of a chain; returns how many blocks had one and lost it.
 
         What another protected chain builds on stays protected.
@@ -538,28 +543,30 @@ class Store:
         """
         space = self._space(namespace_id, len(hashes))
         self.expire(now)
-        return self._protections.unprotect(space, hashes)
+        return self._retention.end_retention(space, hashes)
 
     # ------------------------------------------------------------ moves
 
     def plan_demotions(
         self, max_blocks: int, now: float, sources: Collection[Tier] = (Tier.HBM, Tier.DRAM)
-    ) -> list[Move]:
+    ) -> list[Migration]:
         """Moves that give the coldest blocks of hbm a copy in dram, and those of dram one in nvme.
 
-        At most `max_blocks` of each; every move must be ended by `finish_move`.
+        At most `max_blocks` of each; every move must be ended by `finish_migration`.
 
         Apply the nvme "removed" events of `take_events` before writing to the targets: their slots may
         have held those blocks until now.
         """
-        return self._moves.plan_demotions(max_blocks, now, sources)
+        return self._migrations.plan_demotions(max_blocks, now, sources)
 
     @property
     def has_more_demotions(self) -> bool:
         """The last plan was cut after blocks that all found no room: go on with another."""
-        return self._moves.has_more
+        return self._migrations.has_more
 
-    def finish_move(self, move_id: int, ok: bool, now: float, checksum: int | None = None) -> None:
+    def finish_migration(
+        self, migration_id: int, ok: bool, now: float, checksum: int | None = None
+    ) -> None:
         """The bytes of a move are in place (`ok`), or will never be.
 
         Args:
@@ -569,71 +576,71 @@ class Store:
         Raises:
             InvalidArgument: no such move is under way.
         """
-        self._finish(move_id, ok, now, checksum)
+        self._finish(migration_id, ok, now, checksum)
 
-    def cancel_moves(self, moves: Sequence[Move], now: float) -> None:
+    def cancel_migrations(self, migrations: Sequence[Migration], now: float) -> None:
         """Give up moves that were not begun; their targets are free at once.
 
         Raises:
             InvalidArgument: one of them is not under way.
         """
-        for move in moves:
-            self._finish(move.move_id, None, now)
+        for migration in migrations:
+            self._finish(migration.migration_id, None, now)
 
     # ------------------------------------------------------------ arenas
 
-    def add_arena(self, tier: Tier, allocator: SlotAllocator, now: float) -> None:
+    def add_arena(self, tier: Tier, allocator: SlabAllocator, now: float) -> None:
         """Take in one more arena of a tier; slots come from it at once.
 
         Raises:
             NotFound: there is no such tier. InvalidArgument: its id is known in this tier or, as clients see
                 ids alone, in the other of dram and hbm; or its slabs are not like those of the tier.
         """
-        if tier not in self._residency.tiers:
+        if tier not in self._table.tiers:
             raise NotFound(f"this node has no {tier}")
-        for other in self._residency.tiers.values():
-            ids = [arena.arena_id for arena in other.slots.arenas]
+        for other in self._table.tiers.values():
+            ids = [arena.arena_id for arena in other.allocator.arenas]
             if Tier.NVME not in (tier, other.index) and allocator.arena_id in ids:
                 raise InvalidArgument(f"arena {allocator.arena_id} is one of {other.name}")
-        self._residency.tiers[tier].slots.add(allocator)
-        self._residency.resized(tier)
+        self._table.tiers[tier].allocator.add(allocator)
+        self._table.resized(tier)
 
-    def retire_arena(self, arena_id: int, now: float) -> None:
+    def evacuate_arena(self, arena_id: int, now: float) -> None:
         """Begin to empty a dram arena: nothing is allocated there from now on.
 
-        Call `plan_retirement` until `take_retired` gives it back. Retiring it again changes nothing.
+        Call `plan_evacuation` until `take_evacuated` gives it back. Retiring it again changes nothing.
 
         Raises:
             NotFound: no such arena. InvalidArgument: it is the last one.
         """
-        self._retirements.retire(arena_id)
+        self._evacuations.retire(arena_id)
 
-    def plan_retirement(
+    def plan_evacuation(
         self, max_blocks: int, now: float, *, may_demote: bool = True
-    ) -> list[Move]:
+    ) -> list[Migration]:
         """Take up to `max_blocks` blocks out of the retired arenas; what is leased or written stays.
 
-        Returns moves from dram to dram or nvme, each to be ended by `finish_move`; the rest was evicted, which
-        `retiring` shows. A call takes 5 ms at most.
+        Returns moves from dram to dram or nvme, each to be ended by `finish_migration`; the rest was evicted, which
+        `evacuating` shows. A call takes 5 ms at most.
 
         Args:
             may_demote: nvme takes blocks; without it what finds no room in dram is evicted.
         """
         self.expire(now)
-        return self._retirements.plan(max_blocks, may_demote=may_demote)
+        return self._evacuations.plan(max_blocks, may_demote=may_demote)
 
     def arena_bytes(self) -> dict[int, int]:
         """Bytes in slots of each dram arena, by arena id."""
-        arenas = self._residency.tiers[Tier.DRAM].slots.arenas
+        arenas = self._table.tiers[Tier.DRAM].allocator.arenas
         return {arena.arena_id: arena.used_bytes for arena in arenas}
 
-    def retiring(self) -> dict[int, int]:
+    def evacuating(self) -> dict[int, int]:
         """Bytes that are still in slots of each retired dram arena, by arena id."""
-        return self._retirements.retiring()
+        return self._evacuations.evacuating()
 
-    def take_retired(self) -> list[int]:
+    def take_evacuated(self) -> list[int]:
         """Forget the retired arenas that are empty, and return their ids: they may be unmapped."""
-        return self._retirements.take_empty()
+        return self._evacuations.take_empty()
 
     # ------------------------------------------------------------ recovery
 
@@ -659,44 +666,44 @@ class Store:
         """
         space = self._space(namespace_id, 1)
         return recovery.recover_part(
-            self._residency, space, block_hash, parent, part, place, checksum, encoding
+            self._table, space, block_hash, parent, part, place, checksum, encoding
         )
 
     def finish_recovery(self, now: float) -> list[tuple[bytes, bytes]]:
         """Free the blocks recovered in part only; returns (namespace id, hash) of each."""
-        return recovery.discard_partial(self._residency)
+        return recovery.discard_partial(self._table)
 
-    def restore_uses(self, uses: Sequence[Use], now: float) -> None:
+    def restore_accesses(self, accesses: Sequence[Access], now: float) -> None:
         """Order what was recovered by its last use in an earlier life; what is not named was written after that.
 
         Policies that go by anything but recency begin anew.
         """
-        recovery.restore_uses(self._residency, uses)
+        recovery.restore_accesses(self._table, accesses)
 
-    def restore_protections(self, protections: Sequence[Protection], now: float) -> int:
-        """Protect again those that stand here; returns how many could not be (`protected_share` is smaller)."""
-        return recovery.restore_protections(self._protections, self._residency, protections, now)
+    def restore_retentions(self, retentions: Sequence[Retention], now: float) -> int:
+        """Protect again those that stand here; returns how many could not be (`retention_share` is smaller)."""
+        return recovery.restore_retentions(self._retention, self._table, retentions, now)
 
-    def uses(self, count: int) -> Iterator[list[tuple[int, Use]]]:
+    def accesses(self, count: int) -> Iterator[list[tuple[int, Access]]]:
         """(nvme device, last use) of every block there, `count` blocks at a time; changes in between do no harm."""
-        return recovery.uses(self._residency, count)
+        return recovery.accesses(self._table, count)
 
     @property
     def tick(self) -> int:
         """Grows with every use of a block and with every new one."""
-        return self._residency.tick
+        return self._table.tick
 
-    def protections(self) -> list[Protection]:
+    def retentions(self) -> list[Retention]:
         """All protected blocks."""
         return [
-            Protection(block.space.namespace_id, block.name, block.keep_until)
-            for block in self._protections.values()
+            Retention(block.space.namespace_id, block.name, block.retained_until)
+            for block in self._retention.values()
         ]
 
     @property
-    def protection_changes(self) -> int:
+    def retention_changes(self) -> int:
         """Grows with every protection that begins, is prolonged or ends."""
-        return self._protections.changes
+        return self._retention.changes
 
     # ------------------------------------------------------------ failing devices
 
@@ -706,29 +713,29 @@ class Store:
         Raises:
             NotFound: there is no such device.
         """
-        self._losses.close(Tier.NVME, number)
+        self._failed_arenas.close(Tier.NVME, number)
 
     def rest_devices(self, numbers: Iterable[int]) -> None:
         """Plan no writes to these nvme devices until the next call, which names others or none."""
-        if Tier.NVME in self._residency.tiers:
-            self._residency.tiers[Tier.NVME].slots.rest(numbers)
+        if Tier.NVME in self._table.tiers:
+            self._table.tiers[Tier.NVME].allocator.rest(numbers)
 
-    def lose_device(self, number: int, now: float) -> None:
+    def fail_device(self, number: int, now: float) -> None:
         """An nvme device cannot be read any more: plan nothing there, and give up its blocks.
 
-        Call `drop_lost` until it returns 0.
+        Call `drop_failed` until it returns 0.
 
         Raises:
             NotFound: there is no such device.
         """
-        self._losses.lose(Tier.NVME, number)
+        self._failed_arenas.fail(Tier.NVME, number)
 
-    def drop_lost(self, max_slots: int, now: float) -> int:
+    def drop_failed(self, max_slots: int, now: float) -> int:
         """Hide blocks that were lost with their device, and free their slots; returns how many slots are left.
 
         Blocks that stand elsewhere as well lose a copy. Later pins of the others say "disk_failed".
         """
-        return self._losses.step(max_slots, "disk_failed")
+        return self._failed_arenas.step(max_slots, "disk_failed")
 
     # ------------------------------------------------------------ reports
 
@@ -738,20 +745,20 @@ class Store:
         At most `max_pending_events` wait; where more were missed, the counter "events_lost" has grown,
         and only a full report (`snapshot`) is right again.
         """
-        return self._residency.take_events()
+        return self._table.take_events()
 
     def snapshot(self) -> Iterator[tuple[bytes, Tier, bytes]]:
         """(namespace id, tier, hash) of every whole copy, as of this call."""
         slices = [
             (space.namespace_id, tier.index, list(space.visible[tier.index]))
-            for space in self._residency.spaces.values()
-            for tier in self._residency.tiers.values()
+            for space in self._table.spaces.values()
+            for tier in self._table.tiers.values()
         ]
         return ((space_id, tier, name) for space_id, tier, names in slices for name in names)
 
     def usages(self) -> list[NamespaceUsage]:
         """What stands of each namespace."""
-        return inspection.usages(self._residency)
+        return inspection.usages(self._table)
 
     def blocks(self, namespace_id: bytes, offset: int, limit: int, now: float) -> list[BlockInfo]:
         """A page of a namespace's blocks, in the order in which they came here; no look is a use.
@@ -764,42 +771,44 @@ class Store:
             raise InvalidArgument(
                 f"offset {offset}, limit {limit}", hint=f"at most {inspection.MAX_PAGE} at a time"
             )
-        self._ages.note(self._residency.tick, now)
-        return inspection.page(space, offset, limit, self._ages, now)
+        self._access_clock.note(self._table.tick, now)
+        return inspection.page(space, offset, limit, self._access_clock, now)
 
     def usage(self) -> list[TierUsage]:
         """Bytes by state of each tier; free + reserved + committed + quarantined = capacity.
 
         Pinned bytes are of the committed ones; targets of moves count as reserved.
         """
-        spaces = self._residency.spaces.values()
+        spaces = self._table.spaces.values()
         return [
             TierUsage(
                 tier.index,
-                tier.slots.capacity_bytes,
+                tier.allocator.capacity_bytes,
                 tier.free_bytes,
                 tier.reserved_bytes,
                 tier.committed_bytes,
                 tier.pinned_bytes,
                 tier.quarantined_bytes,
                 sum(len(space.visible[tier.index]) for space in spaces),
-                tier.kept_bytes,
+                tier.retained_bytes,
             )
-            for tier in self._residency.tiers.values()
+            for tier in self._table.tiers.values()
         ]
 
     def accounts(self) -> list[AccountUsage]:
         """What each tenant or namespace with a quota, and all others together, use of each tier."""
         return [
-            AccountUsage(name, tier.index, tier.ledger.quotas[number], tier.ledger.used[number])
-            for tier in self._residency.tiers.values()
-            for number, name in enumerate(self._residency.accounts.names)
+            AccountUsage(
+                name, tier.index, tier.quota_table.quotas[number], tier.quota_table.used[number]
+            )
+            for tier in self._table.tiers.values()
+            for number, name in enumerate(self._table.accounts.names)
         ]
 
     @property
     def counters(self) -> dict[str, float]:
         """Totals since start: hits, misses, miss:<reason>, evicted, evicted:<tier>, lost, promoted, ..."""
-        return dict(self._residency.counters)
+        return dict(self._table.counters)
 
     @property
     def lease_count(self) -> int:
@@ -812,9 +821,9 @@ class Store:
         return len(self._reservations)
 
     @property
-    def move_count(self) -> int:
+    def migration_count(self) -> int:
         """Moves under way."""
-        return len(self._moves) + len(self._retirements)
+        return len(self._migrations) + len(self._evacuations)
 
     def check_integrity(self) -> None:
         """Recompute every invariant that the state can show from scratch; slow.
@@ -823,18 +832,18 @@ class Store:
             StoreCorrupt: one does not hold.
         """
         integrity.check(
-            self._residency,
+            self._table,
             self._leases,
             self._reservations,
-            self._moves,
-            self._retirements,
-            self._protections,
+            self._migrations,
+            self._evacuations,
+            self._retention,
         )
 
     # ------------------------------------------------------------ within
 
     def _space(self, namespace_id: bytes, count: int) -> Space:
-        space = self._residency.spaces.get(namespace_id)
+        space = self._table.spaces.get(namespace_id)
         if space is None:
             raise UnknownNamespace(
                 f"namespace {bytes(namespace_id).hex()} is not registered here",
@@ -847,12 +856,12 @@ class Store:
         return space
 
     def _finish(
-        self, move_id: int, ok: bool | None, now: float, checksum: int | None = None
+        self, migration_id: int, ok: bool | None, now: float, checksum: int | None = None
     ) -> None:
-        if move_id in self._retirements:
-            self._retirements.finish(move_id, ok)
+        if migration_id in self._evacuations:
+            self._evacuations.finish(migration_id, ok)
         else:
-            self._moves.finish(move_id, ok, now, checksum)
+            self._migrations.finish(migration_id, ok, now, checksum)
 
     def _wanted_parts(self, space: Space, parts: Sequence[int] | None) -> Sequence[int] | None:
         if not parts:
@@ -867,7 +876,7 @@ class Store:
         name = hashes[found]
         if name in space.blocks:
             return "in_progress"
-        for ghosts in (self._residency.dropped, self._residency.evicted):
+        for ghosts in (self._table.dropped, self._table.evicted):
             reason = ghosts.reason(space.namespace_id, name)
             if reason:
                 return reason

@@ -1,7 +1,7 @@
 """Who leaves when a tier is full: among the copies of one slot size, or a whole slab of another size.
 
 Rank comes before everything (see `Shelf`), then whom the asking account may take from (see `Ledger`), then the
-policy's order. Chooses only; evicting is `Residency`'s. Pure.
+policy's order. Chooses only; evicting is `BlockTable`'s. Pure.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from functools import partial
 
 from kvpool.blocks.tier import Tier
 from tiers.store import eviction
-from tiers.store.arena_allocator import SlotPool
+from tiers.store.arena_allocator import ArenaAllocator
 from tiers.store.blocks import Copy, Space
-from tiers.store.eviction import DOUBLE, PLAIN, SOFT, Shelf
-from tiers.store.quotas import Accounts, Ledger
+from tiers.store.eviction import DOUBLE, PLAIN, SOFT, EvictionQueue
+from tiers.store.quotas import Accounts, QuotaTable
 from tiers.store.slab_allocator import Place
 
 SLABS_WHEN_DUE = 64  # looked at while this size has something to give itself
@@ -36,24 +36,24 @@ class TierState:
     def __init__(
         self,
         index: Tier,
-        slots: SlotPool,
+        allocator: ArenaAllocator,
         policy: str,
         accounts: Accounts,
         parked: list[Copy],
     ) -> None:
         self.index = index
         self.name = str(index)
-        self.slots = slots
+        self.allocator = allocator
         self.reserved_bytes = 0
         self.committed_bytes = 0
         self.pinned_bytes = 0  # of the committed ones
         self.quarantined_bytes = 0
-        self.kept_bytes = 0  # promised to protected blocks, whether they stand here or not
+        self.retained_bytes = 0  # promised to protected blocks, whether they stand here or not
         self.owners: dict[Place, Copy] = {}  # a quarantined slot has none
         self.quarantined_of: dict[Place, int] = {}  # account
-        self.ledger = Ledger(accounts, slots.open_bytes)
+        self.quota_table = QuotaTable(accounts, allocator.open_bytes)
         self.evicted_since_scan: Counter[int] = Counter()  # by slot size
-        self.shelves: dict[tuple[int, int], Shelf] = {}  # by slot size and account
+        self.queues: dict[tuple[int, int], EvictionQueue] = {}  # by slot size and account
         self._look = self._next_look = 0  # the slab where looks at other sizes begin
         self._policy = policy
         self._parked = parked
@@ -62,7 +62,7 @@ class TierState:
     def free_bytes(self) -> int:
         """Bytes in no state; with the other three they make the capacity (invariant 7)."""
         return (
-            self.slots.capacity_bytes
+            self.allocator.capacity_bytes
             - self.reserved_bytes
             - self.committed_bytes
             - self.quarantined_bytes
@@ -75,26 +75,26 @@ class TierState:
     def some_slabs_of_others(self, space: Space, is_due_only: bool) -> Iterator[int]:
         """Slabs of other sizes, the same ones until `look_further`: no call scans a large arena."""
         count = SLABS_WHEN_DUE if is_due_only else SLABS_AT_MOST
-        slabs = self.slots.slab_count
+        slabs = self.allocator.slab_count
         self._next_look = (self._look + count) % slabs if count < slabs else 0
-        return self.slots.slabs_of_others(space.slot_bytes[self.index], self._look, count)
+        return self.allocator.slabs_of_others(space.slot_bytes[self.index], self._look, count)
 
-    def shelf(self, space: Space) -> Shelf:
+    def queue(self, space: Space) -> EvictionQueue:
         """Where the copies of a namespace stand as candidates."""
-        return self._shelf(space.slot_bytes[self.index], space.account)
+        return self._queue(space.slot_bytes[self.index], space.account)
 
-    def shelf_of(self, copy: Copy) -> Shelf:
+    def queue_of(self, copy: Copy) -> EvictionQueue:
         """Where a copy stands as a candidate."""
-        return self._shelf(copy.slot_bytes, copy.block.space.account)
+        return self._queue(copy.slot_bytes, copy.block.space.account)
 
-    def _shelf(self, slot_bytes: int, account: int) -> Shelf:
+    def _queue(self, slot_bytes: int, account: int) -> EvictionQueue:
         key = (slot_bytes, account)
-        shelf = self.shelves.get(key)
-        if shelf is None:
+        queue = self.queues.get(key)
+        if queue is None:
             # What stands on a disk that takes nothing more still goes: it may be the child of what must.
-            closed = self.slots.closed if self.index != Tier.NVME else frozenset()
-            shelf = self.shelves[key] = Shelf(self.index, self._policy, self._parked, closed)
-        return shelf
+            closed = self.allocator.closed if self.index != Tier.NVME else frozenset()
+            queue = self.queues[key] = EvictionQueue(self.index, self._policy, self._parked, closed)
+        return queue
 
 
 def victims(tier: TierState, space: Space, colder_than: int | None) -> list[Copy]:
@@ -107,7 +107,7 @@ def victims(tier: TierState, space: Space, colder_than: int | None) -> list[Copy
         colder_than: only what was used before this tick, and nothing protected: the caller can wait.
     """
     slot_bytes = space.slot_bytes[tier.index]
-    is_due = tier.evicted_since_scan[slot_bytes] >= tier.slots.slots_per_slab(slot_bytes)
+    is_due = tier.evicted_since_scan[slot_bytes] >= tier.allocator.slots_per_slab(slot_bytes)
     for rank in _ranks(tier, colder_than):
         own = _own(tier, space, rank, colder_than)
         if rank != DOUBLE and (own is None or is_due):
@@ -127,7 +127,7 @@ def victims(tier: TierState, space: Space, colder_than: int | None) -> list[Copy
                 return slab
         if own is not None:
             return [own]
-    if tier.ledger.is_shared or not tier.ledger.is_entitled(space.account, slot_bytes):
+    if tier.quota_table.is_shared or not tier.quota_table.is_entitled(space.account, slot_bytes):
         return []
     # A quota would be worth nothing where slabs are shared with others below theirs. Who loses by this gets
     # room from those above theirs in turn.
@@ -144,27 +144,27 @@ def leaves_of_others(tier: TierState, space: Space, colder_than: int | None) -> 
     slot_bytes = space.slot_bytes[tier.index]
     ranks = _ranks(tier, colder_than)
     # As of now: what it gives of its own on the way makes nobody a donor who was none.
-    donors = set(tier.ledger.donors(space.account, slot_bytes))
-    is_entitled = tier.ledger.is_entitled(space.account, slot_bytes)
+    donors = set(tier.quota_table.donors(space.account, slot_bytes))
+    is_entitled = tier.quota_table.is_entitled(space.account, slot_bytes)
     if not any(
         all(
             (copy := tier.owners.get(place)) is not None
             and copy.block.space.account in donors
             and _may_take(copy, ranks[-1])
-            for place in tier.slots.places_in(index)
+            for place in tier.allocator.places_in(index)
         )
         for index in tier.some_slabs_of_others(space, is_due_only=False)
     ):
         return
     while True:
         leaves: list[tuple[int, Copy]] = []
-        for (size, account), shelf in tier.shelves.items():
+        for (size, account), queue in tier.queues.items():
             is_own = account == space.account
-            may_give = is_own or is_entitled or tier.ledger.is_over(account)
+            may_give = is_own or is_entitled or tier.quota_table.is_over(account)
             if size == slot_bytes or account not in donors or not may_give:
                 continue
             for rank in ranks:
-                copy = shelf.candidate(rank)
+                copy = queue.candidate(rank)
                 if copy is not None and (colder_than is None or copy.last_use < colder_than):
                     leaves.append((rank, copy))
                     break
@@ -176,18 +176,18 @@ def leaves_of_others(tier: TierState, space: Space, colder_than: int | None) -> 
 def _ranks(tier: TierState, colder_than: int | None) -> tuple[int, ...]:
     """Who may go at all, first to last. A demotion can wait: it takes nobody who is protected."""
     ranks = (PLAIN, DOUBLE) if tier.index == Tier.NVME else (PLAIN,)
-    return (*ranks, SOFT) if tier.kept_bytes and colder_than is None else ranks
+    return (*ranks, SOFT) if tier.retained_bytes and colder_than is None else ranks
 
 
 def _own(tier: TierState, space: Space, rank: int, colder_than: int | None) -> Copy | None:
     """The next copy of this slot size and rank, from the first account that has one to give."""
     slot_bytes = space.slot_bytes[tier.index]
-    for account in tier.ledger.donors(space.account, slot_bytes):
-        shelf = tier.shelves.get((slot_bytes, account))
-        copy = shelf.candidate(rank) if shelf is not None else None
-        if shelf is None or copy is None:
+    for account in tier.quota_table.donors(space.account, slot_bytes):
+        queue = tier.queues.get((slot_bytes, account))
+        copy = queue.candidate(rank) if queue is not None else None
+        if queue is None or copy is None:
             continue
-        if colder_than is None or copy.last_use < colder_than or shelf.is_churn_free(rank):
+        if colder_than is None or copy.last_use < colder_than or queue.is_churn_free(rank):
             return copy
     return None
 
@@ -196,7 +196,7 @@ def _may_take(copy: Copy, worst_rank: int) -> bool:
     return (
         eviction.is_takable(copy)
         and not copy.block.is_shielded
-        and (worst_rank == SOFT or not eviction.is_soft(copy))
+        and (worst_rank == SOFT or not eviction.is_soft_pinned(copy))
     )
 
 
@@ -213,7 +213,7 @@ def _coldest_slab_of_others(
     best: list[Copy] = []
     for index in tier.some_slabs_of_others(space, is_due_only):
         copies: dict[Copy, None] = {}
-        for place in tier.slots.places_in(index):
+        for place in tier.allocator.places_in(index):
             copy = tier.owners.get(place)
             if (
                 copy is None  # quarantined
@@ -238,7 +238,7 @@ def _is_fair(tier: TierState, space: Space, is_own_spared: bool, copies: list[Co
         if account == space.account:
             if is_own_spared:
                 return False
-        elif not tier.ledger.is_over(account, lost[account]):
+        elif not tier.quota_table.is_over(account, lost[account]):
             return False
         lost[account] += copy.committed * copy.slot_bytes
     return True

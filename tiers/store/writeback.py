@@ -15,7 +15,7 @@ from tiers.store.blocks import Copy
 from tiers.store.victims import TierState
 
 
-class Boundary:
+class Writeback:
     """What stands above it and not below.
 
     Args:
@@ -102,13 +102,13 @@ class Boundary:
         """There is something to clean, or soon will be room wanted that nothing clean can give."""
         if self.is_write_through:
             return True
-        capacity = self.upper.slots.capacity_bytes
+        capacity = self.upper.allocator.capacity_bytes
         if self.upper.free_bytes >= (1.0 - self._high) * capacity:
             return False
-        return self.dispensable_bytes + self.cleaning_bytes < (1.0 - self._low) * capacity
+        return self.reclaimable_bytes + self.cleaning_bytes < (1.0 - self._low) * capacity
 
     @property
-    def dispensable_bytes(self) -> int:
+    def reclaimable_bytes(self) -> int:
         """Bytes of the upper tier that can be had without a loss, as far as nobody holds them."""
         return self.upper.free_bytes + self.clean_bytes
 
@@ -125,7 +125,7 @@ class Boundary:
 
     def _is_dirty(self, copy: Copy) -> bool:
         return (
-            eviction.is_standing(copy)
+            eviction.is_resident(copy)
             and copy.is_whole
             and all(copy.block.copies[tier] is None for tier in self.lower)
         )

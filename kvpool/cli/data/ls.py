@@ -82,7 +82,7 @@ def _show(listing: NodeListing, space: SpaceListing) -> None:
 
 
 def _row(block: m.BlockInfo, tp_size: int) -> tuple[object, ...]:
-    protected = {0.0: "forever", -1.0: ""}.get(block.protected_s)
+    protected = {0.0: "forever", -1.0: ""}.get(block.retained_s)
     return (
         block.block_hash.hex()[:SHOWN_HASH],
         block.parent.hex()[:SHOWN_HASH] or "-",
@@ -91,6 +91,6 @@ def _row(block: m.BlockInfo, tp_size: int) -> tuple[object, ...]:
         f"{block.parts}/{tp_size}",
         f"{block.size_bytes / 1024:.1f}",
         block.pins,
-        format_seconds(block.protected_s) if protected is None else protected,
+        format_seconds(block.retained_s) if protected is None else protected,
         format_seconds(block.idle_s),
     )

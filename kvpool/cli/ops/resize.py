@@ -39,8 +39,8 @@ def resize(
         f"node {node_id}: {format_bytes(reply.before_bytes)} of DRAM before,"
         f" {format_bytes(reply.capacity_bytes)} now"
     )
-    if reply.retiring_bytes:
+    if reply.evacuating_bytes:
         console().print(
-            f"{format_bytes(reply.retiring_bytes)} are being emptied. They are freed when the last reader and"
+            f"{format_bytes(reply.evacuating_bytes)} are being emptied. They are freed when the last reader and"
             " writer has finished."
         )

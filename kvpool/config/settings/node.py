@@ -105,7 +105,7 @@ class NodeConfig(ServerConfig):
         "prefix-lru", description="order in which DRAM and HBM are evicted"
     )
     nvme_eviction: EvictionPolicy = Field("prefix-lru", description="the same for NVMe")
-    protected_share: float = Field(
+    retention_share: float = Field(
         0.5, ge=0, le=1, description="share of a tier that protected blocks may have"
     )
     quotas: Quotas = Field(

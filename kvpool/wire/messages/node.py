@@ -270,7 +270,7 @@ class TierUsage(Reply, frozen=True):
     pinned_bytes: int
     quarantined_bytes: int
     blocks: int
-    protected_bytes: int = 0  # promised to protected blocks, here or not; no state of its own
+    retained_bytes: int = 0  # promised to protected blocks, here or not; no state of its own
     read_bytes_per_s: float = 0.0  # measured, while it works; 0 while unknown
     write_bytes_per_s: float = 0.0
     queued_read_bytes: int = 0  # promotions under way or waiting
@@ -310,7 +310,7 @@ class BlockInfo(Reply, frozen=True):
     parts: int  # committed, of the fullest copy
     size_bytes: int  # of its slots, in all tiers
     pins: int  # leases on it
-    protected_s: float  # seconds left; 0: for ever, -1: not protected
+    retained_s: float  # seconds left; 0: for ever, -1: not protected
     idle_s: float  # since its last use, about; uses before the node's start count as of then
 
 
@@ -401,11 +401,11 @@ class ResizeDram(Message, frozen=True):
 
 
 class ResizeDramReply(Reply, frozen=True):
-    """`retiring_bytes`: of arenas that are being emptied, and stay for as long as somebody holds blocks there."""
+    """`evacuating_bytes`: of arenas that are being emptied, and stay for as long as somebody holds blocks there."""
 
     before_bytes: int
     capacity_bytes: int
-    retiring_bytes: int
+    evacuating_bytes: int
 
 
 class ArenaUsage(Reply, frozen=True):
@@ -414,7 +414,7 @@ class ArenaUsage(Reply, frozen=True):
     arena_id: int
     size_bytes: int
     used_bytes: int  # in slots
-    is_retiring: bool
+    is_evacuating: bool
     page_bytes: int  # of the mapping
     huge_bytes: int  # in huge pages, as the kernel said when all had been touched
     numa_node: int = -1  # -1: wherever the kernel liked

@@ -26,7 +26,7 @@ from tiers.memory.arena import Arena
 from tiers.service.migrator import BATCH_BLOCKS, Mover
 from tiers.service.service import NodeIdentity, NodeService
 from tiers.store.fp8 import Encoding, decode, encode
-from tiers.store.slab_allocator import Place, SlotAllocator
+from tiers.store.slab_allocator import Place, SlabAllocator
 from tiers.store.store import Store, StoreConfig
 
 PAGE = 4096
@@ -63,10 +63,10 @@ class DiskNode:
         self.arena = Arena(0, dram_pages * PAGE, prefault=False)
         self.devices = open_devices(directories, disk_pages * PAGE, fsync="never")
         self.store = Store(
-            SlotAllocator(dram_pages * PAGE, SLAB),
+            SlabAllocator(dram_pages * PAGE, SLAB),
             self.devices.slots(SLAB),
             StoreConfig(
-                write_through=write_through, grace_s=0.0, nvme_dtype=dtype, move_retry_s=0.01
+                write_through=write_through, grace_s=0.0, nvme_dtype=dtype, migration_retry_s=0.01
             ),
         )
         self.mover = Mover(self.store, [self.arena], self.devices)
@@ -87,7 +87,7 @@ class DiskNode:
 
     async def cleaned(self, namespace: Namespace, hashes: Sequence[bytes]) -> None:
         """Wait until all of the blocks stand on NVMe."""
-        visible = self.store._residency.spaces[namespace.namespace_id].visible[Tier.NVME]
+        visible = self.store._table.spaces[namespace.namespace_id].visible[Tier.NVME]
         await until(lambda: all(name in visible for name in hashes), "all stand on NVMe")
 
     async def pin(self, namespace: Namespace, hashes: Sequence[bytes]) -> m.PinReply:
@@ -190,7 +190,7 @@ async def test_a_slow_device_holds_up_no_read_from_another(
 
         monkeypatch.setattr(n.devices[1].files, "read", late)
         pending = [asyncio.create_task(n.pin(WIDE, [name])) for name in slow]
-        await until(lambda: n.store.move_count >= len(slow), "all of the slow reads wait")
+        await until(lambda: n.store.migration_count >= len(slow), "all of the slow reads wait")
         for name in quick:
             assert (await n.pin(WIDE, [name])).found == 1
         assert not any(task.done() for task in pending)
@@ -216,16 +216,16 @@ async def test_disks_that_cannot_follow_hold_a_bounded_number_of_slots_and_no_wr
         for chain in chains[:9]:  # 54 of the 64 blocks that DRAM holds
             await n.put(WIDE, chain)
         await n.put(WIDE, chains[9])
-        await until(lambda: n.store.move_count > 0, "demotion has begun")
+        await until(lambda: n.store.migration_count > 0, "demotion has begun")
         for i in range(20):  # as much again, twice: written without waiting for any disk
             await n.put(WIDE, names(6, b"m%d" % i))
-            assert n.store.move_count <= 2 * BATCH_BLOCKS
+            assert n.store.migration_count <= 2 * BATCH_BLOCKS
         assert n.store.counters["lost"] > 0  # evicted unwritten
         assert n.store.usage()[1].reserved_bytes <= 2 * BATCH_BLOCKS * 8 * PAGE
         released.set()
         for i in range(20):
             await n.put(WIDE, names(6, b"l%d" % i))
-            await until(lambda: n.store.move_count == 0, "a batch is over")
+            await until(lambda: n.store.migration_count == 0, "a batch is over")
         await until(lambda: n.store.counters.get("demoted", 0) > 2 * BATCH_BLOCKS, "and goes on")
         n.store.check_integrity()
         task.cancel()
@@ -256,10 +256,10 @@ async def test_a_device_that_hangs_in_a_write_holds_up_no_other(
             await n.put(WIDE, names(1, b"b%d" % i))
             await n.cleaned(WIDE, names(1, b"b%d" % i))
         assert not n.on(0)
-        assert n.store.move_count == 1
+        assert n.store.migration_count == 1
         n.store.check_integrity()
         released.set()
-        await until(lambda: n.store.move_count == 0, "the hanging write ends")
+        await until(lambda: n.store.migration_count == 0, "the hanging write ends")
         late = [name for i in range(8) for name in names(1, b"l%d" % i)]
         for name in late:
             await n.put(WIDE, [name])
@@ -413,13 +413,13 @@ async def test_a_device_that_cannot_be_read_loses_its_blocks_and_the_others_go_o
             str(d): state for d, state in zip(disks, ("ok", "failed", "ok"), strict=True)
         }
         assert n.mover.counters["devices_lost"] == 1
-        await until(lambda: n.store.move_count == 0, "the reads are over")
+        await until(lambda: n.store.migration_count == 0, "the reads are over")
         n.store.check_integrity()
         # What is stored again goes to the others.
         await n.put(WIDE, chain)
         await n.cleaned(WIDE, chain)
         for name in chain:
-            copy = n.store._residency.spaces[WIDE.namespace_id].visible[Tier.NVME][name]
+            copy = n.store._table.spaces[WIDE.namespace_id].visible[Tier.NVME][name]
             assert {place.arena_id for place in copy.whole_places} <= {0, 2}
         assert of_b.isdisjoint(n.on(1))  # else its old records would win at the next start
         n.store.check_integrity()
@@ -465,7 +465,7 @@ async def test_when_all_devices_fail_the_node_goes_on_with_dram(
             more = names(10, b"more%d" % i)
             await n.put(WIDE, more)
             assert n.tiers(WIDE, more) == [Tier.DRAM] * 10
-        await until(lambda: n.store.move_count == 0, "all moves are over")
+        await until(lambda: n.store.migration_count == 0, "all moves are over")
         n.store.check_integrity()
         assert not task.done()
         task.cancel()
@@ -488,9 +488,9 @@ async def test_a_write_that_ends_after_its_device_was_lost_makes_nothing_visible
         await until(going.is_set, "a write is under way")
         n.mover._give_up(n.devices[0], is_read=True, error="pulled out")
         may_end.set()
-        await until(lambda: n.store.move_count == 0, "all moves are over")
+        await until(lambda: n.store.migration_count == 0, "all moves are over")
         assert n.tiers(HALVES, names(1)) == [Tier.DRAM]
-        assert not n.store._residency.spaces[HALVES.namespace_id].visible[Tier.NVME]
+        assert not n.store._table.spaces[HALVES.namespace_id].visible[Tier.NVME]
         n.store.check_integrity()
         task.cancel()
 

@@ -24,7 +24,7 @@ from tiers.disk import devices
 from tiers.disk.devices import Device
 from tiers.disk.manifest import Index
 from tiers.disk.slab_file import NvmeFiles
-from tiers.store.blocks import Move
+from tiers.store.blocks import Migration
 from tiers.store.slab_allocator import Place
 
 PAGE = 4096
@@ -81,8 +81,8 @@ def content(number: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return data
 
 
-def move(number: int, source: Place, target: Place, sum_of: int) -> Move:
-    return Move(
+def move(number: int, source: Place, target: Place, sum_of: int) -> Migration:
+    return Migration(
         number,
         SPACE.namespace_id,
         name(number),

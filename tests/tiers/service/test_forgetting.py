@@ -14,7 +14,7 @@ from kvpool.errors import NoRoom, ReservationGone, UnknownNamespace
 from kvpool.wire import messages as m
 from tiers.service.migrator import Mover
 from tiers.service.service import NodeIdentity, NodeService
-from tiers.store.slab_allocator import SlotAllocator
+from tiers.store.slab_allocator import SlabAllocator
 from tiers.store.store import Store, StoreConfig
 
 LAYOUT = Layout("bfloat16", 1, 1, 8, block_tokens=32)
@@ -29,7 +29,7 @@ class Full:
 
     def __init__(self, tenant: str = "") -> None:
         config = replace(StoreConfig(), max_namespaces=4)
-        self.store = Store(SlotAllocator(1 << 20, 1 << 18, 0), None, config)
+        self.store = Store(SlabAllocator(1 << 20, 1 << 18, 0), None, config)
         nobody = m.NodeDescriptor("n", 1, "h", "h:1")
         mover = Mover(self.store, [], None)
         self.service = NodeService(

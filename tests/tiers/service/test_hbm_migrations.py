@@ -18,7 +18,7 @@ from tiers.memory.arena import Arena
 from tiers.memory.hbm_arena import HBM_ARENA_ID, DeviceArena, DeviceFailed
 from tiers.service.migrator import Mover
 from tiers.service.service import NodeIdentity, NodeService
-from tiers.store.slab_allocator import SlotAllocator
+from tiers.store.slab_allocator import SlabAllocator
 from tiers.store.store import Store, StoreConfig
 
 until = partial(waiting.until, timeout_s=5.0)
@@ -44,9 +44,9 @@ class Node:
         self.arena = Arena(0, 4 * SLAB, prefault=False)
         self.hbm = DeviceArena(HBM_ARENA_ID, SLAB, "cpu")
         self.store = Store(
-            SlotAllocator(4 * SLAB, SLAB),
-            config=StoreConfig(grace_s=0.0, move_retry_s=0.0),
-            hbm=SlotAllocator(SLAB, SLAB, HBM_ARENA_ID),
+            SlabAllocator(4 * SLAB, SLAB),
+            config=StoreConfig(grace_s=0.0, migration_retry_s=0.0),
+            hbm=SlabAllocator(SLAB, SLAB, HBM_ARENA_ID),
         )
         self.mover = Mover(self.store, [self.arena], None, hbm=self.hbm)
         self.service = NodeService(
@@ -174,4 +174,4 @@ async def test_inline_reads_come_from_hbm_and_find_wrong_bytes(node: Node) -> No
     node.put(2)
     reply = await node.service.get_inline(m.GetInline(ID, name(1)), "c")
     assert (reply.tier, reply.data) == (Tier.HBM, content(1).tobytes())
-    assert node.store.move_count == 0
+    assert node.store.migration_count == 0

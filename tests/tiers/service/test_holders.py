@@ -11,7 +11,7 @@ from tests.support.process_cluster import LAYOUT, NAMESPACE
 from tiers.service.migrator import Mover
 from tiers.service.replication import WRITER
 from tiers.service.service import OURSELVES, NodeIdentity, NodeService
-from tiers.store.slab_allocator import SlotAllocator
+from tiers.store.slab_allocator import SlabAllocator
 from tiers.store.store import Store
 
 HASH = bytes(range(16))
@@ -19,7 +19,7 @@ HASH = bytes(range(16))
 
 @pytest.mark.parametrize("tenant", ["", "replication", "node"])
 def test_no_tenant_can_renew_end_or_commit_what_the_node_holds(tenant: str) -> None:
-    store = Store(SlotAllocator(1 << 20, 1 << 20, 0))
+    store = Store(SlabAllocator(1 << 20, 1 << 20, 0))
     nobody = m.NodeDescriptor("n", 1, "h", "h:1")
     service = NodeService(
         NodeIdentity("n", 1, "h"),

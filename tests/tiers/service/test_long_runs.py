@@ -20,7 +20,7 @@ from tests.support.pool_model import random_walk
 from tiers.service.migrator import Mover
 from tiers.service.service import SLICE, NodeIdentity, NodeService
 from tiers.store.blocks import Reservation
-from tiers.store.slab_allocator import SlotAllocator
+from tiers.store.slab_allocator import SlabAllocator
 from tiers.store.store import Store
 
 NAMESPACE = Namespace("m", "r", Layout("bfloat16", 1, 1, 8, block_tokens=32))
@@ -79,7 +79,7 @@ class Room:
 
     def __init__(self, blocks: int) -> None:
         slab = 64 * PAGE
-        self.store = Store(SlotAllocator(max(1, blocks // 64) * slab, slab, 0))
+        self.store = Store(SlabAllocator(max(1, blocks // 64) * slab, slab, 0))
         self.space = self.store.register_namespace(NAMESPACE, 0.0)
 
     def put(self, hashes: list[bytes], now: float = 0.0) -> None:

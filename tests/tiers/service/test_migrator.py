@@ -29,7 +29,7 @@ from tiers.service import pending_pins
 from tiers.service import service as node_service
 from tiers.service.migrator import Mover
 from tiers.service.service import NodeIdentity, NodeService
-from tiers.store.slab_allocator import Place, SlotAllocator
+from tiers.store.slab_allocator import Place, SlabAllocator
 from tiers.store.store import Store, StoreConfig
 
 until = partial(waiting.until, timeout_s=5.0)
@@ -58,8 +58,8 @@ class Node:
         self.arena = Arena(0, dram_pages * PAGE, prefault=False)
         self.files = NvmeFiles(directory, 256 * PAGE, fsync="never")
         self.store = Store(
-            SlotAllocator(dram_pages * PAGE, SLAB),
-            SlotAllocator(256 * PAGE, SLAB),
+            SlabAllocator(dram_pages * PAGE, SLAB),
+            SlabAllocator(256 * PAGE, SLAB),
             StoreConfig(write_through=write_through, grace_s=0.0),
         )
         self.devices = Devices([Device(0, self.files)])
@@ -89,7 +89,7 @@ class Node:
         return self.store.lookup(ID, hashes)
 
     def has_moves(self, count: int) -> Callable[[], bool]:
-        return lambda: self.store.move_count == count
+        return lambda: self.store.migration_count == count
 
     def recorded(self) -> set[bytes]:
         return {entry.block_hash for entry in self.files.recover()}
@@ -201,10 +201,12 @@ async def test_a_reader_that_leaves_costs_no_block(
                     await task
             else:
                 call.close()
-            assert n.store.move_count == 3  # the slots stay held while the disk may write to them
+            assert (
+                n.store.migration_count == 3
+            )  # the slots stay held while the disk may write to them
         finally:
             gate.open()
-        await until(lambda: n.store.move_count == 0, "the moves end by themselves")
+        await until(lambda: n.store.migration_count == 0, "the moves end by themselves")
         assert n.tiers(n.chain) == [Tier.DRAM] * 3
         assert n.recorded() == set(n.chain)
         assert "dropped" not in n.store.counters
@@ -366,7 +368,9 @@ async def test_a_namespace_that_cannot_be_recorded_is_counted_and_fails_nobody(
         await n.put(b"w" * 16)
         task = asyncio.create_task(n.mover.run())
         if not n.mover.is_disk_failed:
-            await until(lambda: n.store.counters.get("moves_failed"), "its block is not written")
+            await until(
+                lambda: n.store.counters.get("migrations_failed"), "its block is not written"
+            )
         assert n.tiers([b"w" * 16]) == [Tier.DRAM]
         assert n.recorded() == set()
         assert not task.done()
@@ -406,8 +410,8 @@ async def test_a_report_about_a_block_on_nvme_alone_moves_and_evicts_nothing(
         await n.service.report_corrupt(m.ReportCorrupt(ID, n.chain[0]))
         assert n.tiers(n.chain) == [Tier.NVME]
         assert [n.tiers([name]) for name in full] == [[Tier.DRAM]] * 16
-        assert (n.store.move_count, n.store.lease_count) == (0, 0)
-        assert "moves_cancelled" not in n.store.counters
+        assert (n.store.migration_count, n.store.lease_count) == (0, 0)
+        assert "migrations_cancelled" not in n.store.counters
 
 
 async def test_a_true_report_drops_the_block_and_a_false_one_does_not(tmp_path: Path) -> None:

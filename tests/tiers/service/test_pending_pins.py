@@ -38,7 +38,7 @@ async def test_what_takes_longer_than_its_worth_is_declined_at_once_and_not_prom
         reply = pin(n, n.chain, max_wait_s=0.5)  # no coroutine: answered at once
         assert (reply.found, reply.miss_reason) == (2, "declined_cost")
         assert reply.wait_s == pytest.approx(6.0, rel=0.5)
-        assert n.store.move_count == 0
+        assert n.store.migration_count == 0
         assert n.tiers(n.chain) == [Tier.DRAM] * 2 + [Tier.NVME] * 6
         assert n.service.counters["miss:declined_cost"] == 1
         assert n.service.counters["misses"] == 6
@@ -56,7 +56,7 @@ async def test_only_what_can_come_in_time_is_begun(
         monkeypatch.setattr(n.files, "read", gate)
         try:
             call = pin(n, n.chain, max_wait_s=3.5)
-            assert n.store.move_count == 3
+            assert n.store.migration_count == 3
         finally:
             gate.open()
         reply = await call
@@ -85,7 +85,7 @@ async def test_a_deadline_that_cannot_be_kept_is_said_beforehand(tmp_path: Path)
         assert n.service.counters["miss:declined_deadline"] == 1
         dearer = pin(n, n.chain, timeout_s=0.9, max_wait_s=0.5)
         assert dearer.miss_reason == "declined_cost"
-        assert n.store.move_count == 0
+        assert n.store.migration_count == 0
 
 
 async def test_a_patient_caller_is_waited_for_longer_than_usual(
@@ -105,7 +105,7 @@ async def test_of_an_unknown_disk_a_few_blocks_are_read_to_know_it(
         monkeypatch.setattr(n.files, "read", gate)
         try:
             call = pin(n, n.chain, max_wait_s=20.0)
-            assert n.store.move_count == pending_pins.PROBE_BLOCKS
+            assert n.store.migration_count == pending_pins.PROBE_BLOCKS
         finally:
             gate.open()
         reply = await call
@@ -126,7 +126,7 @@ async def test_an_unknown_disk_that_hangs_costs_no_more_than_the_limit(
             gate.open()
         assert (reply.found, reply.miss_reason) == (1, "declined_cost")
         assert 0.05 <= reply.waited_s < 5
-        assert n.store.move_count <= pending_pins.PROBE_BLOCKS
+        assert n.store.migration_count <= pending_pins.PROBE_BLOCKS
 
 
 async def test_a_disk_found_slow_is_tried_again_after_a_while(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ async def test_a_disk_found_slow_is_tried_again_after_a_while(tmp_path: Path) ->
         teach(n, 1.0, ago_s=pending_pins.PROBE_AFTER_S + 1)
         reply = pin(n, n.chain, max_wait_s=0.5)
         assert (reply.found, reply.miss_reason) == (0, "declined_cost")
-        assert (n.store.move_count, n.service.counters["disk_probes"]) == (1, 1)
+        assert (n.store.migration_count, n.service.counters["disk_probes"]) == (1, 1)
         pin(n, n.chain, max_wait_s=0.5)
         await until(lambda: n.tiers(n.chain).count(Tier.DRAM) == 1, "one block is read")
         pin(n, n.chain, max_wait_s=0.5)

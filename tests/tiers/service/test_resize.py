@@ -15,7 +15,7 @@ from kvpool.wire import messages as m
 from tiers.memory.arena import Arena
 from tiers.memory.arena_set import ArenaSet
 from tiers.service.resize import Plan, Resizer, plan_resize
-from tiers.store.slab_allocator import SlotAllocator
+from tiers.store.slab_allocator import SlabAllocator
 from tiers.store.store import Store
 
 SLAB = 1 << 20
@@ -56,7 +56,7 @@ class Node:
 
     def __init__(self, make: Callable[[int, int], Arena] = Arena) -> None:
         self.arenas = ArenaSet([Arena(0, 4 * SLAB)])
-        self.store = Store(SlotAllocator(4 * SLAB, SLAB, 0))
+        self.store = Store(SlabAllocator(4 * SLAB, SLAB, 0))
         self.refuses = False
         self.announced: list[list[int]] = []
         self.heard = asyncio.Event()
@@ -98,7 +98,7 @@ async def test_an_empty_arena_is_announced_as_gone_and_closed() -> None:
     work = asyncio.create_task(node.resizer.run())
     try:
         reply = await node.resizer.resize(m.ResizeDram(2 * SLAB))
-        assert (reply.capacity_bytes, reply.retiring_bytes) == (2 * SLAB, 4 * SLAB)
+        assert (reply.capacity_bytes, reply.evacuating_bytes) == (2 * SLAB, 4 * SLAB)
         async with asyncio.timeout(5):
             while len(node.announced) < 2:
                 node.heard.clear()

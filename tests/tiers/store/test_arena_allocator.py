@@ -7,22 +7,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvpool.errors import BlockTooLarge, InvalidArgument, NotFound
-from tiers.store.arena_allocator import ArenaInUse, Placement, SlotPool, pool_of
-from tiers.store.slab_allocator import Place, SlotAllocator, StoreCorrupt
+from tiers.store.arena_allocator import ArenaAllocator, ArenaInUse, Placement, as_arena_allocator
+from tiers.store.slab_allocator import Place, SlabAllocator, StoreCorrupt
 
 PAGE = 4096
 SLAB = 4 * PAGE
 
 
-def arena(arena_id: int, slabs: int = 1) -> SlotAllocator:
-    return SlotAllocator(slabs * SLAB, SLAB, arena_id)
+def arena(arena_id: int, slabs: int = 1) -> SlabAllocator:
+    return SlabAllocator(slabs * SLAB, SLAB, arena_id)
 
 
-def pool(*slabs: int, placement: Placement = "fill") -> SlotPool:
-    return SlotPool([arena(i, count) for i, count in enumerate(slabs)], placement)
+def pool(*slabs: int, placement: Placement = "fill") -> ArenaAllocator:
+    return ArenaAllocator([arena(i, count) for i, count in enumerate(slabs)], placement)
 
 
-def take(slots: SlotPool, count: int, size: int = PAGE) -> list[Place]:
+def take(slots: ArenaAllocator, count: int, size: int = PAGE) -> list[Place]:
     places = [slots.allocate(size) for _ in range(count)]
     assert all(place is not None for place in places)
     return [place for place in places if place is not None]
@@ -99,9 +99,9 @@ def test_an_arena_added_later_is_used_at_once_and_may_have_the_id_of_one_that_is
 
 def test_arenas_with_other_slabs_are_refused() -> None:
     with pytest.raises(InvalidArgument, match="slabs of"):
-        pool(1).add(SlotAllocator(2 * SLAB, 2 * SLAB, 1))
+        pool(1).add(SlabAllocator(2 * SLAB, 2 * SLAB, 1))
     with pytest.raises(InvalidArgument):
-        SlotPool([])
+        ArenaAllocator([])
     with pytest.raises(BlockTooLarge):
         pool(1, 1).allocate(SLAB + 1)
 
@@ -132,8 +132,8 @@ def test_a_lone_arena_is_numbered_as_by_itself() -> None:
 
 def test_a_pool_of_a_pool_is_the_same() -> None:
     slots = pool(1)
-    assert pool_of(slots) is slots
-    assert pool_of(arena(7)).arenas[0].arena_id == 7
+    assert as_arena_allocator(slots) is slots
+    assert as_arena_allocator(arena(7)).arenas[0].arena_id == 7
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -8,10 +8,10 @@ import pytest
 
 from kvpool.blocks.layout import Layout, Namespace
 from kvpool.blocks.tier import Tier
-from tiers.store.arena_allocator import SlotPool
-from tiers.store.blocks import Move
+from tiers.store.arena_allocator import ArenaAllocator
+from tiers.store.blocks import Migration
 from tiers.store.fp8 import Encoding
-from tiers.store.slab_allocator import Place, SlotAllocator
+from tiers.store.slab_allocator import Place, SlabAllocator
 from tiers.store.store import Store, StoreConfig
 
 PAGE = 4096
@@ -31,18 +31,18 @@ class Story:
         self.now = 0.0
         dtype: Encoding = self.random.choice(("as_is", "fp8"))
         self.store = Store(
-            SlotAllocator(6 * SLAB, SLAB),
-            SlotPool(
-                [SlotAllocator(3 * SLAB, SLAB, number) for number in range(DEVICES)], "spread"
+            SlabAllocator(6 * SLAB, SLAB),
+            ArenaAllocator(
+                [SlabAllocator(3 * SLAB, SLAB, number) for number in range(DEVICES)], "spread"
             ),
             StoreConfig(
                 write_through=self.random.random() < 0.5,
                 grace_s=0.0,
-                move_retry_s=1.0,
+                migration_retry_s=1.0,
                 nvme_dtype=dtype,
             ),
         )
-        self.moves: list[Move] = []
+        self.migrations: list[Migration] = []
         self.lost: set[int] = set()
         self.closed: set[int] = set()
         self.leases: list[int] = []
@@ -65,7 +65,7 @@ class Story:
         self.now += self.random.random()
         self.random.choice(
             (self.put, self.put, self.pin, self.pin, self.release, self.demote, self.finish)
-            + (self.finish, self.finish, self.drop_lost, self.expire)
+            + (self.finish, self.finish, self.drop_failed, self.expire)
             + ((self.break_device,) if self.random.random() < 0.1 else ())
         )()
         self.listen()
@@ -88,9 +88,9 @@ class Story:
         first = self.random.randrange(30)
         names = [self.name(space, first + i) for i in range(3)]
         result = self.store.pin(space.namespace_id, names, "c", 5.0, self.now)
-        for move in result.promote:
-            assert move.source.arena_id not in self.lost or len(self.store._losses)
-        self.moves += result.promote
+        for migration in result.promote:
+            assert migration.source.arena_id not in self.lost or len(self.store._failed_arenas)
+        self.migrations += result.promote
         if result.lease_id:
             self.leases.append(result.lease_id)
 
@@ -99,16 +99,18 @@ class Story:
             self.store.release(self.leases.pop(), self.now)
 
     def demote(self) -> None:
-        moves = self.store.plan_demotions(3, self.now, (Tier.DRAM,))
-        for move in moves:
-            assert move.target.arena_id not in self.lost | self.closed
-        self.moves += moves
+        migrations = self.store.plan_demotions(3, self.now, (Tier.DRAM,))
+        for migration in migrations:
+            assert migration.target.arena_id not in self.lost | self.closed
+        self.migrations += migrations
 
     def finish(self) -> None:
-        if self.moves:
-            move = self.moves.pop(self.random.randrange(len(self.moves)))
+        if self.migrations:
+            migration = self.migrations.pop(self.random.randrange(len(self.migrations)))
             is_ok = self.random.random() < 0.8
-            self.store.finish_move(move.move_id, is_ok, self.now, self.random.choice((None, 5)))
+            self.store.finish_migration(
+                migration.migration_id, is_ok, self.now, self.random.choice((None, 5))
+            )
 
     def break_device(self) -> None:
         device = self.random.randrange(DEVICES)
@@ -116,11 +118,11 @@ class Story:
             self.store.close_device(device, self.now)
             self.closed.add(device)
         else:
-            self.store.lose_device(device, self.now)
+            self.store.fail_device(device, self.now)
             self.lost.add(device)
 
-    def drop_lost(self) -> None:
-        self.store.drop_lost(self.random.randrange(1, 8), self.now)
+    def drop_failed(self) -> None:
+        self.store.drop_failed(self.random.randrange(1, 8), self.now)
 
     def expire(self) -> None:
         self.store.expire(self.now)
@@ -135,8 +137,8 @@ class Story:
         self.store.check_integrity()
         told = {(s, name) for s, tier, name in self.store.snapshot() if tier == Tier.NVME}
         assert told == self.on_disk
-        if not len(self.store._losses):
-            for space in self.store._residency.spaces.values():
+        if not len(self.store._failed_arenas):
+            for space in self.store._table.spaces.values():
                 for copy in space.visible[Tier.NVME].values():
                     assert self.lost.isdisjoint(place.arena_id for place in copy.whole_places)
 
@@ -148,12 +150,12 @@ def test_devices_that_fail_at_any_moment_break_no_invariant(seed: int) -> None:
     for _ in range(250):
         story.step()
         story.check()
-    while story.moves:
+    while story.migrations:
         story.finish()
     for device in range(DEVICES):
-        story.store.lose_device(device, story.now)
+        story.store.fail_device(device, story.now)
         story.lost.add(device)
-    while story.store.drop_lost(5, story.now):
+    while story.store.drop_failed(5, story.now):
         story.listen()
         story.check()
     story.listen()
@@ -166,8 +168,8 @@ def test_devices_that_fail_at_any_moment_break_no_invariant(seed: int) -> None:
 def two_devices() -> Store:
     """Room for two blocks of the second namespace on each device."""
     store = Store(
-        SlotAllocator(6 * SLAB, SLAB),
-        SlotPool([SlotAllocator(SLAB, SLAB, number) for number in range(2)], "spread"),
+        SlabAllocator(6 * SLAB, SLAB),
+        ArenaAllocator([SlabAllocator(SLAB, SLAB, number) for number in range(2)], "spread"),
         StoreConfig(write_through=True, grace_s=0.0),
     )
     for space in SPACES:
@@ -189,8 +191,8 @@ def test_a_chain_that_ends_on_a_closed_device_still_gives_way() -> None:
     assert store.usage()[1].free_bytes == 0
     store.close_device(1, 0.0)
     put(store, new)
-    moves = store.plan_demotions(4, 0.0)
-    assert [move.target.arena_id for move in moves] == [0, 0]
+    migrations = store.plan_demotions(4, 0.0)
+    assert [migration.target.arena_id for migration in migrations] == [0, 0]
     store.check_integrity()
 
 

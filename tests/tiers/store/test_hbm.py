@@ -10,18 +10,18 @@ from kvpool.blocks.tier import Tier
 from kvpool.errors import BlockTooLarge, ConfigError, InvalidArgument
 from tests.support.pool_model import CONFIG, HBM_ARENA, LARGE, PAGE, SLAB, SMALL
 from tests.tiers.store.test_store import EXISTS, GRANTED, IN_PROGRESS, NO_ROOM, A, B, demote, names
-from tiers.store.slab_allocator import SlotAllocator
-from tiers.store.store import Move, Store, StoreConfig
+from tiers.store.slab_allocator import SlabAllocator
+from tiers.store.store import Migration, Store, StoreConfig
 
 EARLY = replace(CONFIG, hbm_high_watermark=0.0, hbm_low_watermark=0.0)  # demotes all it has
 
 
 def store(hbm: int = 1, dram: int = 1, nvme: int = 0, config: StoreConfig = CONFIG) -> Store:
     made = Store(
-        SlotAllocator(dram * SLAB, SLAB),
-        SlotAllocator(nvme * SLAB, SLAB) if nvme else None,
+        SlabAllocator(dram * SLAB, SLAB),
+        SlabAllocator(nvme * SLAB, SLAB) if nvme else None,
         config,
-        hbm=SlotAllocator(hbm * SLAB, SLAB, HBM_ARENA) if hbm else None,
+        hbm=SlabAllocator(hbm * SLAB, SLAB, HBM_ARENA) if hbm else None,
     )
     for namespace in (SMALL, LARGE):
         made.register_namespace(namespace, 0.0)
@@ -36,9 +36,9 @@ def put(s: Store, run: list[bytes], parent: bytes = b"", tier: Tier = Tier.HBM) 
     return [place.arena_id for place in granted.places]
 
 
-def finish(s: Store, moves: list[Move], ok: bool = True) -> None:
-    for move in moves:
-        s.finish_move(move.move_id, ok, 0.0)
+def finish(s: Store, migrations: list[Migration], ok: bool = True) -> None:
+    for migration in migrations:
+        s.finish_migration(migration.migration_id, ok, 0.0)
 
 
 def usage(s: Store, tier: Tier) -> tuple[int, int, int]:
@@ -147,7 +147,7 @@ def test_other_readers_wait_until_the_block_is_copied_down() -> None:
     finish(s, waiting.promote)
     pinned = s.pin(A, names(2), "c", 1.0, 0.0)
     assert (pinned.found, pinned.tiers) == (2, [Tier.DRAM] * 2)
-    assert s.standing(A, names(1)[0]) == [Tier.HBM, Tier.DRAM]
+    assert s.resident_tiers(A, names(1)[0]) == [Tier.HBM, Tier.DRAM]
     assert s.counters["demoted:dram"] == 2
 
 
@@ -168,10 +168,10 @@ def test_a_block_pinned_in_hbm_stays_there_whatever_is_asked_for() -> None:
 def test_cold_blocks_are_copied_down_before_they_leave() -> None:
     s = store(dram=2)
     put(s, names(4))
-    moves = s.plan_demotions(100, 0.0)
-    assert {(m.source_tier, m.target_tier) for m in moves} == {(Tier.HBM, Tier.DRAM)}
-    assert len(moves) == 3  # down to the low watermark of a quarter
-    finish(s, moves)
+    migrations = s.plan_demotions(100, 0.0)
+    assert {(m.source_tier, m.target_tier) for m in migrations} == {(Tier.HBM, Tier.DRAM)}
+    assert len(migrations) == 3  # down to the low watermark of a quarter
+    finish(s, migrations)
     assert s.lookup(A, names(4)) == [Tier.HBM] * 4
     assert put(s, names(3, b"m")) == [HBM_ARENA] * 3
     assert s.lookup(A, names(4)) == [Tier.HBM] + [Tier.DRAM] * 3
@@ -209,16 +209,16 @@ def test_a_refused_block_that_is_used_again_stays() -> None:
 
 
 def test_a_protected_block_leaves_hbm_only_for_the_tier_below() -> None:
-    s = store(dram=2, config=replace(EARLY, protected_share=1.0))
+    s = store(dram=2, config=replace(EARLY, retention_share=1.0))
     put(s, names(1))
-    s.protect(A, names(1), None, 0.0)
-    [kept] = [u for u in s.usage() if u.tier == Tier.HBM]
-    assert kept.protected_bytes == 0  # the promise is of the node, not of hbm
+    s.retain(A, names(1), None, 0.0)
+    [retained] = [u for u in s.usage() if u.tier == Tier.HBM]
+    assert retained.retained_bytes == 0  # the promise is of the node, not of hbm
     assert put(s, names(4, b"m"))[-1] == 0  # not for its sake, while it stands there alone
     finish(s, s.plan_demotions(100, 0.0))
     put(s, names(3, b"o"))
     put(s, names(1, b"p"))
-    assert Tier.HBM not in s.standing(A, names(1)[0])
+    assert Tier.HBM not in s.resident_tiers(A, names(1)[0])
     assert s.lookup(A, names(1)) == [Tier.DRAM]
 
 
@@ -227,9 +227,11 @@ def test_demotion_from_hbm_waits_for_the_cleaning_of_dram() -> None:
     s = store(hbm=1, dram=1, nvme=4, config=config)
     put(s, names(4, b"m"), tier=Tier.DRAM)
     put(s, names(4))
-    moves = s.plan_demotions(100, 0.0)
-    assert {m.target_tier for m in moves} == {Tier.NVME}  # room made in dram now would lose those
-    finish(s, moves)
+    migrations = s.plan_demotions(100, 0.0)
+    assert {m.target_tier for m in migrations} == {
+        Tier.NVME
+    }  # room made in dram now would lose those
+    finish(s, migrations)
     finish(s, s.plan_demotions(100, 0.0))
     assert s.counters.get("lost", 0) == 0
     assert s.counters["demoted:dram"] == 4
@@ -246,7 +248,7 @@ def test_blocks_sink_through_all_tiers_and_none_is_lost() -> None:
     assert [len(s.lookup(A, run)) for run in runs] == [4] * 6
     assert s.counters.get("lost", 0) == 0
     assert [s.lookup(A, run)[0] for run in runs] == [Tier.NVME] * 5 + [Tier.HBM]
-    assert s.standing(A, runs[-1][0]) == [Tier.HBM, Tier.DRAM, Tier.NVME]
+    assert s.resident_tiers(A, runs[-1][0]) == [Tier.HBM, Tier.DRAM, Tier.NVME]
     s.check_integrity()
 
 
@@ -256,9 +258,9 @@ def test_a_failed_demotion_is_tried_again_also_when_its_last_part_ends_late() ->
         granted = s.reserve(B, names(1), b"", part, "w", 5.0, 0.0, Tier.HBM)
         s.commit(granted.reservation_id, [part], 0.0)
     first, second = s.plan_demotions(1, 0.0)
-    s.finish_move(first.move_id, False, 0.0)
+    s.finish_migration(first.migration_id, False, 0.0)
     assert s.plan_demotions(1, 1.5) == []  # the other part is under way
-    s.finish_move(second.move_id, True, 2.0)
+    s.finish_migration(second.migration_id, True, 2.0)
     s.check_integrity()
     assert len(s.plan_demotions(1, 3.1)) == 2
 
@@ -272,11 +274,11 @@ def test_prefetch_brings_a_run_into_hbm_from_dram_and_from_nvme() -> None:
     demote(s)
     put(s, names(2, b"m"), tier=Tier.DRAM)  # two of the first ones stand on nvme alone now
     assert s.lookup(A, names(4)) == [Tier.DRAM, Tier.DRAM, Tier.NVME, Tier.NVME]
-    moves, reason = s.promote(A, names(4), 0.0, Tier.HBM)
+    migrations, reason = s.promote(A, names(4), 0.0, Tier.HBM)
     assert reason == ""
-    assert [m.source_tier for m in moves] == [Tier.DRAM, Tier.DRAM, Tier.NVME, Tier.NVME]
-    assert {m.target_tier for m in moves} == {Tier.HBM}
-    finish(s, moves)
+    assert [m.source_tier for m in migrations] == [Tier.DRAM, Tier.DRAM, Tier.NVME, Tier.NVME]
+    assert {m.target_tier for m in migrations} == {Tier.HBM}
+    finish(s, migrations)
     assert s.lookup(A, names(4)) == [Tier.HBM] * 4
     assert s.counters["promoted:hbm"] == 4
     assert s.promote(A, names(4), 0.0, Tier.HBM) == ([], "")
@@ -316,7 +318,7 @@ def test_quotas_hold_in_hbm() -> None:
 def test_sizes_and_watermarks_are_checked() -> None:
     with pytest.raises(ConfigError, match="hbm watermarks"):
         StoreConfig(hbm_low_watermark=0.9, hbm_high_watermark=0.5)
-    small = Store(SlotAllocator(SLAB, SLAB), hbm=SlotAllocator(SLAB // 4, SLAB // 4, HBM_ARENA))
+    small = Store(SlabAllocator(SLAB, SLAB), hbm=SlabAllocator(SLAB // 4, SLAB // 4, HBM_ARENA))
     with pytest.raises(BlockTooLarge):
         small.register_namespace(LARGE, 0.0)
 

@@ -7,7 +7,7 @@ import pytest
 from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument, UnknownNamespace
 from tests.tiers.store.test_store import WRITE_THROUGH, A, B, demote, names, put, store
-from tiers.store.access_clock import MAX_SAMPLES, Ages
+from tiers.store.access_clock import MAX_SAMPLES, AccessClock
 
 
 def test_a_block_is_described_by_all_that_keeps_it_where_it_is() -> None:
@@ -15,15 +15,15 @@ def test_a_block_is_described_by_all_that_keeps_it_where_it_is() -> None:
     put(s, names(3))
     demote(s)
     s.pin(A, names(2), "c", 9.0, 0.0)
-    s.protect(A, names(1), None, 0.0)
-    s.protect(A, names(2), 60.0, 0.0)
+    s.retain(A, names(1), None, 0.0)
+    s.retain(A, names(2), 60.0, 0.0)
     first, second, third = s.blocks(A, 0, 10, 10.0)
     assert [b.block_hash for b in (first, second, third)] == names(3)
     assert [b.parent for b in (first, second, third)] == [b"", *names(2)]
     assert [b.depth for b in (first, second, third)] == [0, 1, 2]
     assert first.tiers == [Tier.DRAM, Tier.NVME]
     assert (first.pins, second.pins, third.pins) == (1, 1, 0)
-    assert (first.protected_s, second.protected_s, third.protected_s) == (0.0, 50.0, -1.0)
+    assert (first.retained_s, second.retained_s, third.retained_s) == (0.0, 50.0, -1.0)
     assert first.size_bytes == 2 * 4096
     [usage] = [u for u in s.usages() if u.namespace_id == A]
     assert (usage.blocks, usage.standing) == (3, {Tier.DRAM: 3, Tier.NVME: 3})
@@ -74,11 +74,11 @@ def test_the_age_is_that_of_the_last_use_and_a_look_is_none() -> None:
 
 
 def test_ages_are_kept_in_bounded_memory_and_exact_for_the_recent_past() -> None:
-    ages = Ages()
+    access_clock = AccessClock()
     for second in range(20_000):
-        ages.note(second, float(second))
-        assert len(ages._times) <= MAX_SAMPLES
+        access_clock.note(second, float(second))
+        assert len(access_clock._times) <= MAX_SAMPLES
     now = 20_000.0
-    assert ages.age_s(19_990, now) == 10.0
-    assert 18_900 <= ages.age_s(1000, now) <= 19_000  # samples are sparser there
-    assert ages.age_s(30_000, now) == 0.0
+    assert access_clock.age_s(19_990, now) == 10.0
+    assert 18_900 <= access_clock.age_s(1000, now) <= 19_000  # samples are sparser there
+    assert access_clock.age_s(30_000, now) == 0.0

@@ -17,14 +17,14 @@ import pytest
 from kvpool.blocks.tier import Tier
 from tests.support.pool_model import CONFIG, LARGE, SMALL, Violation, random_walk
 from tiers.store import blocks, eviction, reservations, victims
-from tiers.store.arena_allocator import SlotPool
-from tiers.store.block_table import Residency
+from tiers.store.arena_allocator import ArenaAllocator
+from tiers.store.block_table import BlockTable
 from tiers.store.config import StoreConfig
-from tiers.store.evacuation import RetirementBook
-from tiers.store.leases import LeaseBook
-from tiers.store.quotas import Ledger
-from tiers.store.reservations import ReservationBook
-from tiers.store.retention import ProtectionBook
+from tiers.store.evacuation import EvacuationTable
+from tiers.store.leases import LeaseTable
+from tiers.store.quotas import QuotaTable
+from tiers.store.reservations import ReservationTable
+from tiers.store.retention import RetentionTable
 from tiers.store.slab_allocator import StoreCorrupt
 
 SEEDS = 30
@@ -54,7 +54,9 @@ def _pins_hold_in_dram_alone(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         eviction,
         "is_held",
-        lambda copy: copy.filling > 0 or copy.reading > 0 or (copy.tier == 0 and copy.pins > 0),
+        lambda copy: (
+            copy.filling > 0 or copy.reading > 0 or (copy.tier == Tier.DRAM and copy.pins > 0)
+        ),
     )
 
 
@@ -67,7 +69,7 @@ def _parts_stand_apart(patch: pytest.MonkeyPatch) -> None:
 
     def begun_in_dram(block: Any) -> Any:
         copy = begun(block)
-        return copy if copy is not None and copy.tier == 0 else None
+        return copy if copy is not None and copy.tier == Tier.DRAM else None
 
     patch.setattr(reservations, "_begun_copy", begun_in_dram)
 
@@ -81,54 +83,54 @@ def _moves_do_not_hold(patch: pytest.MonkeyPatch) -> None:
 
 
 def _leased_blocks_move_away(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Residency, "replace", Residency.exchange_places)
+    patch.setattr(BlockTable, "replace", BlockTable.exchange_places)
 
 
 def _arenas_go_while_in_use(patch: pytest.MonkeyPatch) -> None:
-    def take_all(self: RetirementBook) -> list[int]:
+    def take_all(self: EvacuationTable) -> list[int]:
         gone = [*self._walks]
         for arena_id in gone:
             del self._walks[arena_id]
-            slots = self._residency.tiers[Tier.DRAM].slots
+            slots = self._table.tiers[Tier.DRAM].allocator
             del slots._arenas[arena_id]
             slots.closed.discard(arena_id)
         return gone
 
-    patch.setattr(RetirementBook, "take_empty", take_all)
+    patch.setattr(EvacuationTable, "take_empty", take_all)
 
 
 def _closed_arenas_count(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        SlotPool,
+        ArenaAllocator,
         "capacity_bytes",
         property(lambda self: sum(a.capacity_bytes for a in self.arenas)),
     )
 
 
 def _no_quarantine(patch: pytest.MonkeyPatch) -> None:
-    end = ReservationBook._end
+    end = ReservationTable._end
 
-    def end_at_once(self: ReservationBook, grant: Any, **given: Any) -> None:
+    def end_at_once(self: ReservationTable, grant: Any, **given: Any) -> None:
         end(self, grant, **{**given, "is_late_write_possible": False})
 
-    patch.setattr(ReservationBook, "_end", end_at_once)
+    patch.setattr(ReservationTable, "_end", end_at_once)
 
 
 def _no_grace(patch: pytest.MonkeyPatch) -> None:
-    init = LeaseBook.__init__
+    init = LeaseTable.__init__
 
-    def without_grace(self: LeaseBook, residency: Residency, grace_s: float, first_id: int) -> None:
-        init(self, residency, 0.0, first_id)
+    def without_grace(self: LeaseTable, table: BlockTable, grace_s: float, first_id: int) -> None:
+        init(self, table, 0.0, first_id)
 
-    patch.setattr(LeaseBook, "__init__", without_grace)
+    patch.setattr(LeaseTable, "__init__", without_grace)
 
 
 def _leases_of_the_dead_end_at_once(patch: pytest.MonkeyPatch) -> None:
-    def end_all(self: LeaseBook, holder_id: str, now: float) -> None:
+    def end_all(self: LeaseTable, holder_id: str, now: float) -> None:
         for lease_id in list(self._by_holder.get(holder_id, ())):
             self.release(lease_id)
 
-    patch.setattr(LeaseBook, "holder_gone", end_all)
+    patch.setattr(LeaseTable, "holder_gone", end_all)
 
 
 def _first_part_is_enough(patch: pytest.MonkeyPatch) -> None:
@@ -136,9 +138,9 @@ def _first_part_is_enough(patch: pytest.MonkeyPatch) -> None:
 
 
 def _reserved_twice_is_granted_twice(patch: pytest.MonkeyPatch) -> None:
-    reserve = ReservationBook._reserve_part
+    reserve = ReservationTable._reserve_part
 
-    def grant_again(self: ReservationBook, space: Any, name: bytes, *rest: Any) -> Any:
+    def grant_again(self: ReservationTable, space: Any, name: bytes, *rest: Any) -> Any:
         block = space.blocks.get(name)
         copy = block.copies[Tier.DRAM] if block is not None else None
         part = rest[1]
@@ -148,7 +150,7 @@ def _reserved_twice_is_granted_twice(patch: pytest.MonkeyPatch) -> None:
             return 0, copy
         return reserve(self, space, name, *rest)
 
-    patch.setattr(ReservationBook, "_reserve_part", grant_again)
+    patch.setattr(ReservationTable, "_reserve_part", grant_again)
 
 
 def _prefixes_go_before_suffixes(patch: pytest.MonkeyPatch) -> None:
@@ -156,39 +158,39 @@ def _prefixes_go_before_suffixes(patch: pytest.MonkeyPatch) -> None:
 
 
 def _quarantine_leaks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Residency, "end_quarantine", lambda *args: None)
+    patch.setattr(BlockTable, "end_quarantine", lambda *args: None)
 
 
 def _eviction_leaks(patch: pytest.MonkeyPatch) -> None:
-    unlink = Residency._close
+    unlink = BlockTable._close
 
-    def close_and_forget_a_byte(self: Residency, copy: Any) -> None:
+    def close_and_forget_a_byte(self: BlockTable, copy: Any) -> None:
         unlink(self, copy)
         self.tiers[copy.tier].committed_bytes += 1
 
-    patch.setattr(Residency, "_close", close_and_forget_a_byte)
+    patch.setattr(BlockTable, "_close", close_and_forget_a_byte)
 
 
 def _hard_protection_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(eviction, "is_hard", lambda copy: False)
+    patch.setattr(eviction, "is_hard_pinned", lambda copy: False)
 
 
 def _soft_protection_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(eviction, "is_soft", lambda copy: False)
+    patch.setattr(eviction, "is_soft_pinned", lambda copy: False)
 
 
 def _protection_is_not_counted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ProtectionBook, "_charge", lambda self, block, sign: self._kept.add(block))
+    patch.setattr(RetentionTable, "_charge", lambda self, block, sign: self._retained.add(block))
 
 
 def _protection_has_no_bound(patch: pytest.MonkeyPatch) -> None:
-    init = ProtectionBook.__init__
-    patch.setattr(ProtectionBook, "__init__", lambda self, residency, _: init(self, residency, 9.0))
+    init = RetentionTable.__init__
+    patch.setattr(RetentionTable, "__init__", lambda self, table, _: init(self, table, 9.0))
 
 
 def _everybody_takes_from_everybody(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Ledger, "donors", lambda self, *_: range(len(self.used)))
-    patch.setattr(Ledger, "is_over", lambda *_: True)
+    patch.setattr(QuotaTable, "donors", lambda self, *_: range(len(self.used)))
+    patch.setattr(QuotaTable, "is_over", lambda *_: True)
 
 
 def _slabs_are_taken_from_everybody(patch: pytest.MonkeyPatch) -> None:
@@ -196,16 +198,18 @@ def _slabs_are_taken_from_everybody(patch: pytest.MonkeyPatch) -> None:
 
 
 def _quarantine_is_for_nothing(patch: pytest.MonkeyPatch) -> None:
-    vacate = Residency.vacate
+    vacate = BlockTable.vacate
 
-    def vacate_and_pay_back(self: Residency, copy: Any, part: int, **given: Any) -> Any:
+    def vacate_and_pay_back(self: BlockTable, copy: Any, part: int, **given: Any) -> Any:
         place = vacate(self, copy, part, **given)
         if given["is_late_write_possible"]:
             tier = self.tiers[copy.tier]
-            tier.ledger.charge(copy.block.space.account, -copy.block.space.slot_bytes[copy.tier])
+            tier.quota_table.charge(
+                copy.block.space.account, -copy.block.space.slot_bytes[copy.tier]
+            )
         return place
 
-    patch.setattr(Residency, "vacate", vacate_and_pay_back)
+    patch.setattr(BlockTable, "vacate", vacate_and_pay_back)
 
 
 @pytest.mark.parametrize(

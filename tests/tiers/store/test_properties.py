@@ -133,12 +133,12 @@ class StoreMachine(RuleBasedStateMachine):
         count=st.integers(1, 7),
         ttl=st.one_of(st.none(), ttls),
     )
-    def protect(self, namespace: Namespace, chain: int, count: int, ttl: float | None) -> None:
-        self.model.protect(namespace, chain, count, ttl)
+    def retain(self, namespace: Namespace, chain: int, count: int, ttl: float | None) -> None:
+        self.model.retain(namespace, chain, count, ttl)
 
     @rule(namespace=namespaces, chain=chain_numbers, count=st.integers(1, 7))
-    def unprotect(self, namespace: Namespace, chain: int, count: int) -> None:
-        self.model.unprotect(namespace, chain, count)
+    def end_retention(self, namespace: Namespace, chain: int, count: int) -> None:
+        self.model.end_retention(namespace, chain, count)
 
     @rule(count=st.integers(1, 6))
     def plan_demotions(self, count: int) -> None:
@@ -150,23 +150,23 @@ class StoreMachine(RuleBasedStateMachine):
         self.model.add_arena(slabs)
 
     @rule(pick=picks)
-    def retire_arena(self, pick: int) -> None:
-        self.model.retire_arena(pick)
+    def evacuate_arena(self, pick: int) -> None:
+        self.model.evacuate_arena(pick)
 
-    @precondition(lambda self: self.model.store.retiring())
+    @precondition(lambda self: self.model.store.evacuating())
     @rule(count=st.integers(1, 6))
-    def plan_retirement(self, count: int) -> None:
-        self.model.plan_retirement(count)
+    def plan_evacuation(self, count: int) -> None:
+        self.model.plan_evacuation(count)
 
-    @precondition(lambda self: self.model.store.retiring())
+    @precondition(lambda self: self.model.store.evacuating())
     @rule()
-    def take_retired(self) -> None:
-        self.model.take_retired()
+    def take_evacuated(self) -> None:
+        self.model.take_evacuated()
 
-    @precondition(lambda self: self.model.moves)
+    @precondition(lambda self: self.model.migrations)
     @rule(pick=picks, ok=st.sampled_from([True, True, False, None]))
-    def finish_move(self, pick: int, ok: bool | None) -> None:
-        self.model.finish_move(pick, ok)
+    def finish_migration(self, pick: int, ok: bool | None) -> None:
+        self.model.finish_migration(pick, ok)
 
     @invariant()
     def everything_holds(self) -> None:
@@ -209,7 +209,7 @@ def test_walks_reach_every_kind_of_transition() -> None:
         "demoted:nvme",
         "demoted:dram",
         "demotion_refused",
-        "moves_failed",
+        "migrations_failed",
         "quarantined",
         "dropped",
         "slabs_reclaimed",
@@ -217,10 +217,10 @@ def test_walks_reach_every_kind_of_transition() -> None:
         "reservations_expired",
         "miss:no_room",
         "evicted:soft",
-        "protected",
-        "unprotected",
-        "protections_expired",
-        "protection_refused",
+        "retained",
+        "retention_ended",
+        "retentions_expired",
+        "retention_refused",
         "no_room",
         "relocated",
     }

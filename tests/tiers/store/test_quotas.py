@@ -15,8 +15,8 @@ from kvpool.wire.messages import BlockStatus
 from tests.support.pool_model import CONFIG, PAGE, SLAB
 from tests.support.sizes import examples
 from tests.tiers.store.test_store import names, put
-from tiers.store.quotas import Accounts, Ledger, Quotas
-from tiers.store.slab_allocator import SlotAllocator
+from tiers.store.quotas import Accounts, Quotas, QuotaTable
+from tiers.store.slab_allocator import SlabAllocator
 from tiers.store.store import Store
 
 SLOTS = 16
@@ -33,8 +33,8 @@ QUOTAS: Quotas = {"a": 0.25, "b": 8 * PAGE}  # 4, 8, and 4 pages for everybody e
 
 
 def store(quotas: Quotas = QUOTAS, nvme: int = 0) -> Store:
-    disk = SlotAllocator(nvme * SLAB, SLAB) if nvme else None
-    made = Store(SlotAllocator(SLOTS * PAGE, SLAB), disk, replace(CONFIG, quotas=quotas))
+    disk = SlabAllocator(nvme * SLAB, SLAB) if nvme else None
+    made = Store(SlabAllocator(SLOTS * PAGE, SLAB), disk, replace(CONFIG, quotas=quotas))
     for namespace in ALL:
         made.register_namespace(namespace, 0.0)
     return made
@@ -236,22 +236,22 @@ def test_nobody_above_a_quota_evicts_from_one_below_and_who_is_below_always_gets
 def test_donors_are_those_that_use_more_of_their_quota_most_first(
     changes: list[tuple[int, int, bool]], asking: int, size: int
 ) -> None:
-    ledger = Ledger(Accounts({"a": 0.5, "b": 0.2, "c": 0.3}, 40), 40)  # nothing for others
+    quota_table = QuotaTable(Accounts({"a": 0.5, "b": 0.2, "c": 0.3}, 40), 40)  # nothing for others
     model = [0, 0, 0, 0]
     for account, amount, is_more in changes:
         amount = amount if is_more else -min(amount, model[account])
         model[account] += amount
-        ledger.charge(account, amount)
-    assert ledger.used == model
+        quota_table.charge(account, amount)
+    assert quota_table.used == model
     ratio = [
         model[i] / quota if quota else float("inf") if model[i] else 0.0
         for i, quota in enumerate([0, 20, 8, 12])
     ]
-    own = (model[asking] + size) / ledger.quotas[asking] if asking else float("inf")
+    own = (model[asking] + size) / quota_table.quotas[asking] if asking else float("inf")
     is_below = own <= 1
     over = [i for i in range(4) if i != asking and ratio[i] > 1 and (is_below or ratio[i] > own)]
     under = [i for i in range(4) if i != asking and own < ratio[i] <= 1 and is_below]
-    donors = list(ledger.donors(asking, size))
+    donors = list(quota_table.donors(asking, size))
     assert set(donors) == {asking, *over, *under}
     assert donors.index(asking) == len(over)
     ratios = [ratio[i] for i in donors if i != asking]

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from kvpool.errors import BlockTooLarge, InvalidArgument
 from tests.support.sizes import examples
-from tiers.store.slab_allocator import Place, SlotAllocator, StoreCorrupt
+from tiers.store.slab_allocator import Place, SlabAllocator, StoreCorrupt
 
 PAGE = 4096
 
 
-def allocator(slabs: int = 4, pages_per_slab: int = 4) -> SlotAllocator:
-    return SlotAllocator(slabs * pages_per_slab * PAGE, pages_per_slab * PAGE, arena_id=3)
+def allocator(slabs: int = 4, pages_per_slab: int = 4) -> SlabAllocator:
+    return SlabAllocator(slabs * pages_per_slab * PAGE, pages_per_slab * PAGE, arena_id=3)
 
 
 def test_slots_are_aligned_disjoint_and_fill_the_arena() -> None:
@@ -35,7 +35,7 @@ def test_sizes_are_rounded_up_to_the_alignment() -> None:
 
 
 def test_what_is_left_after_whole_slabs_is_not_counted() -> None:
-    assert SlotAllocator(9 * PAGE, 4 * PAGE).capacity_bytes == 8 * PAGE
+    assert SlabAllocator(9 * PAGE, 4 * PAGE).capacity_bytes == 8 * PAGE
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_what_is_left_after_whole_slabs_is_not_counted() -> None:
 )
 def test_impossible_sizes_are_refused(capacity: int, slab: int, alignment: int) -> None:
     with pytest.raises(InvalidArgument):
-        SlotAllocator(capacity, slab, alignment=alignment)
+        SlabAllocator(capacity, slab, alignment=alignment)
 
 
 def test_a_slot_larger_than_a_slab_is_refused() -> None:

@@ -21,8 +21,8 @@ from kvpool.errors import (
 )
 from kvpool.wire.messages import BlockStatus
 from tests.support.pool_model import CONFIG, LARGE, PAGE, SLAB, SMALL
-from tiers.store.slab_allocator import Place, SlotAllocator
-from tiers.store.store import Move, Store, StoreConfig, StoreCorrupt
+from tiers.store.slab_allocator import Place, SlabAllocator
+from tiers.store.store import Migration, Store, StoreConfig, StoreCorrupt
 
 GRANTED, EXISTS, IN_PROGRESS, NO_ROOM = (
     BlockStatus.GRANTED,
@@ -41,7 +41,7 @@ def names(count: int, tag: bytes = b"n") -> list[bytes]:
 
 def store(dram: int = 1, nvme: int = 0, config: StoreConfig = CONFIG) -> Store:
     made = Store(
-        SlotAllocator(dram * SLAB, SLAB), SlotAllocator(nvme * SLAB, SLAB) if nvme else None, config
+        SlabAllocator(dram * SLAB, SLAB), SlabAllocator(nvme * SLAB, SLAB) if nvme else None, config
     )
     for namespace in (SMALL, LARGE, OTHER):
         made.register_namespace(namespace, 0.0)
@@ -57,11 +57,11 @@ def put(
         s.commit(granted.reservation_id, list(range(len(run))), now)
 
 
-def demote(s: Store, count: int = 100, now: float = 0.0) -> list[Move]:
-    moves = s.plan_demotions(count, now)
-    for move in moves:
-        s.finish_move(move.move_id, True, now)
-    return moves
+def demote(s: Store, count: int = 100, now: float = 0.0) -> list[Migration]:
+    migrations = s.plan_demotions(count, now)
+    for migration in migrations:
+        s.finish_migration(migration.migration_id, True, now)
+    return migrations
 
 
 # ---------------------------------------------------------------- namespaces
@@ -254,7 +254,7 @@ def test_malformed_calls_are_refused() -> None:
         lambda: s.pin(A, names(3), "c", 1.0, 0.0),
         lambda: s.pin(A, names(1), "c", 1.0, 0.0, [1]),
         lambda: s.pin(B, names(1), "c", 1.0, 0.0, [0, 0]),
-        lambda: s.finish_move(99, True, 0.0),
+        lambda: s.finish_migration(99, True, 0.0),
     ):
         with pytest.raises(InvalidArgument):
             bad()
@@ -542,16 +542,18 @@ def test_cold_blocks_are_copied_above_the_high_watermark_down_to_the_low_one() -
     put(s, names(4))
     assert s.plan_demotions(9, 0.0) == []
     put(s, names(2, b"x"))
-    moves = s.plan_demotions(9, 0.0)
-    assert [m.block_hash for m in moves] == names(4)[::-1]  # coldest first; 2 are free, 6 will be
-    assert {(m.source_tier, m.target_tier, m.length) for m in moves} == {
+    migrations = s.plan_demotions(9, 0.0)
+    assert [m.block_hash for m in migrations] == names(4)[
+        ::-1
+    ]  # coldest first; 2 are free, 6 will be
+    assert {(m.source_tier, m.target_tier, m.length) for m in migrations} == {
         (Tier.DRAM, Tier.NVME, PAGE)
     }
-    assert [m.parent for m in moves] == [*names(4)[2::-1], b""]
+    assert [m.parent for m in migrations] == [*names(4)[2::-1], b""]
     assert s.plan_demotions(9, 0.0) == []
     assert s.usage()[1].reserved_bytes == 4 * PAGE
-    for move in moves:
-        s.finish_move(move.move_id, True, 0.0)
+    for migration in migrations:
+        s.finish_migration(migration.migration_id, True, 0.0)
     assert s.usage()[1].committed_bytes == 4 * PAGE
     assert s.lookup(A, names(4)) == [Tier.DRAM] * 4
 
@@ -582,8 +584,8 @@ def test_an_evicted_block_with_an_nvme_copy_is_found_there_and_promoted() -> Non
     assert [m.source for m in first.promote] == [targets[h] for h in run[1:]]
     waiting = s.pin(A, run, "c", 1.0, 0.0)
     assert (waiting.miss_reason, waiting.promote) == ("promoting", [])
-    for move in first.promote:
-        s.finish_move(move.move_id, True, 0.0)
+    for migration in first.promote:
+        s.finish_migration(migration.migration_id, True, 0.0)
     second = s.pin(A, run, "c", 1.0, 0.0)
     assert (second.found, second.tiers) == (3, [Tier.DRAM] * 3)
     assert second.checksums == [0, 1, 2]
@@ -606,9 +608,9 @@ def test_a_failed_promotion_leaves_the_block_in_nvme() -> None:
     put(s, names(3))
     demote(s)
     put(s, names(4, b"x"))
-    moves = s.pin(A, names(3), "c", 9.0, 0.0).promote
-    for move in moves:
-        s.finish_move(move.move_id, False, 0.0)
+    migrations = s.pin(A, names(3), "c", 9.0, 0.0).promote
+    for migration in migrations:
+        s.finish_migration(migration.migration_id, False, 0.0)
     assert s.lookup(A, names(3)) == [Tier.NVME] * 3
     assert s.usage()[0].reserved_bytes == 0
     s.check_integrity()
@@ -619,20 +621,22 @@ def test_promotions_can_be_cancelled() -> None:
     put(s, names(3))
     demote(s)
     put(s, names(4, b"x"))
-    s.cancel_moves(s.pin(A, names(3), "c", 9.0, 0.0).promote, 0.0)
-    assert (s.move_count, s.usage()[0].reserved_bytes) == (0, 0)
-    assert s.counters.get("moves_failed", 0) == 0
+    s.cancel_migrations(s.pin(A, names(3), "c", 9.0, 0.0).promote, 0.0)
+    assert (s.migration_count, s.usage()[0].reserved_bytes) == (0, 0)
+    assert s.counters.get("migrations_failed", 0) == 0
 
 
 def test_a_failed_demotion_is_tried_again_later() -> None:
     s = store(dram=1, nvme=2, config=WRITE_THROUGH)
     put(s, names(4))
-    moves = s.plan_demotions(1, 0.0)
-    s.finish_move(moves[0].move_id, False, 0.0)
+    migrations = s.plan_demotions(1, 0.0)
+    s.finish_migration(migrations[0].migration_id, False, 0.0)
     rest = demote(s)
     assert len(rest) == 3
     s.check_integrity()
-    assert [m.block_hash for m in s.plan_demotions(9, CONFIG.move_retry_s)] == [moves[0].block_hash]
+    assert [m.block_hash for m in s.plan_demotions(9, CONFIG.migration_retry_s)] == [
+        migrations[0].block_hash
+    ]
 
 
 def test_every_part_must_arrive_before_a_copy_counts() -> None:
@@ -641,9 +645,9 @@ def test_every_part_must_arrive_before_a_copy_counts() -> None:
     first, second = s.plan_demotions(9, 0.0)
     assert (first.part, second.part) == (0, 1)
     s.take_events()
-    s.finish_move(first.move_id, True, 0.0)
+    s.finish_migration(first.migration_id, True, 0.0)
     assert s.take_events() == []
-    s.finish_move(second.move_id, False, 0.0)
+    s.finish_migration(second.migration_id, False, 0.0)
     assert s.usage()[1].free_bytes == SLAB
 
 
@@ -660,13 +664,13 @@ def test_a_block_that_finds_no_colder_one_below_holds_up_no_hotter_one() -> None
     for name in names(12):  # in dram for good, and on nvme until hotter ones came
         put(s, [name])
         demote(s)
-    assert [s.standing(A, name) for name in names(12)[-5:]] == [[Tier.DRAM]] + [
+    assert [s.resident_tiers(A, name) for name in names(12)[-5:]] == [[Tier.DRAM]] + [
         [Tier.DRAM, Tier.NVME]
     ] * 4
     [newest] = names(1, b"x")
     put(s, [newest])
     # Eight colder ones are asked again first. Each finds nothing colder, and none comes again at once.
-    retry_s = CONFIG.move_retry_s
+    retry_s = CONFIG.migration_retry_s
     assert [m.block_hash for m in demote(s, 9, retry_s)] == [newest]
     assert s.counters["demotion_refused"] == 8 + 8
     s.check_integrity()
@@ -683,8 +687,8 @@ def test_a_block_of_another_slot_size_goes_down_while_one_finds_no_room() -> Non
         demote(s)
     [newest] = names(1, b"x")
     put(s, [newest], space=space)
-    assert [m.block_hash for m in demote(s, 9, CONFIG.move_retry_s)] == [newest]
-    assert s.standing(A, names(1)[0]) == [Tier.DRAM]
+    assert [m.block_hash for m in demote(s, 9, CONFIG.migration_retry_s)] == [newest]
+    assert s.resident_tiers(A, names(1)[0]) == [Tier.DRAM]
 
 
 def test_refused_blocks_come_again_late_unless_they_are_used() -> None:
@@ -692,7 +696,7 @@ def test_refused_blocks_come_again_late_unless_they_are_used() -> None:
     for name in names(6):
         put(s, [name])
         demote(s)
-    retry_s = CONFIG.move_retry_s
+    retry_s = CONFIG.migration_retry_s
 
     def refused() -> float:
         return s.counters.get("demotion_refused", 0)
@@ -701,8 +705,8 @@ def test_refused_blocks_come_again_late_unless_they_are_used() -> None:
     assert (s.plan_demotions(9, retry_s), refused()) == ([], 4)
     assert (s.plan_demotions(9, 3 * retry_s), refused()) == ([], 4)
     s.pin(A, names(1), "c", 1.0, 4 * retry_s)
-    moves = s.plan_demotions(9, 20 * retry_s)
-    assert [m.block_hash for m in moves] == names(1)
+    migrations = s.plan_demotions(9, 20 * retry_s)
+    assert [m.block_hash for m in migrations] == names(1)
 
 
 def test_a_round_of_refusals_alone_says_that_there_is_more_to_plan() -> None:
@@ -711,7 +715,7 @@ def test_a_round_of_refusals_alone_says_that_there_is_more_to_plan() -> None:
         put(s, [name])
         demote(s)
     put(s, names(1, b"x"))
-    retry_s = CONFIG.move_retry_s
+    retry_s = CONFIG.migration_retry_s
     assert (s.plan_demotions(2, retry_s), s.has_more_demotions) == ([], True)
     assert (s.plan_demotions(2, retry_s), s.has_more_demotions) == ([], True)
     assert [m.block_hash for m in s.plan_demotions(2, retry_s)] == names(1, b"x")
@@ -721,10 +725,10 @@ def test_a_round_of_refusals_alone_says_that_there_is_more_to_plan() -> None:
 def test_a_block_dropped_while_moving_leaves_both_tiers() -> None:
     s = store(dram=1, nvme=1)
     put(s, names(4))
-    moves = s.plan_demotions(1, 0.0)
-    s.drop(A, moves[0].block_hash, "checksum", 0.0)
+    migrations = s.plan_demotions(1, 0.0)
+    s.drop(A, migrations[0].block_hash, "checksum", 0.0)
     s.check_integrity()
-    s.finish_move(moves[0].move_id, True, 0.0)
+    s.finish_migration(migrations[0].migration_id, True, 0.0)
     assert s.usage()[1].free_bytes == SLAB
     assert s.usage()[0].committed_bytes == 3 * PAGE
 
@@ -739,8 +743,11 @@ def test_what_is_found_in_nvme_at_start_is_visible_again() -> None:
     assert not s.recover(A, names(3)[2], two, 1, Place(0, 3 * PAGE), 33, 0.0)  # no such part
     assert s.lookup(A, [one, two]) == [Tier.NVME, Tier.NVME]
     s.check_integrity()
-    moves = s.pin(A, [one, two], "c", 1.0, 0.0).promote
-    assert [(m.source, m.checksum) for m in moves] == [(Place(0, 0), 11), (Place(0, 2 * PAGE), 22)]
+    migrations = s.pin(A, [one, two], "c", 1.0, 0.0).promote
+    assert [(m.source, m.checksum) for m in migrations] == [
+        (Place(0, 0), 11),
+        (Place(0, 2 * PAGE), 22),
+    ]
 
 
 def test_half_recovered_blocks_are_freed_and_named() -> None:
@@ -806,14 +813,14 @@ def test_the_states_add_up_to_the_arena() -> None:
 def test_a_state_that_contradicts_itself_is_noticed() -> None:
     s = store()
     put(s, names(1))
-    s._residency.tiers[Tier.DRAM].committed_bytes += 1
+    s._table.tiers[Tier.DRAM].committed_bytes += 1
     with pytest.raises(StoreCorrupt):
         s.check_integrity()
 
 
 def test_lookup_and_pin_fit_inside_a_scheduling_step() -> None:
     # Generous, so that a busy machine does not fail it: it is there to notice something quadratic.
-    s = Store(SlotAllocator(1024 * PAGE, SLAB), None, CONFIG)
+    s = Store(SlabAllocator(1024 * PAGE, SLAB), None, CONFIG)
     s.register_namespace(SMALL, 0.0)
     run = names(256)
     put(s, run)

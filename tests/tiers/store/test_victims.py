@@ -12,14 +12,14 @@ from tests.support.pool_model import CONFIG, PAGE, SLAB, SMALL
 from tests.tiers.store.test_store import OTHER, A, names
 from tiers.policies import POLICIES
 from tiers.store import eviction, victims
-from tiers.store.slab_allocator import Place, SlotAllocator
+from tiers.store.slab_allocator import Place, SlabAllocator
 from tiers.store.store import Store
 
 
 def big_store(pages: int, policy: str) -> Store:
     quotas = {A.hex(): 0.5, "idle": 0.25}
     s = Store(
-        SlotAllocator(pages * PAGE, SLAB),
+        SlabAllocator(pages * PAGE, SLAB),
         None,
         replace(CONFIG, eviction=policy, quotas=quotas, max_lease_s=1e6),
     )
@@ -55,7 +55,7 @@ def test_an_eviction_asks_a_bounded_number_of_copies(
             if number % 4 == 0:
                 s.pin(A, run, "reader", 1e6, 0.0)
             if number % 8 == 1:
-                s.protect(A, run, 1e6, 0.0)
+                s.retain(A, run, 1e6, 0.0)
         asked.clear()
         evicted = s.counters.get("evicted", 0.0)
         for number in range(pages // 4):
@@ -72,7 +72,7 @@ def test_a_look_for_slabs_is_bounded_and_goes_on_where_it_ended(
 ) -> None:
     monkeypatch.setattr(victims, "SLABS_AT_MOST", 8)
     looked_at: list[int] = []
-    slots = SlotAllocator(32 * SLAB, SLAB)
+    slots = SlabAllocator(32 * SLAB, SLAB)
     places_in = slots.places_in
 
     def noted(index: int) -> list[Place]:
