@@ -104,7 +104,7 @@ class Bench:
 
     async def _nixl(self) -> Any:
         [info] = await self._pool.nodes()
-        transport = self._pool.directory.link_to(info.descriptor).transport
+        transport = self._pool.directory.link_to(info.descriptor).transports.dram
         return transport if isinstance(transport, NixlTransport) else None
 
 

@@ -160,7 +160,7 @@ async def test_a_write_whose_turn_comes_after_the_reservation_never_begins(
         local = data.ctypes.data + np.arange(2, dtype=np.int64) * LAYOUT.part_bytes
         lengths = np.full(2, LAYOUT.part_bytes, dtype=np.int64)
         pieces = Pieces(local, reservation.places, lengths, data)
-        threads = link.transport.threads
+        threads = link.transports.dram.threads
         stall = [threads.submit(time.sleep, 0.6) for _ in range(threads._max_workers)]
         with pytest.raises(DeadlineExceeded):
             await link.write(pieces, timeout_s=5, deadline=reservation.deadline)

@@ -48,32 +48,32 @@ async def main():
             print("read", flush=True)
         except KvpoolError as error:
             print(error.code, time.monotonic() - started < 3, flush=True)
-    print(link.transport.quarantined_transfers, flush=True)
+    print(link.transports.dram.quarantined_transfers, flush=True)
     # Scattered pages go through buffers of the transport: every second page here, a block's bytes there.
     at = np.arange(LAYOUT.part_bytes // PAGE, dtype=np.int64) * PAGE
     pages = np.zeros(2 * LAYOUT.part_bytes, np.uint8)
     last = link.node.arenas[0].size_bytes - LAYOUT.part_bytes  # nobody's: what is written there harms nobody
-    for operation, start in ((link.transport.read, lease.places[0, 1]), (link.transport.write, last)):
+    for operation, start in ((link.transports.dram.read, lease.places[0, 1]), (link.transports.dram.write, last)):
         places = np.stack((np.full_like(at, lease.places[0, 0]), start + at), axis=1)
         pieces = Pieces(pages.ctypes.data + 2 * at, places, np.full_like(at, PAGE), pages)
-        before = link.transport.staging.free
+        before = link.transports.dram.staging.free
         try:
             await asyncio.to_thread(operation, link.node, pieces, 0.5)
             print("moved", flush=True)
         except KvpoolError as error:
-            print(error.code, before - link.transport.staging.free, flush=True)
+            print(error.code, before - link.transports.dram.staging.free, flush=True)
     sys.stdin.readline()  # the node goes on
     again = np.zeros_like(out)
     deadline = time.monotonic() + 20
-    while link.transport.quarantined_transfers and time.monotonic() < deadline:
+    while link.transports.dram.quarantined_transfers and time.monotonic() < deadline:
         try:
             await pool.read_pinned(pinned, again, timeout_s=2)
         except KvpoolError:
             pass
     await pool.read_pinned(pinned, again, timeout_s=5)
-    print(link.transport.quarantined_transfers, int((again == 77).all()), flush=True)
+    print(link.transports.dram.quarantined_transfers, int((again == 77).all()), flush=True)
     print(int(out.max()), int(thrown.max()), flush=True)
-    print(link.transport.staging.free, int(pages.max()), flush=True)
+    print(link.transports.dram.staging.free, int(pages.max()), flush=True)
     await pool.close()
 
 asyncio.run(main())

@@ -82,7 +82,7 @@ async def test_pages_are_written_and_read_whole_whatever_way_they_take(
         out = np.zeros_like(memory)
         _, lease = await leased(pool, hashes)
         pieces, numbers = pages_of(out, lease.places, seed=2)
-        transport = link.transport
+        transport = link.transports.dram
         assert isinstance(transport, NixlTransport)
         taken: list[object] = []
         take = transport.staging.take

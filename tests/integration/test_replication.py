@@ -534,7 +534,7 @@ async def test_a_replica_takes_over_when_a_node_dies_between_pin_and_read(
                 doomed.kill("a")
                 return self._real.read_and_sum(*arguments)
 
-        link.transport = Dying(link.transport)  # type: ignore[assignment]
+        link.transports.dram = Dying(link.transports.dram)  # type: ignore[assignment]
         out = np.zeros_like(data)
         started = time.monotonic()
         got = await pool.get(NAMESPACE, hashes, out, timeout_s=5)

@@ -169,7 +169,7 @@ async def test_pieces_land_in_the_callers_memory_without_a_copy_between(
     async with AsyncPool(node=node, host_label="here", transport=name) as pool:
         for rank in range(4):
             await pool.put(space, hashes, share(kv, 4, rank), part=rank)
-        transport = pool.directory.link_to((await pool.nodes())[0].descriptor).transport
+        transport = pool.directory.link_to((await pool.nodes())[0].descriptor).transports.dram
         seen: list[Pieces] = []
         read = transport.read_and_sum
         transport.read_and_sum = lambda n, p, t: (seen.append(p), read(n, p, t))[1]  # type: ignore

@@ -177,7 +177,7 @@ class Replicator:
 
         def read() -> Sums:
             left_s = max(0.001, until - self._clock())  # it may have waited for a thread
-            return link.transport.read_and_sum(link.node, pieces, left_s)
+            return link.transports.dram.read_and_sum(link.node, pieces, left_s)
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, read)
 
@@ -221,7 +221,7 @@ class Replicator:
                 await self._read(run, link, wanted[0], wanted[-1] + 1, deadline)
                 moved = len(run.sums) * namespace.layout.part_bytes
                 if moved:
-                    name = link.transport.name
+                    name = link.transports.dram.name
                     tally.bytes_moved[name] = tally.bytes_moved.get(name, 0) + moved
         except KvpoolError as error:
             first = next(i for i in range(run.end) if run.statuses[i] == m.BlockStatus.GRANTED)
@@ -294,11 +294,11 @@ class Replicator:
                 np.full(len(rows), size, dtype=np.int64),
                 tuple(self._arenas.values()),
             )
-            run.is_late_write_possible = link.transport.may_write_late
+            run.is_late_write_possible = link.transports.dram.may_write_late
             started = self._clock()
             left = min(max(0.001, deadline - started), BATCH_S)
             sums = await self._fetch(link, pieces, left)
-            link.read_rate.record(pieces.total_bytes, self._clock() - started)
+            link.transports.read_rate.record(pieces.total_bytes, self._clock() - started)
             run.is_late_write_possible = False
             await keeper.end()
             if self._clock() > lease.deadline - LEASE_MARGIN_S:
@@ -371,7 +371,7 @@ class Replicator:
 
     def peers(self) -> list[m.PeerRate]:
         """What was copied from each node, and by which transport."""
-        return [link.peer_rate for link in self._links.values()]
+        return [link.transports.peer_rate for link in self._links.values()]
 
     async def _link_to(self, source: m.NodeDescriptor) -> NodeLink:
         link = self._links.get(source.node_id)
@@ -399,7 +399,7 @@ class Replicator:
 
     async def _register_arenas(self, link: NodeLink) -> None:
         """Register the arenas with NIXL once, not with every transfer."""
-        transport = await asyncio.to_thread(lambda: link.transport)
+        transport = await asyncio.to_thread(lambda: link.transports.dram)
         if not isinstance(transport, NixlTransport):
             return
         self._nixl = transport

@@ -167,7 +167,7 @@ class LayerSender:
         timeout_s = min(self._deadline, self._may_write_until) - time.monotonic()
         if timeout_s <= 0:
             raise DeadlineExceeded("no time left to send the layers")
-        self._link.transport.write(self._link.node, pieces, timeout_s)
+        self._link.transports.dram.write(self._link.node, pieces, timeout_s)
         for i, slot in wanted:
             if self._layers_sent[slot] != chunk.layer:
                 raise TransferFailed("layers came out of order; their checksum would be wrong")
@@ -180,4 +180,4 @@ def moved(sender: LayerSender | None, link: NodeLink | None) -> dict[str, Any]:
     """Bytes that a sender wrote, by transport."""
     if sender is None or link is None or not sender.bytes_written:
         return {}
-    return {link.transport.name: sender.bytes_written}
+    return {link.transports.dram.name: sender.bytes_written}

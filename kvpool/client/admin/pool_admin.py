@@ -98,7 +98,7 @@ class PoolAdmin:
 
     def peers(self) -> list[m.PeerRate]:
         """For each node used so far: the transport, the bytes moved and the measured speed."""
-        return [link.peer_rate for link in self.directory.links()]
+        return [link.transports.peer_rate for link in self.directory.links()]
 
     async def stats(self, *, timeout_s: float | None = None) -> m.PoolStatsReply:
         """Blocks and bytes of the whole pool, by tier and state.

@@ -220,7 +220,7 @@ class ChainReader:
 
         async def pin(link: NodeLink) -> ReadLease:
             if self._verify:
-                await link.check_verifiable(self._plan, node_s)
+                await link.transports.check_verifiable(self._plan, node_s)
             return await link.pin(
                 namespace,
                 hashes,
@@ -272,7 +272,7 @@ class ChainReader:
             return self._failed(node_id, hashes, error, left)
         finally:
             link.release(lease)
-        name = link.transport_to(lease.places).name
+        name = link.transports.to(lease.places).name
         return _Piece(
             lease.found, lease.tiers, name, lease.miss_reason, lease.wait_s, lease.waited_s
         )

@@ -157,7 +157,7 @@ class ChainWriter:
                     reservation.reservation_id, writer_stopped=has_stopped, timeout_s=1.0
                 )
             raise
-        self._moved.add(link.transport_to(reservation.places).name, pieces.total_bytes)
+        self._moved.add(link.transports.to(reservation.places).name, pieces.total_bytes)
         return reservation.statuses
 
     async def _reserve_anywhere(self, node_id: str | None) -> tuple[NodeLink, WriteReservation]:

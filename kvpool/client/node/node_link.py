@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
@@ -29,8 +28,8 @@ from kvpool.client.node.grants import (
     undo_reserve,
 )
 from kvpool.client.node.lease_keepalive import LeaseKeepalive
-from kvpool.client.node.rates import TransferRate
-from kvpool.client.node.transfer_threads import load_transport, run_transfer
+from kvpool.client.node.node_transports import NodeTransports
+from kvpool.client.node.transfer_threads import run_transfer
 from kvpool.errors import (
     ChecksumMismatch,
     LeaseExpired,
@@ -38,7 +37,6 @@ from kvpool.errors import (
     TransferFailed,
     Unavailable,
     UnknownNamespace,
-    UnverifiableRead,
 )
 from kvpool.security.credentials import NO_CREDENTIALS, Credentials
 from kvpool.transports import Pieces, Transport, Transports
@@ -79,107 +77,16 @@ class NodeLink:
         client_id: str,
         credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
-        self.node = node
+        self.transports = NodeTransports(node, transports, host)
         self.wire = WireClient(
             node.address, client_id, expected_epoch=node.epoch, credentials=credentials
         )
         self._arena_ids = frozenset(arena.arena_id for arena in node.arenas)
-        self._transports = transports
-        self._host = host
-        self.read_rate, self.write_rate = TransferRate(), TransferRate()
-        self._hbm_arenas = [a.arena_id for a in node.arenas if a.tier == Tier.HBM]
-
-    # ------------------------------------------------------------ transports
-
-    @functools.cached_property
-    def transport(self) -> Transport:
-        """The transport to this node. The first use chooses it and may load NIXL, so call it from a thread.
-
-        Raises:
-            NoTransport: no transport reaches the node.
-        """
-        return self._transports.choose(self.node, self._host)
-
-    @functools.cached_property
-    def hbm_transport(self) -> Transport | None:
-        """The transport to the node's HBM; None if there is none. The first use may load NIXL."""
-        return self._transports.choose_for_hbm(self.node)
 
     @property
-    def peer_rate(self) -> m.PeerRate:
-        """Bytes moved between this process and the node, how fast, and by which transport ("" before the first)."""
-        chosen = self._chosen_transport()
-        return m.PeerRate(
-            self.node.node_id,
-            chosen.name if chosen is not None else "",
-            chosen.fabric(self.node, self._host) if chosen is not None else "",
-            self.read_rate.total_bytes,
-            self.write_rate.total_bytes,
-            self.read_rate.bytes_per_s,
-            self.write_rate.bytes_per_s,
-        )
-
-    def transport_to(self, places: Int64Array) -> Transport:
-        """The transport that moves bytes to and from `places`.
-
-        Raises:
-            NoTransport: no transport reaches the node.
-            TransferFailed: some places are in HBM, which this process cannot reach.
-        """
-        if not self._is_in_hbm(places):
-            return self.transport
-        if self.hbm_transport is None:
-            raise TransferFailed(
-                f"HBM of node {self.node.node_id} cannot be reached", hint="it needs NIXL"
-            )
-        return self.hbm_transport
-
-    def _chosen_transport(self) -> Transport | None:
-        chosen: Transport | None = self.__dict__.get("transport")
-        return chosen
-
-    def _is_mapped(self, tier: Tier) -> bool:
-        """Whether granted blocks will be copied through shared memory; False while this is unknown."""
-        chosen = self._chosen_transport()
-        return tier == Tier.DRAM and chosen is not None and chosen.name == "shm"
-
-    def _is_in_hbm(self, places: Int64Array) -> bool:
-        return bool(self._hbm_arenas) and bool(np.isin(places[:, 0], self._hbm_arenas).any())
-
-    async def _usable_tier(self, tier: Tier) -> Tier:
-        """The tier to ask for when the caller wants `tier`: never HBM that this process cannot reach."""
-        if tier != Tier.HBM or not self._hbm_arenas:
-            return Tier.DRAM
-        if "hbm_transport" not in self.__dict__:
-            await asyncio.to_thread(lambda: self.hbm_transport)
-        return tier if self.hbm_transport is not None else Tier.DRAM
-
-    async def _loaded_transport(self, places: Int64Array, timeout_s: float) -> Transport:
-        needed = "hbm_transport" if self._is_in_hbm(places) else "transport"
-        if needed in self.__dict__:
-            return self.transport_to(places)
-        return await load_transport(lambda: self.transport_to(places), self.node.node_id, timeout_s)
-
-    async def check_verifiable(self, plan: TransferPlan, timeout_s: float) -> None:
-        """Check that a read by `plan` can be compared with checksums.
-
-        Raises:
-            DeadlineExceeded: the transport was not loaded in time.
-            UnverifiableRead: the read covers pieces of parts only, and the transport cannot sum whole parts
-                at the node.
-            NoTransport: no transport reaches the node.
-        """
-        if plan.is_whole:
-            return
-        chosen = self._chosen_transport() or await load_transport(
-            lambda: self.transport, self.node.node_id, timeout_s
-        )
-        if not chosen.can_sum_in_place:
-            raise UnverifiableRead(
-                f"{chosen.name} reads pieces of parts from {self.node.node_id}, but checksums cover"
-                " whole parts",
-                hint="pass verify=False, or store with a tp_size that the reader's divides",
-            )
+    def node(self) -> m.NodeDescriptor:
+        """The node's descriptor, as this link learned it last."""
+        return self.transports.node
 
     # ------------------------------------------------------------ control calls
 
@@ -192,7 +99,9 @@ class NodeLink:
         """
         deadline = time.monotonic() + timeout_s
         await self._describe(timeout_s)  # the descriptor may be older than an arena
-        await asyncio.to_thread(lambda: self.transport.connect(self.node, time_left(deadline)))
+        await asyncio.to_thread(
+            lambda: self.transports.dram.connect(self.node, time_left(deadline))
+        )
 
     async def learn_arenas(self, places: Int64Array, timeout_s: float) -> None:
         """Ask the node for its arenas if some place lies in an arena that this link does not know.
@@ -212,7 +121,7 @@ class NodeLink:
         node: m.NodeDescriptor = await self.wire.call(m.Describe(), timeout_s)
         if (node.node_id, node.epoch) != (self.node.node_id, self.node.epoch):
             raise StaleEpoch(f"node {self.node.node_id} restarted after it was looked up")
-        self.node = node
+        self.transports.node = node
         self._arena_ids = frozenset(arena.arena_id for arena in node.arenas)
 
     async def call(
@@ -280,10 +189,10 @@ class NodeLink:
             pack_hashes(hashes),
             min(ttl_s, MAX_TTL_S),
             list(parts),
-            await self._usable_tier(tier),
+            await self.transports.usable_tier(tier),
             max_wait_s=max_wait_s,
             timeout_s=NODE_TIME_SHARE * timeout_s,
-            is_mapped=self._is_mapped(tier),
+            is_mapped=self.transports.is_mapped(tier),
         )
         reply: m.PinReply = await self._granted(
             self.call(request, namespace, timeout_s, undo_pin), undo_pin
@@ -346,7 +255,7 @@ class NodeLink:
         Raises:
             LeaseExpired: the read ended after the lease, which could not be renewed. Discard the bytes.
             BlockChecksumMismatch: bytes differ from the committed ones. The node is told; discard the bytes.
-            UnverifiableRead: the checksums of pieces cannot be compared, as in `check_verifiable`.
+            UnverifiableRead: the checksums of pieces cannot be compared, as in `NodeTransports.check_verifiable`.
             TransferFailed: the node is gone or its memory cannot be reached.
             DeadlineExceeded: the read did not end within `timeout_s`.
         """
@@ -358,7 +267,7 @@ class NodeLink:
         keepalive = self.keep_alive(lease, deadline)
         try:
             await self.learn_arenas(lease.places, time_left(deadline))
-            transport = await self._loaded_transport(lease.places, time_left(deadline))
+            transport = await self.transports.load(lease.places, time_left(deadline))
             bad = await run_transfer(
                 transport,
                 self.node,
@@ -409,7 +318,7 @@ class NodeLink:
             sums = transport.read_and_sum(self.node, pieces, time_left(deadline))
         else:
             transport.read(self.node, pieces, time_left(deadline))
-        self.read_rate.record(pieces.total_bytes, time.monotonic() - started)
+        self.transports.read_rate.record(pieces.total_bytes, time.monotonic() - started)
         if verify and not plan.is_whole:
             sizes = np.full(len(lease.places), part_bytes, dtype=np.int64)
             # Checksums cover whole parts; this read copied pieces. Sum the whole parts at the node.
@@ -446,8 +355,8 @@ class NodeLink:
             part,
             min(ttl_s, MAX_TTL_S),
             writer_id,
-            await self._usable_tier(tier),
-            self._is_mapped(tier),
+            await self.transports.usable_tier(tier),
+            self.transports.is_mapped(tier),
         )
         reply: m.ReserveReply = await self._granted(
             self.call(request, namespace, timeout_s, undo_reserve), undo_reserve
@@ -465,13 +374,13 @@ class NodeLink:
         """
         until = min(time.monotonic() + timeout_s, deadline)
         await self.learn_arenas(pieces.places, time_left(until))
-        transport = await self._loaded_transport(pieces.places, time_left(until))
+        transport = await self.transports.load(pieces.places, time_left(until))
 
         def work() -> Sums:
             # Measured in the writing thread, without loading a transport or waiting for a thread.
             started = time.monotonic()
             sums = transport.write_and_sum(self.node, pieces, time_left(until))
-            self.write_rate.record(pieces.total_bytes, time.monotonic() - started)
+            self.transports.write_rate.record(pieces.total_bytes, time.monotonic() - started)
             return sums
 
         return await run_transfer(transport, self.node, pieces.total_bytes, work)
