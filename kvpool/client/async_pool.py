@@ -1,7 +1,7 @@
 """`AsyncPool`: the client of a pool for asyncio callers.
 
-With a conductor, the client finds and places blocks anywhere in the pool. With `node=` it speaks to that
-node only and needs no look-up.
+With a conductor, the client finds and places blocks anywhere in the pool. With `node=` it speaks to
+that node only and needs no look-up.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class AsyncPool(PoolAdmin):
     """Client of a pool. Use as `async with AsyncPool(conductor="127.0.0.1:7800") as pool:`.
 
     Args:
-        conductor: wire address of a conductor ("host:port"). Several conductors that share their state are
-            separated by commas; the client uses the first that answers.
+        conductor: wire address of a conductor ("host:port"). Several conductors that share their
+            state are separated by commas; the client uses the first that answers.
         node: wire address of a single node, instead of a conductor.
-        host_label: label of this machine; default: its host name. The client uses shared memory with nodes
-            of the same label.
+        host_label: label of this machine; default: its host name. The client uses shared memory
+            with nodes of the same label.
         transport: "auto", or "shm" or "nixl" to allow only that one.
         timeout_s: default time limit of every call.
         verify_checksums: compare the checksum of every block read (invariant 5).
@@ -118,8 +118,10 @@ class AsyncPool(PoolAdmin):
             The namespace's 16-byte id.
 
         Raises:
-            LayoutMismatch: the pool knows this model, revision, tenant and salt under another layout.
-            HashMismatch: this process computes other hashes than the pool; the error names the difference.
+            LayoutMismatch: the pool knows this model, revision, tenant and salt under another
+                layout.
+            HashMismatch: this process computes other hashes than the pool; the error names the
+                difference.
         """
         return await self.directory.register(namespace, timeout_s or self.timeout_s)
 
@@ -138,9 +140,9 @@ class AsyncPool(PoolAdmin):
             exclude: ids of nodes to ignore. Needs a conductor.
 
         Returns:
-            How many leading blocks the pool has (`found`), on which nodes (`segments`), and in how many
-            seconds all of them could be read (`wait_s`: 0 if all are in memory, -1 if a node cannot predict
-            its disk).
+            How many leading blocks the pool has (`found`), on which nodes (`segments`), and in how
+            many seconds all of them could be read (`wait_s`: 0 if all are in memory, -1 if a node
+            cannot predict its disk).
 
         Raises:
             DeadlineExceeded, Unavailable: the conductor (or the single node) did not answer.
@@ -151,7 +153,8 @@ class AsyncPool(PoolAdmin):
     async def exists(
         self, namespace: Namespace, hashes: Sequence[bytes], *, timeout_s: float | None = None
     ) -> list[bool]:
-        """For each block, whether the pool has it. Unlike `lookup`, it continues after a gap. Takes no lease.
+        """For each block, whether the pool has it. Unlike `lookup`, it continues after a gap. Takes
+        no lease.
 
         With a conductor this is one call; a single node is asked for each block, several at a time.
 
@@ -164,11 +167,12 @@ class AsyncPool(PoolAdmin):
     # ------------------------------------------------------------ memory
 
     def register_memory(self, data: Any) -> None:
-        """Register memory that many calls will use, so that NIXL pins it once instead of for every transfer.
+        """Register memory that many calls will use, so that NIXL pins it once instead of for every
+        transfer.
 
         Args:
-            data: one contiguous buffer of host memory. The client keeps it alive until `deregister_memory`
-                or `close`.
+            data: one contiguous buffer of host memory. The client keeps it alive until
+                `deregister_memory` or `close`.
 
         Raises:
             InvalidArgument: `data` is not contiguous, not in host memory, or no buffer.
@@ -200,29 +204,30 @@ class AsyncPool(PoolAdmin):
     ) -> GetResult:
         """Read the longest leading run of a chain into the caller's memory.
 
-        If a node left, lacks a block or sends wrong bytes, the client tries other replicas within the
-        deadline.
+        If a node left, lacks a block or sends wrong bytes, the client tries other replicas within
+        the deadline.
 
         Args:
             hashes: n block hashes, in order.
-            out: memory for n block parts: one contiguous buffer (numpy, torch, bytearray) of
-                n x `layout.part_bytes` bytes, a sequence of n buffers, or `BlockSpans` of n blocks. Memory
-                after the blocks found is undefined afterwards.
+            out: memory for n block parts: one contiguous buffer (numpy, torch, bytearray) of n x
+                `layout.part_bytes` bytes, a sequence of n buffers, or `BlockSpans` of n blocks.
+                Memory after the blocks found is undefined afterwards.
             part: which tensor-parallel part to read.
-            as_rank: instead of `part`: the rank of an engine whose tensor-parallel size or order differs from
-                the namespace's. `out` has the layout of that rank's part (see `kvpool.blocks.resharding`).
-            verify: compare checksums (invariant 5); default: the client's `verify_checksums`. Checksums
-                cover whole parts. If `as_rank` reads only pieces of parts, shared memory sums the whole
-                parts at the node.
+            as_rank: instead of `part`: the rank of an engine whose tensor-parallel size or order
+                differs from the namespace's. `out` has the layout of that rank's part (see
+                `kvpool.blocks.resharding`).
+            verify: compare checksums (invariant 5); default: the client's `verify_checksums`.
+                Checksums cover whole parts. If `as_rank` reads only pieces of parts, shared memory
+                sums the whole parts at the node.
             segments: where the blocks are, if the caller knows; saves the look-up.
-            is_disposable: the caller never uses `out` again if fewer blocks are found than asked for. NIXL
-                then reads straight into it. Otherwise NIXL reads into memory of the client first, because a
-                transfer that was given up may still arrive.
-            max_wait_s: the longest wait for a node's disk that is still cheaper than computing the blocks.
-                A node declines slower blocks at once (`miss_reason` "declined_cost"). 0: no limit but
-                `timeout_s`; blocks that cannot arrive within it are "declined_deadline".
-            tier: HBM reads blocks from nodes' device memory over NIXL, if they are there. Otherwise, and
-                if NIXL does not reach the node, the node copies them to DRAM first.
+            is_disposable: the caller never uses `out` again if fewer blocks are found than asked
+                for. NIXL then reads straight into it. Otherwise NIXL reads into memory of the
+                client first, because a transfer that was given up may still arrive.
+            max_wait_s: the longest wait for a node's disk that is still cheaper than computing the
+                blocks. A node declines slower blocks at once (`miss_reason` "declined_cost"). 0: no
+                limit but `timeout_s`; blocks that cannot arrive within it are "declined_deadline".
+            tier: HBM reads blocks from nodes' device memory over NIXL, if they are there.
+                Otherwise, and if NIXL does not reach the node, the node copies them to DRAM first.
 
         Returns:
             How many blocks were read, and why no more. Fewer than asked for is never an error.
@@ -231,8 +236,8 @@ class AsyncPool(PoolAdmin):
             WrongByteCount: `out` has the wrong size.
             InvalidArgument: `out` cannot be written, or `tier` is NVME.
             CannotReshard: the rank's bytes are spread over too many pieces of the stored blocks.
-            UnverifiableRead: checksums are required, the read covers pieces of parts, and the transport is
-                not shared memory.
+            UnverifiableRead: checksums are required, the read covers pieces of parts, and the
+                transport is not shared memory.
             DeadlineExceeded, Unavailable: the conductor (or the single node) did not answer.
         """
         check_memory_tier(tier)
@@ -271,10 +276,11 @@ class AsyncPool(PoolAdmin):
         is_guess: bool = False,
         timeout_s: float | None = None,
     ) -> PinnedBlocks:
-        """Lease the longest leading run of a chain, so that its blocks keep their place. End it with `release`.
+        """Lease the longest leading run of a chain, so that its blocks keep their place. End it
+        with `release`.
 
-        With a conductor this takes one look-up and one call to each node concerned. A single node, or a call
-        with `segments`, needs no look-up.
+        With a conductor this takes one look-up and one call to each node concerned. A single node,
+        or a call with `segments`, needs no look-up.
 
         Args:
             hashes: n block hashes, in order.
@@ -283,8 +289,8 @@ class AsyncPool(PoolAdmin):
             max_wait_s: as for `get`; over all nodes together.
             tier: as for `get`.
             segments: where the blocks are, if the caller knows.
-            is_guess: `segments` is only a guess. A block that such a node lacks is then no failure: it enters
-                no negative cache and is not reported to the conductor.
+            is_guess: `segments` is only a guess. A block that such a node lacks is then no failure:
+                it enters no negative cache and is not reported to the conductor.
 
         Returns:
             The leased blocks; `found` may be 0.
@@ -354,24 +360,25 @@ class AsyncPool(PoolAdmin):
         tier: Tier = Tier.DRAM,
         timeout_s: float | None = None,
     ) -> PutResult:
-        """Write a run of a chain from the caller's memory, in two round trips for any number of blocks.
+        """Write a run of a chain from the caller's memory, in two round trips for any number of
+        blocks.
 
         Args:
             hashes: n block hashes, in order.
-            data: n block parts: one contiguous buffer of n x `layout.part_bytes` bytes, a sequence of n
-                buffers, or `BlockSpans` of n blocks.
+            data: n block parts: one contiguous buffer of n x `layout.part_bytes` bytes, a sequence
+                of n buffers, or `BlockSpans` of n blocks.
             parent: hash of the block before the first; b"" at the start of a chain.
             part: which tensor-parallel part `data` holds.
-            as_rank: instead of `part`: the rank of an engine whose tensor-parallel size or order differs from
-                the namespace's. `data` has the layout of that rank's part. The call writes the stored parts
-                that the rank holds completely.
+            as_rank: instead of `part`: the rank of an engine whose tensor-parallel size or order
+                differs from the namespace's. `data` has the layout of that rank's part. The call
+                writes the stored parts that the rank holds completely.
             node_id: the node to write to; default: this host's node, else by placement (see
                 `kvpool.client.node.placement`).
-            replicas: how many nodes shall hold the blocks when this returns, on different hosts if possible.
-                Too few nodes is no error; `PutResult.replicas` says how many hold them. With several parts,
-                the put of the last part makes the copies.
-            tier: HBM writes to the node's device memory over NIXL. Blocks that find no room there, and all
-                blocks if NIXL does not reach the node, go to DRAM. Replicas are in DRAM.
+            replicas: how many nodes shall hold the blocks when this returns, on different hosts if
+                possible. Too few nodes is no error; `PutResult.replicas` says how many hold them.
+                With several parts, the put of the last part makes the copies.
+            tier: HBM writes to the node's device memory over NIXL. Blocks that find no room there,
+                and all blocks if NIXL does not reach the node, go to DRAM. Replicas are in DRAM.
 
         Returns:
             How many blocks were stored, existed, are being written by others, or found no room.

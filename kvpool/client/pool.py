@@ -1,7 +1,7 @@
 """`Pool`: the blocking client of a pool, for callers without an event loop.
 
-It runs an `AsyncPool` on an event loop in a thread of its own. Each method delegates to the method of the
-same name and keeps its signature and docstring.
+It runs an `AsyncPool` on an event loop in a thread of its own. Each method delegates to the method
+of the same name and keeps its signature and docstring.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ def _blocking(
     method: Callable[Concatenate[AsyncPool, P], Coroutine[Any, Any, T]],
     margin_s: float = MARGIN_S,
 ) -> Callable[Concatenate[Pool, P], T]:
-    """The blocking form of a coroutine method of `AsyncPool`; waits `margin_s` longer than its `timeout_s`."""
+    """The blocking form of a coroutine method of `AsyncPool`.
+
+    Waits `margin_s` longer than its `timeout_s`.
+    """
     default_s = inspect.signature(method).parameters["timeout_s"].default
 
     @functools.wraps(method)
@@ -51,10 +54,11 @@ def _blocking(
 
 
 class Pool:
-    """Blocking client of a pool; threads may share it. Use as `with Pool(conductor="127.0.0.1:7800") as pool:`.
+    """Blocking client of a pool; threads may share it. Use as `with
+    Pool(conductor="127.0.0.1:7800") as pool:`.
 
-    Arguments, methods and errors are those of `AsyncPool`. Every call returns within its `timeout_s` and a
-    small margin.
+    Arguments, methods and errors are those of `AsyncPool`. Every call returns within its
+    `timeout_s` and a small margin.
     """
 
     def __init__(
@@ -166,10 +170,12 @@ class Pool:
         """Start one or several calls as a coroutine, without waiting for them.
 
         Args:
-            start: makes the coroutine from the client that it uses; called on the client's event loop.
+            start: makes the coroutine from the client that it uses; called on the client's event
+                loop.
 
         Returns:
-            A future. Cancelling it cancels the coroutine. Its callbacks run on the client's event loop.
+            A future. Cancelling it cancels the coroutine. Its callbacks run on the client's event
+            loop.
 
         Raises:
             Unavailable: the client is closed.

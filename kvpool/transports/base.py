@@ -1,7 +1,7 @@
-"""The contract of a transport: moving runs of bytes between local memory and a node's arenas.
+"""The contract of a transport: it moves runs of bytes between local memory and a node's arenas.
 
-One-sided: the node's Python takes no part. Whoever calls holds a lease (to read) or a reservation (to
-write) at that node; transports know nothing of either.
+Transfers are one-sided: the node's Python takes no part. The caller holds a lease to read, or a
+reservation to write, at that node; transports do not check either.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ THREADS = 8
 
 @dataclass(slots=True, frozen=True)
 class Pieces:
-    """Runs to be moved: row i is `lengths[i]` bytes between `local[i]` and place `places[i]`.
+    """Runs to move: row i is `lengths[i]` bytes between `local[i]` and `places[i]`.
 
     Args:
         local: addresses in this process, shape [n].
         places: shape [n, 2], rows of (arena id, byte offset in the arena).
         lengths: bytes, shape [n].
-        owner: kept alive until the transfer is known to be over; what `local` points into.
-        per_sum: so many successive rows share one checksum; n is a multiple of it.
-        is_kept: the caller uses `local` again even if a read of it failed, so that nothing may be written
-            there late; a transport that might reads into memory of its own first.
+        owner: the object that `local` points into; kept alive until the transfer has ended.
+        per_sum: how many successive rows share one checksum; n is a multiple of it.
+        is_kept: the caller uses `local` again even if a read of it failed, so nothing may be
+            written there late. A transport that may write late reads into memory of its own first.
     """
 
     local: Int64Array
@@ -45,12 +45,13 @@ class Pieces:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes over all runs."""
+        """Bytes of all runs together."""
         return int(self.lengths.sum())
 
     def groups(self, group_bytes: int) -> list[Pieces]:
-        """The same runs in order, cut between those with checksums of their own into groups of `group_bytes` or
-        little more.
+        """The same runs in order, in groups of about `group_bytes`.
+
+        Runs that share a checksum stay together.
         """
         ends = np.cumsum(self.lengths)[self.per_sum - 1 :: self.per_sum]
         if not len(ends) or ends[-1] <= group_bytes:
@@ -63,7 +64,10 @@ class Pieces:
         ]
 
     def coalesced(self) -> Pieces:
-        """The same bytes with neighbours joined that are contiguous on both sides; no longer fit for sums."""
+        """The same bytes in fewer runs: neighbours contiguous on both sides are joined.
+
+        `per_sum` is lost.
+        """
         if len(self.lengths) < 2:
             return self
         ends_local = self.local[:-1] + self.lengths[:-1]
@@ -89,35 +93,35 @@ class Transport(abc.ABC):
     """Moves bytes between this process and nodes. Safe to call from several threads."""
 
     name: str
-    quick_bytes: int = 0  # up to this many, a call takes less time than handing it to a thread
+    quick_bytes: int = 0  # up to this size, a call takes less time than starting it in a thread
     may_write_late: bool = False  # memory may still be written after `read` raised DeadlineExceeded
-    can_sum_in_place: bool = False  # see `sum_in_place`
+    can_sum_in_place: bool = False  # whether `sum_in_place` works
 
     @abc.abstractmethod
     def can_reach(self, node: NodeDescriptor, local_host: str) -> bool:
-        """Whether this transport applies to `node` seen from the machine labelled `local_host`."""
+        """Whether this transport reaches `node` from the machine labelled `local_host`."""
 
     def fabric(self, node: NodeDescriptor, local_host: str) -> str:
-        """By what its bytes go: "rdma", "host" (within one), "tcp"; "" where that is not known."""
+        """What carries the bytes: "rdma", "host" (within one host) or "tcp"; "" if unknown."""
         return "host"
 
     @abc.abstractmethod
     def read(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> None:
-        """Copy from the node into local memory; blocks the calling thread, releases the GIL.
+        """Copy from the node into local memory. Blocks the calling thread and releases the GIL.
 
         Raises:
-            TransferFailed: the node is gone or the memory cannot be reached.
-            DeadlineExceeded: not over in time. Unless `pieces.is_kept`, local memory may still be written
-                later: `pieces.owner` is kept alive here until that is known to be over, and must not be
-                reused by the caller.
+            TransferFailed: the node is gone, or its memory cannot be reached.
+            DeadlineExceeded: the transfer did not end in time. Unless `pieces.is_kept`, it may
+                still write to local memory: the transport keeps `pieces.owner` alive until it ends,
+                and the caller must not use that memory again.
         """
 
     @abc.abstractmethod
     def write(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> None:
-        """Copy local memory into the node's arena; otherwise as `read`."""
+        """Copy local memory into the node's arena. Raises as `read`."""
 
     def read_and_sum(self, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> Sums:
-        """`read`, and the xxh3-64 of each `per_sum` pieces as they now stand in local memory."""
+        """`read`, and the xxh3-64 of each `per_sum` pieces in local memory after the read."""
         self.read(node, pieces, timeout_s)
         return sum_runs(pieces.local, pieces.lengths, pieces.per_sum)
 
@@ -130,32 +134,36 @@ class Transport(abc.ABC):
     def sum_in_place(
         self, node: NodeDescriptor, places: Int64Array, lengths: Int64Array, timeout_s: float
     ) -> Sums:
-        """The xxh3-64 of runs where they stand at the node, of which nothing is moved.
+        """The xxh3-64 of each run in the node's memory. Moves nothing.
 
         Raises:
-            UnverifiableRead: this transport cannot look there.
+            UnverifiableRead: this transport cannot sum bytes at the node.
             TransferFailed: as `read`.
         """
-        raise UnverifiableRead(f"{self.name} cannot look at bytes without moving them")
+        raise UnverifiableRead(f"{self.name} cannot sum bytes at the node")
 
     @functools.cached_property
     def threads(self) -> ThreadPoolExecutor:
-        """Where callers with an event loop run this transport; its own, so that a slow peer of one
-        transport holds up nobody who uses another.
+        """The threads in which callers with an event loop run this transport.
+
+        Each transport has its own, so that a slow peer of one transport delays no user of another.
         """
         return ThreadPoolExecutor(THREADS, thread_name_prefix=f"kvpool-{self.name}")
 
     def is_connected(self, node: NodeDescriptor) -> bool:
-        """Whether the next transfer pays for nothing but its bytes."""
+        """Whether the next transfer takes only the time of its bytes."""
         return False
 
     @abc.abstractmethod
     def connect(self, node: NodeDescriptor, timeout_s: float) -> None:
-        """Meet the node now, so that the first transfer is as fast as the later ones. Raises as `read`."""
+        """Connect to the node now, so that the first transfer is as fast as later ones.
 
-    def forget(self, node_id: str) -> None:  # noqa: B027 - nothing to forget is a fine default
-        """Drop what is cached about a node (it restarted or is gone)."""
+        Raises as `read`.
+        """
+
+    def forget(self, node_id: str) -> None:  # noqa: B027 - most transports cache nothing
+        """Drop what is cached about a node that restarted or is gone."""
 
     def close(self) -> None:
-        """Release everything."""
+        """End the transport's threads."""
         self.threads.shutdown(wait=False, cancel_futures=True)

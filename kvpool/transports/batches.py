@@ -1,8 +1,9 @@
-"""Many runs as a few groups, some of them under way at once; scattered small ones packed on the way.
+"""Transfers of many runs, cut into groups: several groups move at once, and short runs are packed.
 
-Each run of a transfer costs about 2 µs over CMA and 6 over TCP, more than copying a few KiB does: short runs go
-through a registered buffer (`staging`) and few long ones. So do reads into memory that must not be written late. The thread of whoever calls packs and unpacks, beside
-the transfers of other groups.
+A run costs about 2 µs over CMA and 6 µs over TCP, more than copying a few KiB. So short runs go
+through a registered buffer (`staging`) and become a few long runs. Reads into memory that must not
+be written late go through a buffer, too. The caller's thread packs and unpacks while other groups
+are under way.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from typing import Any, Protocol
 
 import numpy as np
 
 from kvpool.transports.base import Pieces
+from kvpool.transports.nixl_thread import GRACE_S, NixlThread
 from kvpool.transports.staging import (
     BUFFER_BYTES,
     Buffer,
@@ -29,71 +30,41 @@ from kvpool.transports.staging import (
 )
 from kvpool.wire.messages import NodeDescriptor
 
-# Of one group checksums are made, or bytes packed, while the next is under way; smaller ones cost more in posting.
+# One group is summed or packed while the next is under way. Smaller groups spend more time on
+# posting.
 GROUP_BYTES = 8 << 20
-AHEAD = 3  # groups begun before the first of them is awaited
-# Runs shorter than this on average are packed. Measured (benchmarks/descriptors.py), packed over direct: 16 and more
-# at 512 B, 3 to 4 at 4 KiB, 2 to 3 at 16 KiB, 0.6 to 1.9 at 32 KiB; over TCP 9, 3, 1.2, 1.0.
+AHEAD = 3  # groups under way at once
+# Runs shorter than this on average are packed. Measured (benchmarks/descriptors.py), packed over
+# direct: 16 and more at 512 B, 3 to 4 at 4 KiB, 2 to 3 at 16 KiB, 0.6 to 1.9 at 32 KiB; over TCP 9,
+# 3, 1.2, 1.0.
 PACK_BELOW_BYTES = 24 << 10
-GRACE_S = 1.0  # beyond a transfer's deadline, for the transport's thread to notice it
-
-Job = Callable[[Future[None]], bool]
-
-
-class Post(Protocol):
-    """Begins a transfer, in the transport's thread; True when it is over already.
-
-    `on_end` is told when nothing is moved any more: be it soon, late, or never begun.
-    """
-
-    def __call__(
-        self,
-        operation: str,
-        node: NodeDescriptor,
-        pieces: Pieces,
-        deadline: float,
-        future: Future[None],
-        on_end: Callable[[], None] | None = None,
-    ) -> bool: ...
 
 
 @dataclass(slots=True, eq=False)
 class _Begun:
-    """A group handed to the transport's thread; with a buffer, if it must be unpacked."""
+    """A group under way. `unpack_from` is the buffer that it must be unpacked from."""
 
     pieces: Pieces
     future: Future[None]
     unpack_from: Buffer | None = None
 
 
-class GroupMover:
-    """Moves runs in groups over one transport.
+class GroupedTransfers:
+    """Moves runs in groups over NIXL.
 
     Args:
-        enqueue: hands a job to the transport's thread.
-        post: what such a job does.
-        wait_for: waits for a job until a deadline; raises what it raised, or DeadlineExceeded.
-        register: makes memory known to the transport (address, size, owner).
+        thread: carries out the transfers.
         pack_below_bytes: runs that are shorter on average are packed.
     """
 
-    def __init__(
-        self,
-        enqueue: Callable[[Job], Future[None]],
-        post: Post,
-        wait_for: Callable[[Future[None], float], None],
-        register: Callable[[int, int, Any], None],
-        pack_below_bytes: int = PACK_BELOW_BYTES,
-    ) -> None:
+    def __init__(self, thread: NixlThread, pack_below_bytes: int = PACK_BELOW_BYTES) -> None:
+        self._thread = thread
         self._pack_below_bytes = pack_below_bytes
-        self.staging = Staging(lambda buffer: register(buffer.address, BUFFER_BYTES, buffer))
-        self._enqueue = enqueue
-        self._post = post
-        self._wait_for = wait_for
+        self.staging = Staging(lambda buffer: thread.register(buffer.address, BUFFER_BYTES, buffer))
 
     def move(self, operation: str, node: NodeDescriptor, pieces: Pieces, timeout_s: float) -> None:
-        """Move all runs; see `Transport.read` for what is raised."""
-        # What goes through a buffer is cut into groups that fit one, the rest goes at once.
+        """Move all runs. Raises as `Transport.read`."""
+        # Groups fit a buffer; without a buffer, one transfer moves all runs.
         is_staged = self._is_short(pieces) or (pieces.is_kept and operation == "READ")
         groups = pieces.groups(GROUP_BYTES) if is_staged else [pieces]
         for _ in self.each(operation, node, groups, timeout_s):
@@ -107,13 +78,14 @@ class GroupMover:
         timeout_s: float,
         unpack_by: Callable[[Pieces, Buffer], None] = unpack,
     ) -> Generator[Pieces, None, None]:
-        """Move groups; yields each when it is over, in order, or its parts if they lie in unlike memory.
+        """Move groups in order, and yield each one when it has ended. A group in two kinds of
+        memory yields twice.
+
+        When the generator ends, for whatever reason, no transfer touches memory any more, except
+        for the quarantined ones.
 
         Args:
-            unpack_by: brings what was read through a buffer to where it belongs.
-
-        When this is left, whatever the reason, no transfer touches memory any more. Those that outlived
-        their deadline are the exception, as everywhere: they are in quarantine.
+            unpack_by: copies a group that was read into a buffer to its local addresses.
         """
         deadline = time.monotonic() + timeout_s
         under_way: deque[_Begun] = deque()
@@ -140,7 +112,10 @@ class GroupMover:
         return count > 1 and pieces.total_bytes < self._pack_below_bytes * count
 
     def _buffer_for(self, operation: str, direct: Pieces) -> Buffer | None:
-        """A buffer, where it must be or where packing pays and one is free."""
+        """A buffer if the read needs one, or if packing pays and a buffer is free.
+
+        Otherwise None.
+        """
         if operation == "READ" and direct.is_kept:
             fits = direct.total_bytes <= BUFFER_BYTES
             return (self.staging.take() if fits else None) or SpareBuffer(direct.total_bytes)
@@ -149,7 +124,7 @@ class GroupMover:
         ends = direct.places[:-1, 1] + direct.lengths[:-1]
         joins = (ends == direct.places[1:, 1]) & (direct.places[:-1, 0] == direct.places[1:, 0])
         if 2 * np.count_nonzero(joins) < len(direct.lengths):
-            return None  # scattered at the node as well: as many runs as before
+            return None  # scattered at the node, too: packing would leave as many runs
         return self.staging.take()
 
     def _begin(
@@ -160,7 +135,9 @@ class GroupMover:
         if buffer is None:
             return _Begun(
                 pieces,
-                self._enqueue(lambda f: self._post(operation, node, direct, deadline, f)),
+                self._thread.enqueue(
+                    lambda f: self._thread.post(operation, node, direct, deadline, f)
+                ),
             )
         is_write = operation == "WRITE"
         is_kept = False
@@ -168,7 +145,9 @@ class GroupMover:
             if is_write:
                 pack(pieces, buffer)
             future = self._through(operation, node, packed(pieces, buffer), buffer, deadline)
-            is_kept = not is_write  # until it is unpacked; what is written only the transfer needs
+            is_kept = (
+                not is_write
+            )  # a read is unpacked later; a write needs the buffer for its transfer only
         finally:
             if not is_kept:
                 buffer.release()
@@ -182,14 +161,14 @@ class GroupMover:
         buffer: Buffer,
         deadline: float,
     ) -> Future[None]:
-        """Hand over a transfer that holds `buffer` until it moves nothing any more."""
+        """Begin a transfer that holds `buffer` until it moves no more bytes."""
         buffer.hold()
 
         def post(future: Future[None]) -> bool:
-            return self._post(operation, node, pieces, deadline, future, buffer.release)
+            return self._thread.post(operation, node, pieces, deadline, future, buffer.release)
 
         try:
-            future = self._enqueue(post)
+            future = self._thread.enqueue(post)
         except BaseException:
             buffer.release()
             raise
@@ -202,9 +181,9 @@ class GroupMover:
         deadline: float,
         unpack_by: Callable[[Pieces, Buffer], None],
     ) -> Pieces:
-        """Wait for the first group, and unpack it."""
+        """Wait for the first group under way, and unpack it."""
         begun = under_way[0]
-        self._wait_for(begun.future, deadline)
+        self._thread.wait_for(begun.future, deadline)
         under_way.popleft()
         if begun.unpack_from is not None:
             try:
@@ -215,9 +194,10 @@ class GroupMover:
 
 
 def _runs_of_kind(node: NodeDescriptor, pieces: Pieces) -> list[Pieces]:
-    """The pieces in order, cut where the kind of memory at the node changes: no transfer is with both.
+    """The pieces in order, cut where the kind of memory at the node changes: a transfer has one
+    kind.
 
-    Rows that share a checksum are of one part, and so of one kind.
+    Rows that share a checksum belong to one part, and so to one kind.
     """
     kinds = {arena.arena_id: arena.kind for arena in node.arenas}
     if len(set(kinds.values())) < 2:

@@ -1,11 +1,11 @@
 """Copying and checksumming host memory as fast as the machine allows, outside the GIL.
 
-A checksum costs a second pass over the bytes; done chunk by chunk, one of the two finds in the cache what
-the other has just touched. Measured on 2 cores (benchmarks/copying.py), in ratios to memcpy of the same
-64 MiB: copy 1.0; copy, then checksum 0.55; chunk by chunk with the checksum of the target after the copy
-0.81, with that of the source before it 0.92. One core nearly fills the memory's bandwidth here: two
-threads, or one that sums behind one that copies, came to 0.6 to 0.7, so half of the cores take part.
-Copying to memory that is not aligned to 64 bytes (numpy's own is not) costs another tenth.
+A checksum costs a second pass over the bytes. If both passes go chunk by chunk, the second finds
+its bytes in the cache. Measured on 2 cores (benchmarks/copying.py), as ratios to memcpy of the same
+64 MiB: copy 1.0; copy, then checksum 0.55; chunk by chunk, checksum of the target after the copy
+0.81, of the source before it 0.92. One core nearly fills the memory bandwidth there: two threads
+reached 0.6 to 0.7, so half of the cores take part. Copying to memory that is not aligned to 64
+bytes (numpy's is not) costs another tenth.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Int64Array = npt.NDArray[np.int64]
 Sums = npt.NDArray[np.uint64]
 
 CHUNK_BYTES = 256 << 10  # fits into a core's second-level cache together with its source
-PARALLEL_FROM_BYTES = 4 << 20  # below it, waking a thread costs more than it saves
+PARALLEL_FROM_BYTES = 4 << 20  # below it, waking a thread costs more time than it saves
 MAX_THREADS = 4
 
 _memmove = ctypes.CDLL(None).memmove  # releases the GIL while it copies
@@ -47,10 +47,10 @@ def copy(
 ) -> None:
     """Copy `lengths[i]` bytes from address `sources[i]` to `targets[i]`, for all i.
 
-    The caller answers for every address.
+    Nothing checks the addresses.
 
     Raises:
-        DeadlineExceeded: `deadline` (monotonic seconds) has come; no further run was begun.
+        DeadlineExceeded: `deadline` (monotonic seconds) passed; no further run was begun.
     """
     rows = list(zip(targets.tolist(), sources.tolist(), lengths.tolist(), strict=True))
 
@@ -74,8 +74,8 @@ def copy_and_sum(
     """`copy`, and the xxh3-64 of each `per_sum` successive runs taken together, in one pass.
 
     Args:
-        sum_targets: sum what the reader got; else what the writer has, so that whatever the copy itself
-            might do to the bytes is found by the first reader.
+        sum_targets: sum the targets after the copy (for a reader); otherwise the sources before it
+            (for a writer), so that the first reader finds damage that the copy did.
     """
     rows = list(zip(targets.tolist(), sources.tolist(), lengths.tolist(), strict=True))
     sums = np.empty(len(rows) // per_sum, dtype=np.uint64)
@@ -100,7 +100,7 @@ def copy_and_sum(
 
 
 def sum_runs(addresses: Int64Array, lengths: Int64Array, per_sum: int = 1) -> Sums:
-    """The xxh3-64 of `lengths[i]` bytes at `addresses[i]`, each `per_sum` successive runs taken together."""
+    """The xxh3-64 of each `per_sum` successive runs of `lengths[i]` bytes at `addresses[i]`."""
     rows = list(zip(addresses.tolist(), lengths.tolist(), strict=True))
     sums = np.empty(len(rows) // per_sum, dtype=np.uint64)
 
@@ -120,7 +120,7 @@ def sum_runs(addresses: Int64Array, lengths: Int64Array, per_sum: int = 1) -> Su
 
 def _check(deadline: float) -> None:
     if time.monotonic() >= deadline:
-        raise DeadlineExceeded("the deadline came before all was copied")
+        raise DeadlineExceeded("the deadline passed before all bytes were copied")
 
 
 def _bytes_at(address: int, length: int) -> memoryview:
@@ -128,7 +128,7 @@ def _bytes_at(address: int, length: int) -> memoryview:
 
 
 def _spread(work: Callable[[int, int], None], lengths: Int64Array) -> None:
-    """Run `work(first, last)` over all rows: the caller's thread takes its share, helpers the rest."""
+    """Run `work(first, last)` over all rows, in the caller's thread and in helper threads."""
     count = len(lengths)
     total = int(lengths.sum())
     shares = min(_threads(), count)

@@ -1,7 +1,7 @@
-"""Making NIXL agents: environment, the native library trap, and one agent's life. No pool logic.
+"""Creates NIXL agents: the environment, loading the native libraries, and memory registration.
 
-Facts that shape this module were measured with NIXL 1.5.1 (see docs/measurements.md): no progress thread, since
-from Python it spins a whole core; one agent belongs to one thread; agents are named with their epoch.
+Measured with NIXL 1.5.1 (docs/measurements.md): a progress thread spins a whole core from Python,
+so there is none; two threads must not share an agent; names of agents contain the epoch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class NixlUnavailable(KvpoolError):
 
 
 def prepare_environment(loopback_only: bool) -> None:
-    """Set what UCX reads when it is first loaded; what the user has set stays.
+    """Set the variables that UCX reads when it is loaded. Variables that the user set stay.
 
     Args:
         loopback_only: keep UCX off every interface but `lo`. By default it binds all of them.
@@ -45,10 +45,11 @@ def prepare_environment(loopback_only: bool) -> None:
 
 
 def load_nixl() -> Any:
-    """The `nixl._api` module, loaded the safe way.
+    """Load the `nixl._api` module.
 
-    Where libibverbs is installed, a process that loaded NIXL's UCX dies of SIGSEGV in the C library's exit
-    handlers, because of the libnl-route that the wheel bundles; the system's own, loaded first, cures it.
+    If libibverbs is installed, a process that loaded NIXL's UCX dies of SIGSEGV in the C library's
+    exit handlers, because the wheel bundles its own libnl-route. Loading the system's libnl-route
+    first avoids it.
 
     Raises:
         NixlUnavailable: the package or its native libraries cannot be loaded.
@@ -77,7 +78,7 @@ class NixlAgent:
 
     Args:
         name: unique in the pool and per start (node or client id plus epoch).
-        loopback_only: see `prepare_environment`.
+        loopback_only: keep UCX off every interface but `lo`.
     """
 
     def __init__(self, name: str, *, loopback_only: bool = True) -> None:
@@ -104,13 +105,16 @@ class NixlAgent:
         return self.raw.register_memory([(address, size_bytes, device_id, "")], kind.upper())
 
     def deregister(self, handle: Any) -> None:
-        """Undo `register`. Revokes nothing: reads under way go on."""
+        """Undo `register`. This revokes nothing: reads under way continue."""
         self.raw.deregister_memory(handle)
 
     def metadata(self) -> bytes:
-        """What a peer needs to reach this agent's registered memory."""
+        """The bytes that a peer needs to reach this agent's registered memory."""
         return bytes(self.raw.get_agent_metadata())
 
     def progress(self) -> None:
-        """Let UCX work: the target of one-sided operations must, on first contact and over TCP."""
+        """Let UCX make progress.
+
+        The target of one-sided operations must, on first contact and over TCP.
+        """
         self.raw.get_new_notifs()

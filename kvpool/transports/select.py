@@ -1,4 +1,4 @@
-"""Which transport reaches which node: automatic, or forced by configuration."""
+"""Chooses the transport to each node: automatically, or the one that the configuration names."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ TransportName = Literal["auto", "shm", "nixl"]
 
 
 class Transports:
-    """The transports of one process, made on first use.
+    """The transports of one process, created on first use.
 
     Args:
         agent_name: name of the NIXL agent, unique per process and start.
-        forced: "auto" takes shared memory on the same host and NIXL elsewhere; another name allows that
-            transport alone, and a node that it cannot reach is an error, never a silent fallback.
+        forced: "auto" uses shared memory on the same host and NIXL elsewhere. Another name allows
+            only that transport; a node that it cannot reach is an error.
         loopback_only: keep UCX on the loopback interface.
-        is_rdma_required: NIXL may go over RDMA or within the host; a node that it would reach over TCP is an error.
-        token: shown to nodes that hand out their memory.
+        is_rdma_required: NIXL may use RDMA, or stay within the host; a node that it reaches only
+            over TCP is an error.
+        token: sent to nodes on this host when their memory is mapped.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Transports:
         """The transport called `name`.
 
         Raises:
-            NixlUnavailable: it is NIXL, and that cannot be loaded.
+            NixlUnavailable: `name` is "nixl", and NIXL cannot be loaded.
         """
         with self._lock:
             if name not in self._made:
@@ -69,12 +70,12 @@ class Transports:
             return self._made[name]
 
     def register(self, address: int, size_bytes: int, owner: Any) -> None:
-        """Memory that transfers will use again and again; `owner` is kept alive meanwhile.
+        """Register memory that many transfers will use. `owner` is kept alive until `deregister`.
 
-        NIXL registers it once, now or when it is loaded, instead of with every transfer.
+        NIXL registers it once, now or when NIXL is loaded, instead of with every transfer.
 
         Raises:
-            TransferFailed, DeadlineExceeded: NIXL is loaded and does not take it.
+            TransferFailed, DeadlineExceeded: NIXL is loaded and rejected the memory.
         """
         with self._lock:
             self._memory[address] = (size_bytes, owner)
@@ -83,7 +84,7 @@ class Transports:
             nixl.register(address, size_bytes, owner)
 
     def deregister(self, address: int) -> None:
-        """Undo `register`. Raises as it."""
+        """Undo `register`. Raises as `register`."""
         with self._lock:
             is_known = self._memory.pop(address, None) is not None
             nixl = self._made.get("nixl")
@@ -91,15 +92,19 @@ class Transports:
             nixl.deregister(address)
 
     def ucx(self) -> tuple[str, ...]:
-        """What UCX has in this process; empty before NIXL was used."""
+        """The transports that UCX has in this process; empty before NIXL is loaded."""
         nixl = self._made.get("nixl")
         return nixl.ucx if isinstance(nixl, NixlTransport) else ()
 
     def check_rdma(self, what: str) -> None:
-        """Load NIXL, and see that UCX has RDMA; from a thread, as that takes long. `what` requires it.
+        """Load NIXL and check that UCX has RDMA. Loading takes long, so call it from a thread.
+
+        Args:
+            what: names the setting's section for the error.
 
         Raises:
-            RdmaRequired: it has none. NixlUnavailable: NIXL cannot be loaded.
+            RdmaRequired: UCX has no RDMA.
+            NixlUnavailable: NIXL cannot be loaded.
         """
         self.get("nixl")
         require_rdma(self.ucx(), what)
@@ -108,7 +113,7 @@ class Transports:
         """The best transport to `node` from the machine labelled `local_host`.
 
         Raises:
-            NoTransport: none reaches it, with the reason of each.
+            NoTransport: no transport reaches it; the error gives the reason for each.
         """
         names = list(self._makers) if self._forced == "auto" else [self._forced]
         reasons = []
@@ -124,9 +129,9 @@ class Transports:
                 fabric = transport.fabric(node, local_host)
                 if not self._is_rdma_required or fabric in ("rdma", "host"):
                     return transport
-                here, there = self.ucx(), node.ucx or ["not told"]
+                here, there = self.ucx(), node.ucx or ["unknown"]
                 reasons.append(
-                    f"{name}: no RDMA, which is required ({', '.join(here)} here;"
+                    f"{name}: RDMA is required and missing ({', '.join(here)} here;"
                     f" {', '.join(there)} there)"
                 )
                 continue
@@ -138,13 +143,16 @@ class Transports:
         )
 
     def choose_for_hbm(self, node: NodeDescriptor) -> Transport | None:
-        """NIXL, which alone reaches a node's hbm; None where it may not be used, or does not reach."""
+        """NIXL, the only transport to a node's HBM.
+
+        None if it is not allowed or does not reach the node.
+        """
         if self._forced == "shm" or not any(arena.tier == Tier.HBM for arena in node.arenas):
             return None
         try:
             transport = self.get("nixl")
         except NixlUnavailable as error:
-            log.warning("hbm cannot be reached", node=node.node_id, error=str(error))
+            log.warning("HBM cannot be reached", node=node.node_id, error=str(error))
             return None
         return transport if transport.can_reach(node, "") else None
 
@@ -156,7 +164,7 @@ class Transports:
             transport.forget(node_id)
 
     def close(self) -> None:
-        """Release everything."""
+        """Close all transports."""
         with self._lock:
             for transport in self._made.values():
                 transport.close()

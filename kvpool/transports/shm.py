@@ -1,9 +1,10 @@
 """The same-host path: map the node's arenas and copy.
 
-A node hands out the file descriptors of its memory over a Unix socket that only its own user can open.
-A mapping outlives a node's death (the kernel keeps the memory while it is mapped), so a copy under way
-never faults. Arenas come and go while a node lives: a place in one that is not mapped yet has the rest mapped,
-once, and what the node handed out no more is unmapped when the last copy there is over.
+A node hands out the file descriptors of its memory over a Unix socket that only its own user can
+open. The kernel keeps memory while it is mapped, so a copy never faults, even if the node dies. A
+node's arenas change while it runs: a place in an unmapped arena makes the client map the node's
+current arenas, and an arena that the node no longer hands out is unmapped after the last copy from
+it.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ MAX_ARENAS = 64
 
 
 class ArenaRequest(Reply, frozen=True):
-    """What a client sends first."""
+    """The first message of a client."""
 
     token: str
 
 
 class ArenaHandout(Reply, frozen=True):
-    """What the node sends along with the file descriptors, in their order."""
+    """The node's reply, with one file descriptor for each arena, in the same order."""
 
     node_id: str
     epoch: int
@@ -59,7 +60,7 @@ class _Mapped:
 
 @dataclass(slots=True, frozen=True)
 class _Attached:
-    """A node's memory as it was handed out; whoever copies holds it, and so keeps it mapped."""
+    """The mapped arenas of a node. A copy holds a reference, which keeps them mapped."""
 
     epoch: int
     arenas: dict[int, _Mapped]  # by arena id
@@ -135,12 +136,12 @@ class ShmTransport(Transport):
     def _addresses(
         self, node: NodeDescriptor, places: Int64Array, lengths: Int64Array
     ) -> tuple[_Attached, Int64Array]:
-        """Where the places are in this process, for as long as the first of both is held."""
+        """Addresses of places in this process, valid while the caller holds the first result."""
         arena_ids = set(places[:, 0].tolist())
         if any(arena.tier == Tier.HBM and arena.arena_id in arena_ids for arena in node.arenas):
             raise TransferFailed(
-                f"some places of node {node.node_id} lie in hbm, which nobody maps",
-                hint="it is read and written by NIXL",
+                f"some places of node {node.node_id} lie in HBM, which cannot be mapped",
+                hint="NIXL reads and writes it",
             )
         attached = self._attach(node, arena_ids)
         out = np.empty(len(lengths), dtype=np.int64)
@@ -162,8 +163,8 @@ class ShmTransport(Transport):
         with self._lock:
             attached = self._attached.get(node.node_id)
             if not _has(attached, node, arena_ids):
-                is_same_life = attached is not None and attached.epoch == node.epoch
-                known = attached.arenas if attached is not None and is_same_life else {}
+                is_same_epoch = attached is not None and attached.epoch == node.epoch
+                known = attached.arenas if attached is not None and is_same_epoch else {}
                 attached = self._attached[node.node_id] = _map_arenas(node, known, self._token)
                 fresh = [arena for key, arena in attached.arenas.items() if key not in known]
                 threading.Thread(
@@ -173,7 +174,7 @@ class ShmTransport(Transport):
 
     def forget(self, node_id: str) -> None:
         with self._lock:
-            self._attached.pop(node_id, None)  # unmapped when the last copy from it is over
+            self._attached.pop(node_id, None)  # the last copy from it unmaps it
 
     def close(self) -> None:
         super().close()
@@ -192,20 +193,20 @@ def _has(
 
 
 def _populate(arenas: Sequence[_Mapped]) -> None:
-    """Enter the arenas' pages into our page table, beside the traffic.
+    """Enter the arenas' pages into this process's page table, while transfers go on.
 
-    The node has touched them all, but each page costs this process a fault of its own at its first use:
-    a put into fresh slots ran at a third of its speed for it.
+    The node has touched every page, but this process takes a fault at its own first use of each: a
+    put into fresh slots ran at a third of its speed.
     """
     for arena in arenas:
         for at in range(0, arena.size_bytes, POPULATE_BYTES):
             step = min(POPULATE_BYTES, arena.size_bytes - at)
             if _madvise(arena.base + at, step, MADV_POPULATE_WRITE) != 0:
-                return  # an older kernel: pages come when they are used
+                return  # older kernels cannot: pages are mapped when they are used
 
 
 def _map_arenas(node: NodeDescriptor, known: Mapping[int, _Mapped], token: str) -> _Attached:
-    """Everything that the node hands out now; what is known (of this life of the node) stays where it is."""
+    """Map the arenas that the node hands out now. Arenas in `known` keep their mapping."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
             link.settimeout(ATTACH_TIMEOUT_S)
@@ -215,7 +216,7 @@ def _map_arenas(node: NodeDescriptor, known: Mapping[int, _Mapped], token: str) 
     except OSError as error:
         raise TransferFailed(
             f"cannot map the memory of node {node.node_id}: {error}",
-            hint="it runs as another user, or has just stopped",
+            hint="the node runs as another user, or has just stopped",
         ) from error
     if not data:
         raise TransferFailed(f"node {node.node_id} does not lend its memory to this client")

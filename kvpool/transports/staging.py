@@ -1,7 +1,9 @@
-"""Registered buffers between scattered memory and a transfer of few large runs: made once, used again, bounded.
+"""Registered buffers between scattered memory and transfers of few large runs. Their number is
+bounded.
 
-A buffer is free when nobody holds it: neither the caller, who packs into it or unpacks from it, nor the
-transfer. One whose transfer outlived its deadline stays held, in quarantine, until that ends (invariant 2).
+A buffer is free when neither the caller, who packs into it or unpacks from it, nor a transfer holds
+it. If a transfer outlives its deadline, its buffer stays held, in quarantine, until the transfer
+ends (invariant 2).
 """
 
 from __future__ import annotations
@@ -22,37 +24,37 @@ MAX_BUFFERS = 4
 
 
 class StagingBuffer:
-    """One buffer, held by its taker. Each `hold` needs a `release`."""
+    """One buffer. Each `hold` needs a `release`."""
 
     def __init__(self, pool: Staging) -> None:
         self._pool = pool
         self._map = mmap.mmap(-1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._map.madvise(mmap.MADV_HUGEPAGE)  # a copy between processes takes half of the time
+        self._map.madvise(mmap.MADV_HUGEPAGE)  # halves the time of a copy between processes
         self.bytes = np.frombuffer(self._map, dtype=np.uint8)
         self.address = int(self.bytes.ctypes.data)
         self.holders = 0
 
     def hold(self) -> None:
-        """Keep it, whatever others do."""
+        """Keep the buffer from being reused until `release`."""
         self._pool._count(self, 1)
 
     def release(self) -> None:
-        """Let go; the last one makes it free."""
+        """End one `hold`. The last one frees the buffer."""
         self._pool._count(self, -1)
 
 
 class SpareBuffer:
-    """Memory of one transfer's own, for when no buffer will do; kept alive by whoever refers to it."""
+    """Memory for one transfer, used if no staging buffer fits. References keep it alive."""
 
     def __init__(self, size_bytes: int) -> None:
         self.bytes = np.empty(size_bytes, dtype=np.uint8)
         self.address = int(self.bytes.ctypes.data)
 
     def hold(self) -> None:
-        """Nothing to do: it is used once."""
+        """Does nothing: the memory is used once."""
 
     def release(self) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
 
 Buffer = StagingBuffer | SpareBuffer
@@ -62,7 +64,8 @@ class Staging:
     """The buffers of one transport.
 
     Args:
-        register: makes a new buffer known to the transport; called once for each, in the taker's thread.
+        register: registers a new buffer with the transport; called once for each, in the caller's
+            thread.
     """
 
     def __init__(self, register: Callable[[StagingBuffer], None]) -> None:
@@ -72,10 +75,10 @@ class Staging:
         self._made = 0
 
     def take(self) -> StagingBuffer | None:
-        """A free buffer, held once; None when all are in use.
+        """A free buffer, held once; None if all are in use.
 
         Raises:
-            KvpoolError: a new one could not be registered.
+            KvpoolError: a new buffer could not be registered.
         """
         with self._lock:
             buffer = self._free.pop() if self._free else None
@@ -96,13 +99,13 @@ class Staging:
 
     @property
     def made(self) -> int:
-        """Buffers that there are."""
+        """How many buffers exist."""
         with self._lock:
             return self._made
 
     @property
     def free(self) -> int:
-        """Buffers that could be had now."""
+        """How many buffers `take` could return now."""
         with self._lock:
             return len(self._free) + MAX_BUFFERS - self._made
 
@@ -114,13 +117,16 @@ class Staging:
 
 
 def packed(pieces: Pieces, buffer: Buffer) -> Pieces:
-    """The same runs with `buffer` as their local side, one behind the other; joined where both sides are."""
+    """The same runs with `buffer` as their local side, one after the other.
+
+    Contiguous neighbours are joined.
+    """
     local = addresses_in(buffer, pieces)
     return Pieces(local, pieces.places, pieces.lengths, buffer).coalesced()
 
 
 def addresses_in(buffer: Buffer, pieces: Pieces) -> Int64Array:
-    """Where each run stands in the buffer."""
+    """The address of each run in the buffer."""
     starts: Int64Array = buffer.address + np.cumsum(pieces.lengths) - pieces.lengths
     return starts
 
@@ -145,7 +151,7 @@ def unpack(pieces: Pieces, buffer: Buffer) -> None:
 
 
 def unpack_and_sum(pieces: Pieces, buffer: Buffer) -> Sums:
-    """`unpack`, and the xxh3-64 of each `per_sum` runs as they now stand in local memory."""
+    """`unpack`, and the xxh3-64 of each `per_sum` runs in local memory afterwards."""
     if pieces.total_bytes < CHUNK_BYTES * len(pieces.lengths):
         unpack(pieces, buffer)
         return sum_runs(pieces.local, pieces.lengths, pieces.per_sum)
@@ -163,17 +169,19 @@ def _view(pieces: Pieces, buffer: Buffer) -> np.ndarray:
 
 
 def _rows(pieces: Pieces) -> tuple[np.ndarray, Int64Array] | None:
-    """Pages of one engine's memory as rows of one array, and which of them: numpy copies these without a call
-    for each. None where they are not of one length and on one grid.
+    """The local runs as rows of one array, and their row numbers; None unless they have one length
+    and one grid.
+
+    numpy copies such rows in one call.
     """
     length, first = int(pieces.lengths[0]), int(pieces.local.min())
     offsets = pieces.local - first
     if length >= CHUNK_BYTES:
-        return None  # a call for each costs nothing then, and lets others run meanwhile
+        return None  # one call for each long run costs little, and lets other threads run
     if (pieces.lengths != length).any() or (offsets % length).any():
         return None
     span = int(offsets.max()) + length
-    # Only the rows named are touched; what lies between need not be memory.
+    # Only the named rows are touched; memory between them may be unmapped.
     span_at: Any = (ctypes.c_uint8 * span).from_address(first)
     memory = np.frombuffer(span_at, dtype=np.uint8)
     return memory.reshape(-1, length), offsets // length

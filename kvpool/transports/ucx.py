@@ -1,7 +1,8 @@
-"""Which of its transports UCX has here: asked of the library that NIXL has loaded, under the same environment.
+"""The transports that UCX has on this host, read from the library that NIXL has loaded.
 
-NIXL does not say what UCX chose. But UCX takes the best that both sides have, and what it has it tells in
-`ucp_context_print_info`; a context of our own is made for that, and at once given back (8 ms on a host without RDMA).
+NIXL does not say which transport UCX chose, but UCX uses the best one that both sides have, and
+`ucp_context_print_info` lists what it has. This module creates a context for the list and frees it
+at once (8 ms on a host without RDMA).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kvpool.errors import ConfigError
 
 log = structlog.get_logger(__name__)
 
-# One-sided verbs of every kind: reliable, dynamic and unreliable connections, EFA's, GPU-initiated ones.
+# Verbs: reliable, dynamic and unreliable connections, EFA, and GPU-initiated.
 _RDMA = re.compile(r"(rc|dc|ud|srd|gga)(_|/|$)")
 _WITHIN_HOST = re.compile(r"(cma|knem|xpmem|posix|sysv)/")
 _RESOURCE = re.compile(r"^#\s+resource \d+\s+:.*-- (\S+)\s*$", re.MULTILINE)
@@ -28,13 +29,16 @@ _FEATURES, _RMA = 1, 2  # UCP_PARAM_FIELD_FEATURES, UCP_FEATURE_RMA
 
 
 class RdmaRequired(ConfigError):
-    """RDMA is asked for, and there is none; nothing falls back to TCP."""
+    """RDMA is required, and UCX has none. Nothing falls back to TCP."""
 
     code = "rdma_required"
 
 
 class _Params(ctypes.Structure):
-    """`ucp_params_t`: only the fields that the mask names are read; the rest is room for those of any version."""
+    """`ucp_params_t`.
+
+    UCX reads only the fields in the mask; `rest` is space for the fields of any version.
+    """
 
     _fields_ = (
         ("field_mask", ctypes.c_uint64),
@@ -45,9 +49,10 @@ class _Params(ctypes.Structure):
 
 @lru_cache(maxsize=1)
 def available() -> tuple[str, ...]:
-    """What UCX has in this process, as "transport/device", for example "rc_mlx5/mlx5_0:1", "tcp/eth0", "cma/memory".
+    """UCX's transports in this process as "transport/device", e.g. "rc_mlx5/mlx5_0:1", "tcp/eth0",
+    "cma/memory".
 
-    Call it once NIXL's UCX is loaded. Empty where UCX cannot be asked, which is logged.
+    Call it after NIXL has loaded UCX. Empty, with a warning in the log, if UCX cannot be read.
     """
     try:
         path = _LIBRARY.search(Path("/proc/self/maps").read_text())
@@ -55,19 +60,20 @@ def available() -> tuple[str, ...]:
             return ()
         return tuple(_RESOURCE.findall(_described(ctypes.CDLL(path[1]))))
     except (OSError, AttributeError) as error:
-        log.warning("UCX cannot be asked for its transports", error=str(error))
+        log.warning("cannot read UCX's transports", error=str(error))
         return ()
 
 
 def is_rdma(resource: str) -> bool:
-    """Whether a resource, as `available` names it, moves bytes by RDMA."""
+    """Whether a resource from `available` uses RDMA."""
     return _RDMA.match(resource) is not None
 
 
 def fabric(ours: Iterable[str], theirs: Iterable[str], *, is_same_host: bool) -> str:
-    """By what bytes go between two processes: "rdma", "host" (shared memory, CMA), "tcp", or "" when unknown.
+    """What carries bytes between two processes: "rdma", "host" (shared memory, CMA) or "tcp"; "" if
+    unknown.
 
-    A peer that tells nothing (an older one) is taken to have what we have.
+    A peer that lists no transports is assumed to have the same as this process.
     """
     here, there = list(ours), list(theirs)
     there = there or here
@@ -79,10 +85,11 @@ def fabric(ours: Iterable[str], theirs: Iterable[str], *, is_same_host: bool) ->
 
 
 def require_rdma(resources: Iterable[str], what: str) -> None:
-    """Refuse to go on without RDMA.
+    """Check that some resource is RDMA.
 
     Raises:
-        RdmaRequired: none of the resources is; says what there is, and why it might be.
+        RdmaRequired: none is. The error lists the resources and the UCX variables that may limit
+            them.
     """
     named = list(resources)
     if any(map(is_rdma, named)):
@@ -95,12 +102,12 @@ def require_rdma(resources: Iterable[str], what: str) -> None:
     raise RdmaRequired(
         f"{what}.require_rdma is set, and UCX has no RDMA here: {', '.join(named) or 'nothing'}"
         + (f", under {', '.join(limits)}" if limits else ""),
-        hint="see `kvpool doctor`; what binds to 127.0.0.1 alone is kept off every other device",
+        hint="see `kvpool doctor`; a process that binds to 127.0.0.1 uses no other device",
     )
 
 
 def _described(ucp: ctypes.CDLL) -> str:
-    """What `ucp_context_print_info` writes; empty when no context can be made."""
+    """The text that `ucp_context_print_info` writes; empty if no context can be created."""
     pointer = ctypes.c_void_p
     for name, arguments in (
         ("ucp_init_version", (ctypes.c_uint, ctypes.c_uint, pointer, pointer, pointer)),

@@ -33,7 +33,6 @@ LARGE_CLASSES = {
     "conductor/cluster/cluster.py::Cluster": 39,
     "conductor/redis/index.py::RedisIndex": 29,
     "conductor/redis/shared_state.py::SharedCluster": 37,
-    "kvpool/transports/nixl.py::NixlTransport": 32,
     "tiers/service/migrator.py::Mover": 29,
     "tiers/service/service.py::NodeService": 35,
     "tiers/store/arena_allocator.py::ArenaAllocator": 27,

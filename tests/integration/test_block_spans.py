@@ -88,7 +88,7 @@ def test_registered_memory_is_not_registered_again_with_each_transfer(
         pool.put(NAMESPACE, chain(), data)
         transport = pool._pool.transports.get("nixl")
         assert isinstance(transport, NixlTransport)
-        agent = transport._agent
+        agent = transport._thread._agent
         assert agent is not None
         calls: list[int] = []
         register = agent.register

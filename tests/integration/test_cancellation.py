@@ -117,7 +117,7 @@ async def test_a_cancelled_sender_gives_its_slots_back_only_after_its_last_write
         link: NodeLink = pool.directory.link_to(info.descriptor)
         slow = SlowShm()
         slow.begun, slow.go_on = threading.Event(), threading.Event()
-        link.__dict__["transport"] = slow
+        link.transports.__dict__["dram"] = slow
         reservation: WriteReservation = await link.reserve(
             SPACE, hashes, parent=b"", part=0, ttl_s=30, timeout_s=5
         )

@@ -79,7 +79,7 @@ def test_where_rdma_is_required_nothing_goes_over_tcp(
     with Pool(**where, host_label="elsewhere") as pool:
         got = pool.get(NAMESPACE, HASHES, np.zeros_like(DATA))
         assert (got.found, got.bytes_moved) == (0, {})
-        with pytest.raises(NoTransport, match="no RDMA, which is required"):
+        with pytest.raises(NoTransport, match="RDMA is required and missing"):
             pool.put(NAMESPACE, prompt(2, 2), contents(prompt(2, 2)))
         # Where both have it all is well; the node says of itself that it has not.
         nixl = pool._pool.transports.get("nixl")

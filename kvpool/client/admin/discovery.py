@@ -43,7 +43,8 @@ def read_cost(stored: Namespace, reader: Namespace) -> tuple[bool, int] | None:
     """What one block of `stored` costs a rank of `reader`; None if the rank cannot use it.
 
     Returns:
-        Whether the rank reads pieces of parts, which not every transport can verify; and the number of pieces.
+        Whether the rank reads pieces of parts, which not every transport can verify; and the number
+        of pieces.
     """
     if msgspec.structs.replace(stored, layout=reader.layout) != reader:
         return None

@@ -34,7 +34,10 @@ class NodeListing:
 async def list_blocks(
     directory: NodeDirectory, node_id: str, model: str, limit: int, deadline: float
 ) -> list[NodeListing]:
-    """List the blocks of one node or of all. Arguments and errors are those of `AsyncPool.list_blocks`."""
+    """List the blocks of one node or of all.
+
+    Arguments and errors are those of `AsyncPool.list_blocks`.
+    """
     if limit < 0:
         raise InvalidArgument(f"limit={limit} is negative")
     node_ids = [node_id]

@@ -1,4 +1,4 @@
-"""The administrative calls of `AsyncPool`: nodes, namespaces, replication, retention, draining and resizing."""
+"""The administrative calls of `AsyncPool`: nodes, namespaces, copies, retention, drain and resize."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ class PoolAdmin:
     ) -> list[Namespace]:
         """The known namespaces whose blocks an engine of `namespace` can read, cheapest first.
 
-        They differ from `namespace` at most in `tp_size` and `order`. Read them with `get(..., as_rank=...)`.
+        They differ from `namespace` at most in `tp_size` and `order`. Read them with `get(...,
+        as_rank=...)`.
 
         Raises:
             ConfigError: this client speaks to a single node.
@@ -71,7 +72,8 @@ class PoolAdmin:
         """The token ids of a prompt, by the conductor's tokenizer.
 
         Args:
-            is_system_prompt: return the tokens with which every conversation under this system prompt begins.
+            is_system_prompt: return the tokens with which every conversation under this system
+                prompt begins.
 
         Raises:
             Unavailable: the conductor has no tokenizer.
@@ -89,10 +91,12 @@ class PoolAdmin:
         return await self.directory.nodes(self._deadline(timeout_s))
 
     async def connect(self, *, timeout_s: float | None = None) -> int:
-        """Connect to all live nodes now, so that the first read or write takes only the time of its bytes.
+        """Connect to all live nodes now, so that the first read or write takes only the time of its
+        bytes.
 
         Returns:
-            How many nodes could be reached. An unreachable node is no error here; a later transfer reports it.
+            How many nodes could be reached. An unreachable node is no error here; a later transfer
+            reports it.
         """
         return await self.directory.connect(self._deadline(timeout_s))
 
@@ -110,7 +114,8 @@ class PoolAdmin:
         return reply
 
     async def ask_conductor(self, request: m.Message, *, timeout_s: float | None = None) -> Any:
-        """Send any message to the conductor and return its reply (types: `kvpool.wire.messages.REPLIES`).
+        """Send any message to the conductor and return its reply (types:
+        `kvpool.wire.messages.REPLIES`).
 
         Raises:
             ConfigError: this client speaks to a single node.
@@ -161,7 +166,8 @@ class PoolAdmin:
     ) -> m.ResizeDramReply:
         """Change how much DRAM a node serves while it runs. Returns when new memory can be used.
 
-        Memory to be removed is emptied in the background; it stays while somebody reads or writes there.
+        Memory to be removed is emptied in the background; it stays while somebody reads or writes
+        there.
 
         Args:
             dram_bytes: the new size of the node's DRAM tier.
@@ -187,7 +193,8 @@ class PoolAdmin:
         parent: bytes = b"",
         timeout_s: float | None = None,
     ) -> ReplicateResult:
-        """Copy a run of a chain to a node. The node pulls the blocks from their holders and verifies them.
+        """Copy a run of a chain to a node. The node pulls the blocks from their holders and
+        verifies them.
 
         Args:
             hashes: n block hashes, in order.
@@ -195,11 +202,12 @@ class PoolAdmin:
             parent: hash of the block before the first; b"" at the start of a chain.
 
         Returns:
-            How many blocks the node has now, and why it lacks the rest. Blocks are copied in order; the
-            first failure ends the copy.
+            How many blocks the node has now, and why it lacks the rest. Blocks are copied in order;
+            the first failure ends the copy.
 
         Raises:
-            Unavailable: the pool has no such node, or the node left before the first block was copied.
+            Unavailable: the pool has no such node, or the node left before the first block was
+                copied.
             DeadlineExceeded: time ran out before the first block was copied.
             ConfigError: this client speaks to a single node.
         """
@@ -216,18 +224,20 @@ class PoolAdmin:
         tier: Tier = Tier.DRAM,
         timeout_s: float | None = None,
     ) -> PrefetchResult:
-        """Have nodes bring the leading run of a chain into memory before a read. Returns before it is there.
+        """Have nodes bring the leading run of a chain into memory before a read. Returns before it
+        is there.
 
         Args:
             tier: HBM brings the blocks into device memory; default: DRAM.
 
         Returns:
-            How many blocks the nodes accepted, had already, or declined and why. Declined blocks may be asked
-            for again.
+            How many blocks the nodes accepted, had already, or declined and why. Declined blocks
+            may be asked for again.
 
         Raises:
             InvalidArgument: `tier` is NVME.
-            DeadlineExceeded, Unavailable: the conductor (or the single node) did not answer the look-up.
+            DeadlineExceeded, Unavailable: the conductor (or the single node) did not answer the
+                look-up.
         """
         check_memory_tier(tier)
         deadline = self._deadline(timeout_s)
@@ -245,15 +255,16 @@ class PoolAdmin:
 
         Args:
             hashes: a chain from its first block. A node skips the blocks that it does not have.
-            ttl_s: soft pin: for this long, nodes evict the blocks only if nothing else can be evicted.
-                None: hard pin: nodes never evict them until `unprotect`. Another call may extend the
-                retention, but never shorten it.
+            ttl_s: soft pin: for this long, nodes evict the blocks only if nothing else can be
+                evicted. None: hard pin: nodes never evict them until `unprotect`. Another call may
+                extend the retention, but never shorten it.
 
         Returns:
             How many blocks each node retains, by node id.
 
         Raises:
-            NoRoom: a node has reached its limit of retained blocks. Other nodes may have done as asked.
+            NoRoom: a node has reached its limit of retained blocks. Other nodes may have done as
+                asked.
             InvalidArgument: `ttl_s` is not positive, or the chain lacks its first block.
             DeadlineExceeded, Unavailable: a node did not answer.
         """
@@ -266,7 +277,8 @@ class PoolAdmin:
         """End the retention of a chain on every node, for all clients that asked for it.
 
         Returns:
-            How many blocks lost their retention, by node id. Blocks that another retained chain needs keep it.
+            How many blocks lost their retention, by node id. Blocks that another retained chain
+            needs keep it.
 
         Raises:
             DeadlineExceeded, Unavailable: a node did not answer; others may have done as asked.
@@ -280,7 +292,8 @@ class PoolAdmin:
     ) -> dict[str, int]:
         """Remove blocks from every node, including retained ones.
 
-        When this returns nobody can pin the blocks any more. A leased block is removed when its lease ends.
+        When this returns nobody can pin the blocks any more. A leased block is removed when its
+        lease ends.
 
         Returns:
             How many of the blocks each node had, by node id.

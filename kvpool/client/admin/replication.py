@@ -1,4 +1,5 @@
-"""Replication and prefetch as a client asks for them: which node to ask, and what to try when one fails.
+"""Replication and prefetch as a client asks for them: which node to ask, and what to try when one
+fails.
 
 The nodes move the bytes (`tiers.service.replication`).
 """
@@ -22,7 +23,8 @@ from kvpool.client.node.placement import nodes_for_tenant, replica_targets
 from kvpool.errors import KvpoolError
 from kvpool.wire import messages as m
 
-# Of the client's remaining time: a node that reaches its own deadline can still report its progress.
+# Of the client's remaining time: a node that reaches its own deadline can still report its
+# progress.
 NODE_TIME_SHARE = 0.9
 
 
@@ -40,7 +42,10 @@ class ReplicateResult:
 
 @dataclass(slots=True, frozen=True)
 class PrefetchResult:
-    """How many blocks the nodes will bring, had already, or declined. Declined blocks may be asked for again."""
+    """How many blocks the nodes will bring, had already, or declined.
+
+    Declined blocks may be asked for again.
+    """
 
     accepted: int
     resident: int
@@ -56,7 +61,10 @@ async def replicate(
     parent: bytes,
     deadline: float,
 ) -> ReplicateResult:
-    """Copy a run of a chain to node `to`. Arguments, result and errors are those of `AsyncPool.replicate`."""
+    """Copy a run of a chain to node `to`.
+
+    Arguments, result and errors are those of `AsyncPool.replicate`.
+    """
     result = ReplicateResult()
     if not hashes:
         return result
@@ -185,7 +193,10 @@ async def prefetch(
     deadline: float,
     tier: Tier = Tier.DRAM,
 ) -> PrefetchResult:
-    """Ask every holder to bring its blocks into `tier`. Result and errors are those of `AsyncPool.prefetch`."""
+    """Ask every holder to bring its blocks into `tier`.
+
+    Result and errors are those of `AsyncPool.prefetch`.
+    """
     located = await lookup(directory, namespace, hashes, deadline)
     replies = await asyncio.gather(
         *(

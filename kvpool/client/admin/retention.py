@@ -20,7 +20,10 @@ async def protect(
     ttl_s: float | None,
     deadline: float,
 ) -> dict[str, int]:
-    """Ask every node to retain blocks for `ttl_s`; None: until `unprotect`. Errors as in `AsyncPool.protect`."""
+    """Ask every node to retain blocks for `ttl_s`; None: until `unprotect`.
+
+    Errors as in `AsyncPool.protect`.
+    """
     if ttl_s is not None and not ttl_s > 0:
         raise InvalidArgument(f"ttl_s={ttl_s} must be positive", hint="None protects for ever")
     request = m.Protect(namespace.namespace_id, pack_hashes(hashes), ttl_s or 0.0)
@@ -49,7 +52,10 @@ async def _ask_all_nodes(
     request: m.Protect | m.DropBlocks,
     deadline: float,
 ) -> dict[str, int]:
-    """Send one request to every node at once. Raises the first error after all nodes have answered."""
+    """Send one request to every node at once.
+
+    Raises the first error after all nodes have answered.
+    """
     node_ids = [info.descriptor.node_id for info in await directory.nodes(deadline)]
 
     async def ask(node_id: str) -> int:

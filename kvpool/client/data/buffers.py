@@ -1,4 +1,4 @@
-"""Turns callers' memory into addresses: numpy arrays, torch tensors, and objects with the buffer protocol."""
+"""Turns callers' memory into addresses: numpy arrays, torch tensors, and buffer objects."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from kvpool.transports.copy import Int64Array
 
 @dataclass(slots=True, frozen=True, eq=False)
 class BlockSpans:
-    """Blocks by address, each in one or several runs of bytes, as in the paged KV memory of an engine.
+    """Blocks by address, each in one or several runs of bytes, as in the paged KV memory of an
+    engine.
 
-    Block i consists of `lengths[j]` bytes at `addresses[i, j]` for every j, in order. The caller guarantees that
-    every address is valid.
+    Block i consists of `lengths[j]` bytes at `addresses[i, j]` for every j, in order. The caller
+    guarantees that every address is valid.
 
     Args:
         addresses: int64, shape [blocks, runs]; addresses in this process's host memory.
@@ -53,8 +54,8 @@ def memory_span(data: Any, *, writable: bool) -> tuple[int, int, Any]:
     """Address, size in bytes and owner of one contiguous buffer of host memory.
 
     Raises:
-        InvalidArgument: `data` is not contiguous, is read-only but `writable` is asked for, is on a device, or
-            is no buffer.
+        InvalidArgument: `data` is not contiguous, is read-only but `writable` is asked for, is on a
+            device, or is no buffer.
     """
     if hasattr(data, "data_ptr"):  # torch, without importing it
         if data.device.type != "cpu":
@@ -89,18 +90,21 @@ def memory_span(data: Any, *, writable: bool) -> tuple[int, int, Any]:
 def block_addresses(
     data: Any, count: int, plan: TransferPlan, *, writable: bool
 ) -> tuple[Int64Array, Any, TransferPlan]:
-    """Addresses of `count` blocks in the caller's memory, the owner of that memory, and a plan that fits it.
+    """Addresses of `count` blocks in the caller's memory, the owner of that memory, and a plan that
+    fits it.
 
     Args:
         data: as for `part_addresses`, or `BlockSpans` of `count` blocks.
         plan: a plan for memory in which each block is contiguous.
 
     Returns:
-        Addresses of shape [count], or [count, runs] for `BlockSpans`; the owner; and the plan, cut to the runs.
+        Addresses of shape [count], or [count, runs] for `BlockSpans`; the owner; and the plan, cut
+        to the runs.
 
     Raises:
         WrongByteCount: `data` has the wrong size.
-        InvalidArgument: `data` is not usable memory, or is `BlockSpans` while the plan has several pieces.
+        InvalidArgument: `data` is not usable memory, or is `BlockSpans` while the plan has several
+            pieces.
     """
     if not isinstance(data, BlockSpans):
         return *part_addresses(data, count, plan.rank_bytes, writable=writable), plan
@@ -115,8 +119,8 @@ def part_addresses(
     """Addresses of `count` block parts of `part_bytes` bytes each, and the owner of the memory.
 
     Args:
-        data: one contiguous buffer of exactly `count * part_bytes` bytes (of any shape and dtype), or a
-            sequence of `count` buffers of `part_bytes` each.
+        data: one contiguous buffer of exactly `count * part_bytes` bytes (of any shape and dtype),
+            or a sequence of `count` buffers of `part_bytes` each.
 
     Raises:
         WrongByteCount: the sizes do not match.

@@ -1,7 +1,8 @@
-"""Reads and writes blocks range by range: each of an engine's layers as soon as it is needed or final.
+"""Reads and writes blocks range by range: each of an engine's layers as soon as it is needed or
+final.
 
-A reader holds its lease until it has all ranges, and then compares the checksums. A writer reserves slots,
-writes the ranges, and makes the blocks visible at the end.
+A reader holds its lease until it has all ranges, and then compares the checksums. A writer reserves
+slots, writes the ranges, and makes the blocks visible at the end.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class LayeredReader:
 
     Args:
         pinned: stays leased, and is renewed, until `close`.
-        out: memory for all blocks, as for `get`. The caller never uses it again if a read fails, as with
-            `is_disposable`.
+        out: memory for all blocks, as for `get`. The caller never uses it again if a read fails, as
+            with `is_disposable`.
         deadline: for all reads together (monotonic seconds).
     """
 
@@ -70,7 +71,8 @@ class LayeredReader:
             )
 
     async def bad_blocks(self) -> list[int]:
-        """Indices of blocks whose bytes differ from the committed ones. Call it after all ranges (invariant 5).
+        """Indices of blocks whose bytes differ from the committed ones. Call it after all ranges
+        (invariant 5).
 
         Raises:
             LeaseExpired: the blocks may have changed during the read.
@@ -101,7 +103,8 @@ class LayeredWriter:
     """Writes ranges of blocks from rows of the caller's memory into slots that `open` reserves.
 
     Attributes:
-        granted: indices of the blocks to write; the pool has the others, or another writer is writing them.
+        granted: indices of the blocks to write; the pool has the others, or another writer is
+            writing them.
         rejected: how many blocks found no room.
     """
 
@@ -157,8 +160,8 @@ class LayeredWriter:
         """Write `length` bytes at each of `offsets` of every granted block.
 
         Args:
-            addresses: of the granted blocks, in order; each range is at the same offset in memory and in the
-                block.
+            addresses: of the granted blocks, in order; each range is at the same offset in memory
+                and in the block.
             owner: keeps that memory alive.
 
         Raises:
@@ -184,7 +187,10 @@ class LayeredWriter:
         )
 
     async def abort(self, error: BaseException) -> None:
-        """Give the slots back after `error`. A write past its deadline may still arrive (invariant 2)."""
+        """Give the slots back after `error`.
+
+        A write past its deadline may still arrive (invariant 2).
+        """
         has_stopped = not isinstance(error, (DeadlineExceeded, asyncio.CancelledError))
         with contextlib.suppress(KvpoolError):
             await self._link.abort(

@@ -1,4 +1,5 @@
-"""One `get`: reads all segments at once, and tries another replica if a node fails or lacks a block.
+"""One `get`: reads all segments at once, and tries another replica if a node fails or lacks a
+block.
 
 The directory remembers each failure and tells the conductor, so that no later request repeats it.
 """
@@ -66,7 +67,8 @@ class ChainReader:
         addresses, owner: where each block goes, and what keeps that memory alive.
         plan: which parts are read, and which of their bytes go where.
         deadline: monotonic seconds.
-        max_wait_s: as for `AsyncPool.get`. It limits each node of a round, because nodes are read at once.
+        max_wait_s: as for `AsyncPool.get`. It limits each node of a round, because nodes are read
+            at once.
         tier: HBM to read blocks from device memory.
     """
 
@@ -110,8 +112,8 @@ class ChainReader:
         """Read `segments`; after a failure, look up other replicas within the deadline.
 
         Raises:
-            UnverifiableRead: checksums are required and a node's transport cannot compare them. Raised after all
-                reads have ended.
+            UnverifiableRead: checksums are required and a node's transport cannot compare them.
+                Raised after all reads have ended.
         """
         count = len(self._hashes)
         for _ in range(MAX_ROUNDS):
@@ -142,7 +144,10 @@ class ChainReader:
         )
 
     async def _read_round(self, segments: Sequence[m.Segment]) -> bool:
-        """Read segments at once. Returns whether one gave fewer blocks than the look-up promised."""
+        """Read segments at once.
+
+        Returns whether one gave fewer blocks than the look-up promised.
+        """
         segments, is_broken = self._without_failed(segments)
         pieces = await asyncio.gather(*(self._read_segment(segment) for segment in segments))
         if pieces:
@@ -167,7 +172,7 @@ class ChainReader:
         return is_broken
 
     def _without_failed(self, segments: Sequence[m.Segment]) -> tuple[list[m.Segment], bool]:
-        """The segments up to the first block that its node recently failed to give, and whether that cut any."""
+        """The segments up to the first block that its node recently failed to give, and if any was cut."""
         if not self._directory.has_conductor:
             return list(segments), False
         kept: list[m.Segment] = []
@@ -267,7 +272,8 @@ class ChainReader:
             return _Piece(0, (), "", error.code)
         except (TransferFailed, DeadlineExceeded, LeaseExpired, StaleEpoch, Unavailable) as error:
             if isinstance(error, DeadlineExceeded):
-                # The bytes may still arrive, in the caller's memory if that is disposable: stop here.
+                # The bytes may still arrive, in the caller's memory if that is disposable: stop
+                # here.
                 self._deadline = time.monotonic()
             return self._failed(node_id, hashes, error, left)
         finally:

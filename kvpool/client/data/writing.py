@@ -74,7 +74,10 @@ class ChainWriter:
         self._moved = BytesMoved()
 
     async def write(self, node_id: str | None, replicas: int) -> PutResult:
-        """Write to the node named, or to the first by placement that accepts the blocks. Raises as `AsyncPool.put`."""
+        """Write to the node named, or to the first by placement that accepts the blocks.
+
+        Raises as `AsyncPool.put`.
+        """
         link, first = await self._reserve_anywhere(node_id)
         written = await asyncio.gather(
             self._write(link, 0, first),
@@ -117,7 +120,7 @@ class ChainWriter:
         )
 
     def _remember(self, link: NodeLink, statuses: np.ndarray) -> None:
-        """Remember the blocks whose parts are all committed now: the index learns of them a little later."""
+        """Remember the blocks whose parts are all committed: the index learns of them later."""
         if (
             len(self._plan.parts) < self._namespace.layout.tp_size
             or not self._directory.has_conductor
@@ -149,7 +152,8 @@ class ChainWriter:
             )
             await link.commit(reservation.reservation_id, sums, timeout_s=time_left(self._deadline))
         except BaseException as error:
-            # A write past its deadline may still arrive, so the node must quarantine the slots (invariant 2).
+            # A write past its deadline may still arrive, so the node must quarantine the slots
+            # (invariant 2).
             late = (error, error.__cause__)
             has_stopped = not any(isinstance(e, DeadlineExceeded) for e in late)
             with contextlib.suppress(KvpoolError):

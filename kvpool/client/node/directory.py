@@ -1,4 +1,5 @@
-"""The nodes that one client knows: their list, a link to each, and what it learned about their blocks.
+"""The nodes that one client knows: their list, a link to each, and what it learned about their
+blocks.
 
 Reading, writing, pinning and administration take a `NodeDirectory`; `AsyncPool` builds it.
 """
@@ -108,7 +109,10 @@ class NodeDirectory:
         return await self._conductor.call(request, timeout_s)
 
     async def register(self, namespace: Namespace, timeout_s: float) -> bytes:
-        """Register a namespace with the pool. Returns its id there. Raises as `AsyncPool.register`."""
+        """Register a namespace with the pool.
+
+        Returns its id there. Raises as `AsyncPool.register`.
+        """
         peer = self._conductor or self._only_node
         assert peer is not None
         reply: m.NamespaceReply = await peer.call(
@@ -183,7 +187,7 @@ class NodeDirectory:
     async def write_targets(
         self, namespace: Namespace, node_id: str | None, key: bytes, deadline: float
     ) -> AsyncIterator[NodeLink]:
-        """The nodes to try for a write, in order: `node_id` if given, otherwise by placement of `key`."""
+        """The nodes to try for a write, in order: `node_id` if given, else by placement of `key`."""
         if node_id is not None:
             yield await self.link(node_id, deadline)
         elif self._conductor is None:
@@ -196,7 +200,8 @@ class NodeDirectory:
     async def call_node(
         self, node_id: str, deadline: float, call: Callable[[NodeLink], Awaitable[T]]
     ) -> tuple[NodeLink, T]:
-        """Run `call` on a node's link. If the node restarted, look it up again and run `call` once more.
+        """Run `call` on a node's link. If the node restarted, look it up again and run `call` once
+        more.
 
         Returns:
             The link used last, and the result of `call`.
@@ -222,7 +227,8 @@ class NodeDirectory:
         return new_link, await call(new_link)
 
     async def call_apart(self, node_id: str, request: m.Message, timeout_s: float) -> Any:
-        """Send a long call to a node over a connection of its own, so that no other failure ends it.
+        """Send a long call to a node over a connection of its own, so that no other failure ends
+        it.
 
         Raises:
             NotFound: the pool has no such node.
@@ -256,7 +262,7 @@ class NodeDirectory:
     # ------------------------------------------------------------ failures
 
     def forget_node(self, node_id: str, error: KvpoolError) -> None:
-        """After a failed call, drop the node's link and the node list if `error` says the node is gone."""
+        """Drop the node's link and the node list if a call failed because the node is gone."""
         if isinstance(error, (Unavailable, StaleEpoch)):
             if not isinstance(error, Draining):  # a draining node can still be read
                 self._drop_link(node_id)

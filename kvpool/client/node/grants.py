@@ -14,7 +14,8 @@ from kvpool.wire import messages as m
 
 @dataclass(slots=True, eq=False)
 class ReadLease:
-    """A node's promise that some blocks keep their place until `deadline`. Renewing extends the deadline.
+    """A node's promise that some blocks keep their place until `deadline`. Renewing extends the
+    deadline.
 
     The holder discards everything that it finished reading after `deadline` (invariant 3).
     """
@@ -32,7 +33,10 @@ class ReadLease:
 
 @dataclass(slots=True, frozen=True)
 class WriteReservation:
-    """A node's promise of empty slots. This caller may write the blocks whose indices are in `granted`."""
+    """A node's promise of empty slots.
+
+    This caller may write the blocks whose indices are in `granted`.
+    """
 
     reservation_id: int
     granted: tuple[int, ...]
@@ -58,7 +62,10 @@ def undo_pin(late: m.PinReply) -> m.Message | None:
 
 
 def undo_reserve(late: m.ReserveReply) -> m.Message | None:
-    """The message that undoes a reservation whose caller gave up before the reply came. Nobody writes there."""
+    """The message that undoes a reservation whose caller gave up before the reply came.
+
+    Nobody writes there.
+    """
     return m.Abort(late.reservation_id, True) if late.reservation_id else None
 
 

@@ -22,8 +22,8 @@ Renew = Callable[[ReadLease, float, float], Awaitable[None]]
 class LeaseKeepalive:
     """Renews one lease until `deadline` or `end`, whichever comes first.
 
-    It stops when the node refuses or does not answer; the lease then ends at its own deadline. A read that
-    ends before the first renewal is due costs one timer.
+    It stops when the node refuses or does not answer; the lease then ends at its own deadline. A
+    read that ends before the first renewal is due costs one timer.
 
     Args:
         lease: each renewal extends its `deadline`.
@@ -44,7 +44,10 @@ class LeaseKeepalive:
             self._timer = loop.call_later(self._pause_s(), self._begin)
 
     async def end(self) -> None:
-        """Stop renewing. Waits for a running renewal only if the lease would have ended without it."""
+        """Stop renewing.
+
+        Waits for a running renewal only if the lease would have ended without it.
+        """
         if self._timer is not None:
             self._timer.cancel()
         task = self._task

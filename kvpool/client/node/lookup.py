@@ -1,4 +1,4 @@
-"""Finds blocks: by the conductor's index, at a single node, and among this client's recent writes."""
+"""Finds blocks: in the conductor's index, at a single node, and among recent writes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ async def lookup(
     *,
     exclude: Sequence[str] = (),
 ) -> m.LookupReply:
-    """Find the longest leading run of a chain in the pool. Arguments and errors are those of `AsyncPool.lookup`.
+    """Find the longest leading run of a chain in the pool. Arguments and errors are those of
+    `AsyncPool.lookup`.
 
     Args:
         deadline: monotonic seconds.
@@ -94,7 +95,7 @@ async def _exists_at_one(
 async def _ask_conductor(
     directory: NodeDirectory, namespace: Namespace, request: m.Message, deadline: float
 ) -> Any:
-    """Ask the conductor about a namespace, and register it if the conductor restarted or is another one."""
+    """Ask the conductor about a namespace. Registers it if this conductor does not know it."""
     try:
         return await directory.ask_conductor(request, time_left(deadline))
     except UnknownNamespace:

@@ -1,7 +1,7 @@
 """The client's negative cache: which node recently failed to give which block.
 
-It keeps a stale "present" in the index from leading one request after the other into the same failure.
-Callers pass the time.
+It keeps a stale "present" in the index from leading one request after the other into the same
+failure. Callers pass the time.
 """
 
 from __future__ import annotations

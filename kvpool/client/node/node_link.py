@@ -1,7 +1,7 @@
 """One pool node as a client uses it: control calls over the wire, bytes over the best transport.
 
-This module holds the guarantees of a read or write: it checks the lease after the read (invariant 3),
-compares checksums, and registers a namespace again at a node that forgot it.
+This module holds the guarantees of a read or write: it checks the lease after the read (invariant
+3), compares checksums, and registers a namespace again at a node that forgot it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class NodeLink:
     # ------------------------------------------------------------ control calls
 
     async def connect(self, timeout_s: float) -> None:
-        """Load the transport, connect it to the node and open the wire, so that the first transfer need not.
+        """Load the transport, connect it to the node and open the wire, so that the first transfer
+        need not.
 
         Raises:
             StaleEpoch: the node restarted.
@@ -127,7 +128,10 @@ class NodeLink:
     async def call(
         self, request: Any, namespace: Namespace, timeout_s: float, undo: Undo | None = None
     ) -> Any:
-        """Send a request that names `namespace`. Registers the namespace first if the node does not know it."""
+        """Send a request that names `namespace`.
+
+        Registers the namespace first if the node does not know it.
+        """
         deadline = time.monotonic() + timeout_s
         try:
             return await self.wire.call(request, timeout_s, undo)
@@ -138,7 +142,10 @@ class NodeLink:
             return await self.wire.call(request, time_left(deadline), undo)
 
     async def _granted(self, call: Coroutine[Any, Any, Any], undo: Undo) -> Any:
-        """The reply of a call that grants something. If the caller is cancelled, a late grant is undone."""
+        """The reply of a call that grants something.
+
+        If the caller is cancelled, a late grant is undone.
+        """
         task = asyncio.ensure_future(call)
         try:
             return await asyncio.shield(task)
@@ -155,7 +162,10 @@ class NodeLink:
             raise
 
     async def close(self) -> None:
-        """Close the control connection. The node ends the leases and reservations of this client."""
+        """Close the control connection.
+
+        The node ends the leases and reservations of this client.
+        """
         await self.wire.close()
 
     # ------------------------------------------------------------ reading
@@ -176,8 +186,8 @@ class NodeLink:
         Args:
             ttl_s: how long the lease shall last at most; the node may grant less.
             parts: tensor-parallel parts; empty: all.
-            max_wait_s: the node declines blocks on a slow tier that it predicts to take longer. 0: no limit
-                but `timeout_s`, of which the node waits at most nine tenths.
+            max_wait_s: the node declines blocks on a slow tier that it predicts to take longer. 0:
+                no limit but `timeout_s`, of which the node waits at most nine tenths.
             tier: HBM also accepts places in the node's device memory, if this process can reach it.
 
         Returns:
@@ -203,8 +213,8 @@ class NodeLink:
             np.frombuffer(reply.places, dtype="<i8").reshape(-1, 2),
             np.frombuffer(reply.checksums, dtype="<u8"),
             unpack_tiers(reply.tiers),
-            # Counted from before the call, plus the wait that the node measured: never later than the
-            # node's own deadline.
+            # Counted from before the call, plus the wait that the node measured: never later than
+            # the node's own deadline.
             asked + reply.waited_s + reply.ttl_s,
             reply.miss_reason,
             reply.wait_s,
@@ -223,11 +233,14 @@ class NodeLink:
         lease.deadline = max(lease.deadline, asked + reply.ttl_s)
 
     def keep_alive(self, lease: ReadLease, deadline: float) -> LeaseKeepalive:
-        """Renew a lease in the background until `deadline` (monotonic seconds) or the keepalive's `end`."""
+        """Renew a lease in the background until `deadline` (monotonic) or the keepalive's `end`."""
         return LeaseKeepalive(lease, deadline, LEASE_MARGIN_S, self.renew)
 
     def release(self, lease: ReadLease) -> None:
-        """Give a lease back without a round trip. If the message is lost, the lease ends by its deadline."""
+        """Give a lease back without a round trip.
+
+        If the message is lost, the lease ends by its deadline.
+        """
         if lease.lease_id:
             self.wire.send_nowait(m.Release([lease.lease_id]))
 
@@ -249,13 +262,16 @@ class NodeLink:
         Args:
             owner: keeps the memory at `addresses` alive.
             plan: which bytes of the leased parts go where; default: the one part, whole.
-            is_disposable: the caller discards the memory if this raises. Otherwise a transport that may write
-                late reads into memory of its own first.
+            is_disposable: the caller discards the memory if this raises. Otherwise a transport that
+                may write late reads into memory of its own first.
 
         Raises:
-            LeaseExpired: the read ended after the lease, which could not be renewed. Discard the bytes.
-            BlockChecksumMismatch: bytes differ from the committed ones. The node is told; discard the bytes.
-            UnverifiableRead: the checksums of pieces cannot be compared, as in `NodeTransports.check_verifiable`.
+            LeaseExpired: the read ended after the lease, which could not be renewed. Discard the
+                bytes.
+            BlockChecksumMismatch: bytes differ from the committed ones. The node is told; discard
+                the bytes.
+            UnverifiableRead: the checksums of pieces cannot be compared, as in
+                `NodeTransports.check_verifiable`.
             TransferFailed: the node is gone or its memory cannot be reached.
             DeadlineExceeded: the read did not end within `timeout_s`.
         """
@@ -340,12 +356,13 @@ class NodeLink:
         writer_id: str = "",
         tier: Tier = Tier.DRAM,
     ) -> WriteReservation:
-        """Reserve slots for a run of a chain. Blocks that exist or are being written are not granted.
+        """Reserve slots for a run of a chain. Blocks that exist or are being written are not
+        granted.
 
         Args:
             parent: hash of the block before the first; b"" at the start of a chain.
-            tier: HBM asks for slots in device memory. The places are in DRAM if the node has no such slot,
-                or if this process cannot reach them.
+            tier: HBM asks for slots in device memory. The places are in DRAM if the node has no
+                such slot, or if this process cannot reach them.
         """
         asked = time.monotonic()
         request = m.Reserve(
@@ -408,5 +425,8 @@ class NodeLink:
         return reply.visible
 
     async def abort(self, reservation_id: int, *, writer_stopped: bool, timeout_s: float) -> None:
-        """Give a reservation back. Unless `writer_stopped`, the node quarantines the slots (invariant 2)."""
+        """Give a reservation back.
+
+        Unless `writer_stopped`, the node quarantines the slots (invariant 2).
+        """
         await self.wire.call(m.Abort(reservation_id, writer_stopped), timeout_s)

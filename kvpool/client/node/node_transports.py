@@ -35,7 +35,8 @@ class NodeTransports:
 
     @functools.cached_property
     def dram(self) -> Transport:
-        """The transport to the node's DRAM. The first use chooses it and may load NIXL, so call it from a thread.
+        """The transport to the node's DRAM. The first use chooses it and may load NIXL, so call it
+        from a thread.
 
         Raises:
             NoTransport: no transport reaches the node.
@@ -55,7 +56,7 @@ class NodeTransports:
 
     @property
     def peer_rate(self) -> m.PeerRate:
-        """Bytes moved between this process and the node, how fast, and by which transport ("" before the first)."""
+        """Bytes moved to and from the node, how fast, and by which transport ("" before the first)."""
         chosen = self.chosen
         return m.PeerRate(
             self.node.node_id,
@@ -94,12 +95,15 @@ class NodeTransports:
         return await load_transport(lambda: self.to(places), self.node.node_id, timeout_s)
 
     def is_mapped(self, tier: Tier) -> bool:
-        """Whether granted blocks will be copied through shared memory; False while this is unknown."""
+        """Whether granted blocks will be copied through shared memory.
+
+        False while this is unknown.
+        """
         chosen = self.chosen
         return tier == Tier.DRAM and chosen is not None and chosen.name == "shm"
 
     async def usable_tier(self, tier: Tier) -> Tier:
-        """The tier to ask for when the caller wants `tier`: never HBM that this process cannot reach."""
+        """The tier to ask for if the caller wants `tier`: never HBM that this process cannot reach."""
         if tier != Tier.HBM or not self._hbm_arenas:
             return Tier.DRAM
         if "hbm" not in self.__dict__:
@@ -111,8 +115,8 @@ class NodeTransports:
 
         Raises:
             DeadlineExceeded: the transport was not loaded in time.
-            UnverifiableRead: the read covers pieces of parts only, and the transport cannot sum whole parts
-                at the node.
+            UnverifiableRead: the read covers pieces of parts only, and the transport cannot sum
+                whole parts at the node.
             NoTransport: no transport reaches the node.
         """
         if plan.is_whole:

@@ -1,8 +1,9 @@
-"""Which node a client writes blocks to, and which nodes hold replicas. Pure: callers pass ages and sizes.
+"""Which node a client writes blocks to, and which nodes hold replicas. Pure: callers pass ages and
+sizes.
 
-Weighted rendezvous hashing: each node draws a number from the key and its own id, scaled by its weight.
-While weights stay the same, equal keys go to the same node, so two writers of one prompt meet there. Over
-many keys a node gets the share of its weight.
+Weighted rendezvous hashing: each node draws a number from the key and its own id, scaled by its
+weight. While weights stay the same, equal keys go to the same node, so two writers of one prompt
+meet there. Over many keys a node gets the share of its weight.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import xxhash
 
 from kvpool.wire.messages import NodeInfo
 
-# A younger node gets only a growing share of its weight: being empty, it would otherwise draw every write.
+# A younger node gets only a growing share of its weight: being empty, it would otherwise draw every
+# write.
 RAMP_S = 60.0
 MIN_RAMP = 0.02  # of its full weight, from its first second
 EVICTABLE_SHARE = 0.2  # of a node's size: counts as free, because a full node can evict
@@ -39,7 +41,7 @@ def rank_nodes(nodes: Sequence[NodeInfo], key: bytes) -> list[NodeInfo]:
 
 
 def nodes_for_tenant(nodes: Sequence[NodeInfo], tenant: str) -> list[NodeInfo]:
-    """The nodes that may hold a tenant's blocks: its own nodes if it has any, otherwise the shared ones."""
+    """The nodes that may hold a tenant's blocks: its own if it has any, otherwise the shared ones."""
     own = [node for node in nodes if tenant and node.descriptor.tenant == tenant]
     return own or [node for node in nodes if not node.descriptor.tenant]
 
@@ -69,6 +71,9 @@ def replica_targets(nodes: Sequence[NodeInfo], key: bytes, *, holder_id: str) ->
 
 
 def _score(node: NodeInfo, key: bytes) -> float:
-    """Rendezvous score. Among the scores from one key, a node's is the largest with P = its share of weight."""
+    """Rendezvous score.
+
+    Among the scores from one key, a node's is the largest with P = its share of weight.
+    """
     drawn = xxhash.xxh3_64_intdigest(key + b"\0" + node.descriptor.node_id.encode())
     return weight(node) / -math.log(((drawn >> 12) + 0.5) / _SCALE)

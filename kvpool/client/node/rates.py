@@ -7,7 +7,10 @@ MIN_BYTES = 64 << 10  # a smaller transfer measures the duration of a call, not 
 
 
 class TransferRate:
-    """Speed in one direction. Threads write it without a lock; a lost update costs one observation."""
+    """Speed in one direction.
+
+    Threads write it without a lock; a lost update costs one observation.
+    """
 
     def __init__(self) -> None:
         self.total_bytes = 0

@@ -1,6 +1,7 @@
 """The client's recent writes: blocks that it committed before the conductor's index learns of them.
 
-A writer thus finds its own blocks at once. A stale entry costs one failed pin. Callers pass the time.
+A writer thus finds its own blocks at once. A stale entry costs one failed pin. Callers pass the
+time.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class RecentWrites:
         hashes: Sequence[bytes],
         now: float,
     ) -> m.LookupReply:
-        """Extend the reply to a look-up of `hashes` by the blocks after it that this client wrote."""
+        """Extend the reply to a look-up of `hashes` by the following blocks that this client wrote."""
         self._expire(now)
         if not self._places or found.found == len(hashes):
             return found

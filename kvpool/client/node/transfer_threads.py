@@ -18,11 +18,13 @@ T = TypeVar("T")
 async def run_transfer(
     transport: Transport, node: m.NodeDescriptor, size: int, work: Callable[..., T], *args: Any
 ) -> T:
-    """Run a transfer of `size` bytes in a thread, or directly if it ends sooner than a thread would start.
+    """Run a transfer of `size` bytes in a thread, or directly if it ends sooner than a thread would
+    start.
 
-    When the caller is cancelled, this still waits for the thread: until the thread ends it may touch the
-    caller's memory and the node's slots. The thread ends by its own deadline. If that passes with a transfer
-    still running, the cancellation carries the `DeadlineExceeded` as its cause.
+    When the caller is cancelled, this still waits for the thread: until the thread ends it may
+    touch the caller's memory and the node's slots. The thread ends by its own deadline. If that
+    passes with a transfer still running, the cancellation carries the `DeadlineExceeded` as its
+    cause.
     """
     if size <= transport.quick_bytes and transport.is_connected(node):
         return work(*args)
@@ -39,7 +41,10 @@ async def run_transfer(
 
 
 async def close_in_thread(close: Callable[[], None]) -> None:
-    """Call `close` in a thread; directly if the interpreter is exiting, when no executor accepts work."""
+    """Call `close` in a thread.
+
+    Directly if the interpreter is exiting, when no executor accepts work.
+    """
     try:
         closing = asyncio.get_running_loop().run_in_executor(None, close)
     except RuntimeError:
@@ -51,7 +56,8 @@ async def close_in_thread(close: Callable[[], None]) -> None:
 async def load_transport(
     load: Callable[[], Transport], node_id: str, timeout_s: float
 ) -> Transport:
-    """Call `load` in a thread, because NIXL takes long to load. The thread continues after `timeout_s`.
+    """Call `load` in a thread, because NIXL takes long to load. The thread continues after
+    `timeout_s`.
 
     Raises:
         DeadlineExceeded: loading did not end in time. A later call may find it loaded.
