@@ -153,6 +153,69 @@ def test_every_command_and_option_in_a_code_block_exists(name: str) -> None:
     assert wrong == []
 
 
+@page
+def test_every_command_in_a_sentence_exists(name: str) -> None:
+    """As in `kvpool ls --model NAME`: the words up to the first that is no command, and the options."""
+    wrong = []
+    for text in re.findall(r"`kvpool ([^`]+)`", without_code_blocks(PAGES[name])):
+        path: tuple[str, ...] = ()
+        for word in text.split():
+            if word in subcommands(path):
+                path += (word,)
+            elif not path and not word.startswith("-"):
+                if not re.fullmatch(r"[A-Z]+|\.\.\.", word):
+                    wrong.append(f"kvpool {text}")
+                break
+            elif word.startswith("--"):
+                option = word.partition("=")[0]
+                if not re.search(rf"(?<![\w-]){option}(?![\w-])", help_of(path)):
+                    wrong.append(f"kvpool {text}")
+    assert wrong == []
+
+
+@page
+def test_every_make_target_that_a_page_names_exists(name: str) -> None:
+    rules = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = re.findall(r"`make ([\w-]+)", without_code_blocks(PAGES[name]))
+    for block in code_blocks(PAGES[name]):
+        named += re.findall(r"^\s*make ([\w-]+)", block, re.MULTILINE)
+    assert set(named) - set(rules) == set()
+
+
+@functools.cache
+def literals() -> str:
+    """Every text in the product's code, one per line; what an f-string inserts is left out."""
+    texts = []
+    for package in ("kvpool", "tiers", "conductor", "workers", "planner"):
+        for source in sorted((ROOT / package).rglob("*.py")):
+            if "_pb2" not in source.name:
+                for node in ast.walk(ast.parse(source.read_text())):
+                    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                        texts.append(node.value)
+    return "\n".join(texts)
+
+
+@page
+def test_every_metric_that_a_page_names_exists(name: str) -> None:
+    named = re.findall(r"`(kvpool_(?!vllm_)[a-z_]+[a-z])(?:\{[^`]*\})?`", PAGES[name])
+    # What Prometheus appends to the name of a counter.
+    missing = [m for m in named if m.removesuffix("_total") not in literals()]
+    assert missing == []
+
+
+def test_every_message_that_the_page_on_troubleshooting_quotes_exists() -> None:
+    rows = re.findall(r"^\| (.*?) \| ", PAGES["docs/troubleshooting.md"], re.MULTILINE)
+    quoted = [text for row in rows for text in re.findall(r"`([^`]*? [^`]*)`", row)]
+    assert len(quoted) > 10
+    missing = []
+    for text in quoted:
+        # Dots and capitals are what the message names.
+        pieces = [piece.strip(" ,()") for piece in re.split(r"\.{3}|\b[A-Z]{4,}\b:?", text)]
+        if any(piece not in literals() for piece in pieces):
+            missing.append(text)
+    assert missing == []
+
+
 def is_setting(dotted: str) -> bool:
     model: object = Settings
     for part in dotted.split("."):
