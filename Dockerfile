@@ -1,8 +1,8 @@
 # One image for every role: `docker run kvpool conductor`, `docker run kvpool node`, ...
 FROM python:3.11-slim
 
-# libnl-route: a process that has loaded UCX dies at exit wherever libibverbs is present, unless the system's
-# own copy of this library is loaded first (`kvpool doctor` reports it).
+# libnl-route: if libibverbs is installed, a process that has loaded UCX crashes at its exit, unless it loaded the
+# system's copy of this library first (`kvpool doctor` checks it).
 RUN apt-get update \
     && apt-get install -y --no-install-recommends libnl-route-3-200 \
     && rm -rf /var/lib/apt/lists/* \

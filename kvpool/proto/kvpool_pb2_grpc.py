@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ConductorStub:
-    """Answered by the conductor.
+    """Answered by every conductor. It says where blocks are; their bytes never pass through it.
     """
 
     def __init__(self, channel):
@@ -58,30 +58,33 @@ class ConductorStub:
 
 
 class ConductorServicer:
-    """Answered by the conductor.
+    """Answered by every conductor. It says where blocks are; their bytes never pass through it.
     """
 
     def RegisterNamespace(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Register a namespace.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Lookup(self, request, context):
-        """How much of a chain the pool has, and where. Takes no lease.
+        """How much of a chain the pool has, and where. Takes no lease: it may be gone a moment later.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Nodes(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The nodes of the pool, and how to reach them.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Stats(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Accounting of the whole pool.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -118,7 +121,7 @@ def add_ConductorServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Conductor:
-    """Answered by the conductor.
+    """Answered by every conductor. It says where blocks are; their bytes never pass through it.
     """
 
     @staticmethod
@@ -231,7 +234,7 @@ class Conductor:
 
 
 class NodeStub:
-    """Answered by each pool node.
+    """Answered by every pool node, about its own blocks alone.
     """
 
     def __init__(self, channel):
@@ -268,35 +271,40 @@ class NodeStub:
 
 
 class NodeServicer:
-    """Answered by each pool node.
+    """Answered by every pool node, about its own blocks alone.
     """
 
     def RegisterNamespace(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Register a namespace.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Lookup(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """How much of a chain is here. Takes no lease.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Put(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Store a part of a block. It becomes visible when all its parts are stored.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Get(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Read a part of a block.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Stats(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Accounting of this node.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -338,7 +346,7 @@ def add_NodeServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Node:
-    """Answered by each pool node.
+    """Answered by every pool node, about its own blocks alone.
     """
 
     @staticmethod
