@@ -45,7 +45,7 @@ def start_pool(
         fleet.launch(
             f"node-{host}",
             [
-                *_sets(("node.slab_bytes=16MiB",)),
+                *_sets(("node.advanced.slab_bytes=16MiB",)),
                 *("node", *free, "--grpc-port", "0", "--dram", dram),
                 *("--host-label", host, "--conductor", conductor["wire"]),
             ],

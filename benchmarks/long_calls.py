@@ -117,7 +117,7 @@ def main() -> None:
         dram = (given.blocks * 5 // 2 * 4096 >> 20) + 1
         arguments = [
             "--set",
-            "node.slab_bytes=1MiB",
+            "node.advanced.slab_bytes=1MiB",
             "node",
             "--wire-port",
             "0",

@@ -39,10 +39,10 @@ SLO = tuple[float, float]  # TTFT and TPOT, seconds
 # A decode step of n sequences takes 20 ms and 10 for each: 8 at once are as many as 0.1 s allow.
 ROLES_ENGINE = ("fake_engine.tpot_sequence_s=0.01", "fake_engine.bytes_per_token=256")
 ROLES_LIMITS = (
-    "conductor.roles_window_s=4",
-    "conductor.roles_hold_s=0.5",
-    "conductor.roles_cooldown_s=2",
-    "conductor.roles_min_requests=5",
+    "conductor.advanced.roles_window_s=4",
+    "conductor.advanced.roles_hold_s=0.5",
+    "conductor.advanced.roles_cooldown_s=2",
+    "conductor.advanced.roles_min_requests=5",
 )
 ROLES_SLO: SLO = (2.0, 0.12)
 # Else decode workers prefill while prefill workers are busy, and the other way round nobody helps anybody.

@@ -44,7 +44,7 @@ def kvpool(directory: Path, store_bytes: int) -> Iterator[Backend]:
     with Fleet(directory / "kvpool") as fleet:
         ports = ("--wire-port", "0", "--http-port", "0", "--grpc-port", "0")
         conductor = fleet.start("conductor", ["conductor", *ports])
-        node = ["--set", f"node.slab_bytes={SLAB}", "node", *ports, "--host-label", HOST]
+        node = ["--set", f"node.advanced.slab_bytes={SLAB}", "node", *ports, "--host-label", HOST]
         fleet.start("node", [*node, "--dram", str(store_bytes), "--conductor", conductor["wire"]])
         yield Backend(
             {

@@ -57,6 +57,7 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
     Raises:
         PortInUse, ModelNotFound, ConfigError: it cannot start as configured.
     """
+    advanced = config.advanced
     quiet_grpc()
     security = secure(config, "conductor")
     tokenizer = None
@@ -65,26 +66,26 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
     conductor_id = str(uuid.uuid4())
     epoch = time.time_ns() // 1000
     membership = MembershipConfig(
-        heartbeat_s=config.heartbeat_s,
-        suspect_after_s=config.suspect_after_s,
-        dead_after_s=config.dead_after_s,
+        heartbeat_s=advanced.heartbeat_s,
+        suspect_after_s=advanced.suspect_after_s,
+        dead_after_s=advanced.dead_after_s,
         sweep_s=SWEEP_S,
     )
-    index = MemoryIndex(max_blocks=config.max_index_blocks)
+    index = MemoryIndex(max_blocks=advanced.max_index_blocks)
     parts = (conductor_id, epoch, index, membership, scheduler_config(config))
     shared = connect(config, *parts) if config.index == "redis" else None
     cluster = shared or Cluster(*parts)
-    cluster.block_history = BlockHistory(config.remembered_blocks)
+    cluster.block_history = BlockHistory(advanced.remembered_blocks)
     if config.profile is not None:
         cluster.cost = CostModel(read_profile(config.profile))
     rules = RulesFile(config.rules_path, cluster.counters)
     await rules.load()
     roles = RoleController(
         RoleLimits(
-            window_s=config.roles_window_s,
-            min_requests=config.roles_min_requests,
-            hold_s=config.roles_hold_s,
-            cooldown_s=config.roles_cooldown_s,
+            window_s=advanced.roles_window_s,
+            min_requests=advanced.roles_min_requests,
+            hold_s=advanced.roles_hold_s,
+            cooldown_s=advanced.roles_cooldown_s,
         )
     )
     request_log = RequestLog()
@@ -95,15 +96,15 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
         default_tpot_s=config.slo_tpot_s,
         limits=AdmissionLimits(
             config.max_active_requests,
-            config.max_queued_requests,
-            config.max_queue_wait_s,
+            advanced.max_queued_requests,
+            advanced.max_queue_wait_s,
             config.slo_ttft_s,
         ),
-        prefill_timeout_s=config.prefill_timeout_s,
-        first_token_timeout_s=config.first_token_timeout_s,
-        replications_at_once=config.replications_at_once,
-        prefetches=config.prefetch,
-        sessions=Sessions(config.session_ttl_s, config.max_sessions),
+        prefill_timeout_s=advanced.prefill_timeout_s,
+        first_token_timeout_s=advanced.first_token_timeout_s,
+        replications_at_once=advanced.replications_at_once,
+        prefetches=advanced.prefetch,
+        sessions=Sessions(advanced.session_ttl_s, advanced.max_sessions),
         rules=rules,
         credentials=security.credentials,
         on_slo_recorded=lambda ttft, tpot: roles.ended(
@@ -127,7 +128,7 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
         gateway.connections,
         config.engines,
         tokenizer.encode_more if tokenizer else None,
-        config.engine_check_s,
+        advanced.engine_check_s,
     )
     registry = new_registry()
     registry.register(ConductorCollector(cluster, gateway, changes))
@@ -206,7 +207,7 @@ def connect(
     target = RedisTarget(
         config.redis_url,
         config.redis_mode,
-        config.redis_sentinel_name,
+        config.advanced.redis_sentinel_name,
         config.redis_username,
         config.redis_password.get_secret_value() or None,
     )
@@ -216,9 +217,9 @@ def connect(
         index,
         membership,
         scheduler_config,
-        RedisClient(target, timeout_s=config.redis_timeout_s),
+        RedisClient(target, timeout_s=config.advanced.redis_timeout_s),
         pool=config.pool,
-        max_blocks=config.max_index_blocks,
+        max_blocks=config.advanced.max_index_blocks,
     )
 
 
@@ -231,23 +232,24 @@ async def _tokenize(tokenizer: Tokenizer | None, request: m.Tokenize) -> m.Token
 
 def scheduler_config(config: ConductorConfig) -> SchedulerConfig:
     """The scheduler's thresholds as configured."""
+    advanced = config.advanced
     return SchedulerConfig(
         strategy=config.strategy,
         admission=config.admission,
-        seed=config.strategy_seed,
-        min_remote_prefill_tokens=config.min_remote_prefill_tokens,
-        balancing_threshold=config.balancing_threshold,
-        stall_weight=config.stall_weight,
-        always_reuse=config.always_reuse,
+        seed=advanced.strategy_seed,
+        min_remote_prefill_tokens=advanced.min_remote_prefill_tokens,
+        balancing_threshold=advanced.balancing_threshold,
+        stall_weight=advanced.stall_weight,
+        always_reuse=advanced.always_reuse,
         dynamo=DynamoOptions(
-            config.dynamo_engine_credit,
-            config.dynamo_host_credit,
-            config.dynamo_remote_credit,
-            config.dynamo_disk_credit,
-            config.dynamo_prefill_scale,
-            config.dynamo_temperature,
+            advanced.dynamo_engine_credit,
+            advanced.dynamo_host_credit,
+            advanced.dynamo_remote_credit,
+            advanced.dynamo_disk_credit,
+            advanced.dynamo_prefill_scale,
+            advanced.dynamo_temperature,
         ),
-        sglang=SglangOptions(config.sglang_imbalance_requests, config.sglang_imbalance_ratio),
+        sglang=SglangOptions(advanced.sglang_imbalance_requests, advanced.sglang_imbalance_ratio),
     )
 
 

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from kvpool.cli.context import invocation, overrides
-from kvpool.config.loader import Override
 from kvpool.serving.process import run_process
 
 
@@ -22,7 +21,7 @@ def node(
     grpc_port: Annotated[int | None, typer.Option(help="gRPC port; 0 picks a free one.")] = None,
     dram: Annotated[str | None, typer.Option(help="DRAM to lend, e.g. 4GiB.")] = None,
     hbm: Annotated[
-        str | None, typer.Option(help="Device memory to lend, e.g. 16GiB (see node.hbm_device).")
+        str | None, typer.Option(help="Device memory to lend, e.g. 16GiB (see node.advanced).")
     ] = None,
     nvme_directory: Annotated[
         list[Path] | None, typer.Option(help="Directory of the NVMe tier; once for each device.")
@@ -44,20 +43,7 @@ def node(
             dram=("node.dram_bytes", dram),
             hbm=("node.hbm_bytes", hbm),
             nvme=("node.nvme_bytes", nvme),
-        )
-        + _nvme_overrides(nvme_directory or []),
+            nvme_directory=("node.nvme_directories", nvme_directory or None),
+        ),
     )
     run_process(lambda ready, stop: run_node(settings.node, ready, stop))
-
-
-def _nvme_overrides(directories: list[Path]) -> list[Override]:
-    """One key or the other, and the one that the environment or a file may have set is unset."""
-    if not directories:
-        return []
-    one = str(directories[0]) if len(directories) == 1 else "none"
-    several = ",".join(map(str, directories)) if len(directories) > 1 else "none"
-    flag = "--nvme-directory"
-    return [
-        Override("node.nvme_directory", one, flag),
-        Override("node.nvme_directories", several, flag),
-    ]

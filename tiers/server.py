@@ -64,7 +64,7 @@ async def run_node(config: NodeConfig, ready: Ready, stop: asyncio.Event) -> Non
         ready(node.facts())
         log.info("node ready", **node.facts())
         ended = asyncio.Event()
-        drain_s = config.drain_s if config.drain_on_stop else None
+        drain_s = config.advanced.drain_s if config.drain_on_stop else None
         ending = asyncio.create_task(node.drainer.end_when_told(stop, drain_s, ended))
         try:
             await wait_for_stop(ended, node.tasks)
@@ -101,6 +101,7 @@ class _Node:
 
     async def start(self) -> _Node:
         config, stack, identity = self._config, self._stack, self._identity
+        advanced = config.advanced
         runtime = self._runtime_directory()
         arenas = make_arenas(config)
         stack.callback(arenas.close)
@@ -109,31 +110,31 @@ class _Node:
         store = Store(
             ArenaAllocator(
                 [
-                    SlabAllocator(a.size_bytes, config.slab_bytes, a.arena_id)
+                    SlabAllocator(a.size_bytes, advanced.slab_bytes, a.arena_id)
                     for a in arenas.values()
                 ],
-                "spread" if len(config.numa_nodes) > 1 else "fill",
+                "spread" if len(advanced.numa_nodes) > 1 else "fill",
             ),
-            devices.slots(config.slab_bytes) if devices else None,
+            devices.slots(advanced.slab_bytes) if devices else None,
             StoreConfig(
-                grace_s=config.grace_s,
-                max_lease_s=config.lease_s,
-                max_reservation_s=config.reservation_s,
-                quarantine_s=config.quarantine_s,
-                dram_high_watermark=config.high_watermark,
-                dram_low_watermark=config.low_watermark,
-                hbm_high_watermark=config.hbm_high_watermark,
-                hbm_low_watermark=config.hbm_low_watermark,
-                write_through=config.write_through,
+                grace_s=advanced.grace_s,
+                max_lease_s=advanced.lease_s,
+                max_reservation_s=advanced.reservation_s,
+                quarantine_s=advanced.quarantine_s,
+                dram_high_watermark=advanced.high_watermark,
+                dram_low_watermark=advanced.low_watermark,
+                hbm_high_watermark=advanced.hbm_high_watermark,
+                hbm_low_watermark=advanced.hbm_low_watermark,
+                write_through=advanced.write_through,
                 eviction=config.eviction,
-                nvme_eviction=config.nvme_eviction,
-                nvme_dtype=config.nvme_dtype,
-                retention_share=config.retention_share,
+                nvme_eviction=advanced.nvme_eviction,
+                nvme_dtype=advanced.nvme_dtype,
+                retention_share=advanced.retention_share,
                 quotas=config.quotas,
                 max_pending_events=1_000_000 if config.conductor else 1,  # else nobody reads them
                 first_id=identity.epoch,  # ids of an earlier life name nothing here
             ),
-            hbm=SlabAllocator(hbm.size_bytes, config.slab_bytes, hbm.arena_id) if hbm else None,
+            hbm=SlabAllocator(hbm.size_bytes, advanced.slab_bytes, hbm.arena_id) if hbm else None,
         )
         mover = Mover(store, arenas, devices, hbm=hbm)
         stack.callback(mover.close)
@@ -168,7 +169,7 @@ class _Node:
             "node",
             identity.node_id,
             identity.epoch,
-            max_frame_bytes=config.max_frame_bytes,
+            max_frame_bytes=advanced.max_frame_bytes,
             gate=security.gate,
             tls=security.context,
         )
@@ -180,12 +181,12 @@ class _Node:
         registry.register(NodeCollector(service))
         gate = security.gate
         app = http_app(
-            service, registry, self._not_ready, config.max_frame_bytes, gate, self._notice
+            service, registry, self._not_ready, advanced.max_frame_bytes, gate, self._notice
         )
         http = HttpServer(app, config.host, config.http_port, security.tls)
         await http.start()
         stack.push_async_callback(http.close)
-        grpc = grpc_server(service, config.max_frame_bytes, gate, security.tls)
+        grpc = grpc_server(service, advanced.max_frame_bytes, gate, security.tls)
         self._grpc_port = await grpc.start(config.host, config.grpc_port)
         stack.push_async_callback(grpc.close)
         self._descriptor = m.NodeDescriptor(
@@ -220,7 +221,7 @@ class _Node:
     async def lend(self) -> None:
         """Start the nodes of the isolated tenants, unless this is one of them."""
         config = self._config
-        if config.tenant or not self._isolated or not config.isolated_dram_bytes:
+        if config.tenant or not self._isolated or not config.advanced.isolated_dram_bytes:
             return
         lent = LentNodes(config, self._identity.node_id, self._isolated)
         self.tasks += await lent.start()
@@ -233,8 +234,8 @@ class _Node:
         keeper = access_checkpoint.UseKeeper(
             store,
             devices,
-            self._config.uses_interval_s,
-            is_synced=self._config.fsync != "never",
+            self._config.advanced.access_checkpoint_s,
+            is_synced=self._config.advanced.fsync != "never",
             on_failure=count_failure,
         )
         self._stack.push_async_callback(keeper.close)
@@ -261,7 +262,7 @@ class _Node:
         )
         self._stack.push_async_callback(replicator.close)
         service.peers = replicator.peers
-        prefetcher = Prefetcher(service.store, service.mover, config.max_prefetch_blocks)
+        prefetcher = Prefetcher(service.store, service.mover, config.advanced.max_prefetch_blocks)
         self.tasks.append(asyncio.create_task(prefetcher.run(), name="prefetch"))
         resizer = Resizer(
             service.store,
@@ -270,7 +271,7 @@ class _Node:
             self._announce,
             service.mover.begin,
             lambda: not service.mover.is_disk_failed,
-            slab_bytes=config.slab_bytes,
+            slab_bytes=config.advanced.slab_bytes,
             unit_bytes=arena_unit(config),
         )
         self._stack.callback(resizer.close)
@@ -347,9 +348,9 @@ class _Node:
         return ""
 
     def _runtime_directory(self) -> Path:
-        if self._config.runtime_dir is not None:
-            self._config.runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-            return self._config.runtime_dir
+        if self._config.advanced.runtime_dir is not None:
+            self._config.advanced.runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return self._config.advanced.runtime_dir
         path = Path(tempfile.mkdtemp(prefix="kvpool-"))  # mode 0700
         self._stack.callback(shutil.rmtree, path, ignore_errors=True)
         return path
@@ -366,20 +367,20 @@ class _Node:
         config = self._config
         if not config.hbm_bytes:
             return None
-        size = config.hbm_bytes - config.hbm_bytes % config.slab_bytes
-        hbm = DeviceArena(HBM_ARENA_ID, size, config.hbm_device)
+        size = config.hbm_bytes - config.hbm_bytes % config.advanced.slab_bytes
+        hbm = DeviceArena(HBM_ARENA_ID, size, config.advanced.hbm_device)
         self._stack.callback(hbm.close)
         return hbm
 
     def _open_nvme(self) -> Devices | None:
         config = self._config
-        if not config.nvme_paths:
+        if not config.nvme_directories:
             return None
         devices = open_devices(
-            config.nvme_paths,
+            config.nvme_directories,
             config.nvme_bytes,
-            fsync=config.fsync,
-            fsync_interval_s=config.fsync_interval_s,
+            fsync=config.advanced.fsync,
+            fsync_interval_s=config.advanced.fsync_interval_s,
         )
         self._stack.callback(devices.close)
         return devices
@@ -435,7 +436,7 @@ def _node_id(config: NodeConfig) -> str:
     """The configured id, else one kept with the data, else a fresh UUID."""
     if config.node_id is not None:
         return config.node_id
-    keeps = [config.data_dir] if config.data_dir else list(config.nvme_paths)
+    keeps = [config.data_dir] if config.data_dir else list(config.nvme_directories)
     paths = [keep / "node_id" for keep in keeps]
     node_id = next((path.read_text().strip() for path in paths if path.is_file()), "")
     node_id = node_id or str(uuid.uuid4())

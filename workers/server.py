@@ -49,7 +49,7 @@ async def run_worker(
     security = secure(config, "worker")
     engine = await asyncio.to_thread(load_engine, config, fake)
     namespace = engine.namespace(
-        config.tenant, config.salt.get_secret_value(), config.hash_algorithm
+        config.tenant, config.salt.get_secret_value(), config.advanced.hash_algorithm
     )
     worker_id = config.worker_id or str(uuid.uuid4())
     epoch = time.time_ns() // 1000
@@ -78,7 +78,7 @@ async def run_worker(
             engine,
             namespace,
             pool,
-            LocalPrefixCache(config.local_cache_tokens, config.block_tokens),
+            LocalPrefixCache(config.advanced.local_cache_tokens, config.block_tokens),
             max_concurrent=config.max_concurrent,
             on_phase=lambda name, seconds: phases.labels(name, config.role).observe(seconds),
         )
@@ -100,9 +100,9 @@ async def run_worker(
             engine.model_name,
             min(config.max_model_tokens, engine.max_model_tokens),
             f"{config.announced_host}:{http.port}",
-            config.kv_events,
-            config.kv_replay,
-            config.may_change_role,
+            config.advanced.kv_events,
+            config.advanced.kv_replay,
+            config.advanced.may_change_role,
         )
         membership = Membership(config.conductor, descriptor, service, security.credentials)
         wire.handle(m.SetRole, lambda request, _session: membership.set_role(request))
@@ -147,8 +147,8 @@ def load_engine(config: WorkerConfig, fake: FakeEngineConfig) -> Engine:
 
     from workers.engine.transformers_engine import TransformersEngine
 
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    if config.advanced.threads:
+        torch.set_num_threads(config.advanced.threads)
     path = prepare_model(config.model, default_cache_dir())
     return TransformersEngine(
         path,

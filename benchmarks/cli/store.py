@@ -92,7 +92,7 @@ def _measure(label: str, order: dict[str, Any]) -> tuple[dict[str, Any], dict[st
         node = fleet.start(
             "node",
             [
-                *("--set", f"node.slab_bytes={NODE_SLAB}", "node", "--conductor", "none"),
+                *("--set", f"node.advanced.slab_bytes={NODE_SLAB}", "node", "--conductor", "none"),
                 *("--wire-port", "0", "--http-port", "0", "--grpc-port", "0"),
                 *("--dram", NODE_DRAM, "--host-label", "bench"),
             ],

@@ -88,7 +88,7 @@ class HttpApi:
             "kvpool conductor",
             registry,
             not_ready,
-            max_body_bytes=self._config.max_body_bytes,
+            max_body_bytes=self._config.advanced.max_body_bytes,
             notice=self._cluster.notice,
             gate=self._gate,
         )
@@ -173,7 +173,7 @@ class HttpApi:
         return await asyncio.to_thread(self._tokenizer.encode_chat, plain)
 
     async def _prompt_tokens(self, raw: msgspec.Raw) -> list[int]:
-        prompt = read_prompt(raw, self._config.max_prompt_tokens)
+        prompt = read_prompt(raw, self._config.advanced.max_prompt_tokens)
         if not isinstance(prompt, str):
             return prompt
         if self._tokenizer is None:
@@ -201,7 +201,7 @@ class HttpApi:
                 if body.messages
                 else self._prompt_tokens(body.prompt)
             )
-            check_prompt(tokens, self._config.max_prompt_tokens, 0, len(tokens))
+            check_prompt(tokens, self._config.advanced.max_prompt_tokens, 0, len(tokens))
             hashes = hash_chain(namespace, tokens)
         return (await self._gateway.prefetch.hint(namespace, hashes)).document()
 
@@ -218,12 +218,12 @@ class HttpApi:
         request_id = uuid.uuid4().hex
         limit = worker.max_model_tokens
         wanted = max_tokens or min(DEFAULT_MAX_TOKENS, max(1, limit - len(prompt)))
-        if wanted > self._config.max_output_tokens:
+        if wanted > self._config.advanced.max_output_tokens:
             raise InvalidArgument(
                 f"max_tokens is {wanted}",
-                hint=f"the limit is {self._config.max_output_tokens}",
+                hint=f"the limit is {self._config.advanced.max_output_tokens}",
             )
-        check_prompt(prompt, self._config.max_prompt_tokens, wanted, limit)
+        check_prompt(prompt, self._config.advanced.max_prompt_tokens, wanted, limit)
         options = body.kvpool
         request = GenerationRequest(
             request_id,
@@ -248,7 +248,7 @@ class HttpApi:
                 options.priority,
                 worker.namespace.tenant,
                 self._config.tenant_priorities,
-                self._config.default_priority,
+                self._config.advanced.default_priority,
             ),
             received_at=received_at,
             tokenized_at=tokenized_at,

@@ -99,9 +99,9 @@ def settings_yaml(answer: dict[str, Any], base: Scenario) -> str:
     """Settings of the conductor and of each pool node (`kvpool --config`)."""
     nodes = max(1, answer["prefill"]["replicas"] + answer["decode"]["replicas"])
     pool = answer["pool"]
-    node = {"dram_bytes": _share(pool["dram_bytes"], nodes, base.dram_bytes >> 30)}
+    node: dict[str, Any] = {"dram_bytes": _share(pool["dram_bytes"], nodes, base.dram_bytes >> 30)}
     if pool["nvme_bytes"]:
-        node["nvme_directory"] = "/var/lib/kvpool/nvme"
+        node["nvme_directories"] = ["/var/lib/kvpool/nvme"]
         node["nvme_bytes"] = _share(pool["nvme_bytes"], nodes)
     document = {
         "conductor": {

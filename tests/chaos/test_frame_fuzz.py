@@ -46,9 +46,18 @@ ANSWER_S = 20.0
 # Small blocks of a space of its own, so that its frames reach the store's depths and take little.
 SPACE = Namespace("tests/fuzz", "r", Layout("uint8", 1, 1, 64, 16, tp_size=1))
 SETTINGS = (
-    *("node.dram_bytes=8MiB", "node.slab_bytes=240KiB", f"node.max_frame_bytes={MAX_FRAME_BYTES}"),
-    *("node.lease_s=0.5", "node.reservation_s=0.5", "node.grace_s=0.1", "node.quarantine_s=0.2"),
-    *("node.retention_share=0.2", "node.transports=shm"),
+    *(
+        "node.dram_bytes=8MiB",
+        "node.advanced.slab_bytes=240KiB",
+        f"node.advanced.max_frame_bytes={MAX_FRAME_BYTES}",
+    ),
+    *(
+        "node.advanced.lease_s=0.5",
+        "node.advanced.reservation_s=0.5",
+        "node.advanced.grace_s=0.1",
+        "node.advanced.quarantine_s=0.2",
+    ),
+    *("node.advanced.retention_share=0.2", "node.transports=shm"),
 )
 
 

@@ -27,7 +27,7 @@ PROMPTS = 40
 PROMPT_BLOCKS = 12
 # Ten slots a slab; the prompts are four times what NVMe holds, so that most writes replace what stood there.
 SETTINGS = (
-    *("node.dram_bytes=2400KiB", "node.slab_bytes=240KiB", "node.nvme_bytes=2880KiB"),
+    *("node.dram_bytes=2400KiB", "node.advanced.slab_bytes=240KiB", "node.nvme_bytes=2880KiB"),
     *("node.transports=shm", "node.node_id=phoenix"),
 )
 RECORD_BYTES = 100  # about one block's in the manifest
@@ -49,7 +49,7 @@ class Phoenix:
     def start(self) -> None:
         self._lives += 1
         self.name = f"life-{self._lives}"
-        self.cluster.start_node(self.name, *SETTINGS, f"node.nvme_directory={self.directory}")
+        self.cluster.start_node(self.name, *SETTINGS, f"node.nvme_directories={self.directory}")
 
     def kill(self) -> None:
         self.cluster.kill(self.name)
@@ -128,7 +128,7 @@ class Writing:
 def phoenix(tmp_path: Path) -> Iterator[Phoenix]:
     cluster = Cluster(tmp_path)
     with cluster.fleet:
-        cluster.start_conductor("conductor.heartbeat_s=0.2")
+        cluster.start_conductor("conductor.advanced.heartbeat_s=0.2")
         yield Phoenix(cluster, tmp_path / "nvme")
 
 

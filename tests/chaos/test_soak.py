@@ -33,8 +33,13 @@ SPACE = NAMESPACE.namespace_id
 TIMEOUT_S = 20.0
 # 300 blocks, all of them on NVMe, 200 slots in DRAM: lookups move blocks, and lose none. Ten slots a slab.
 SETTINGS = (
-    *("node.dram_bytes=4800KiB", "node.slab_bytes=240KiB", "node.nvme_bytes=9600KiB"),
-    *("node.lease_s=1", "node.grace_s=0.2", "node.quarantine_s=0.5", "node.transports=shm"),
+    *("node.dram_bytes=4800KiB", "node.advanced.slab_bytes=240KiB", "node.nvme_bytes=9600KiB"),
+    *(
+        "node.advanced.lease_s=1",
+        "node.advanced.grace_s=0.2",
+        "node.advanced.quarantine_s=0.5",
+        "node.transports=shm",
+    ),
 )
 
 
@@ -42,7 +47,7 @@ SETTINGS = (
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     running = Cluster(tmp_path)
     with running.fleet:
-        running.start_node("n0", *SETTINGS, f"node.nvme_directory={tmp_path / 'nvme'}")
+        running.start_node("n0", *SETTINGS, f"node.nvme_directories={tmp_path / 'nvme'}")
         yield running
 
 

@@ -30,8 +30,13 @@ KILL_EVERY_S = 1.0
 OVERRUN_S = 3.0  # what a call may take beyond its time-out: two cores are shared by ten processes
 # The prompts are 15 MiB; 4 of DRAM and 5 of NVMe hold about a third of the blocks each. Ten slots a slab.
 SMALL = (
-    *("node.dram_bytes=4080KiB", "node.slab_bytes=240KiB", "node.nvme_bytes=5040KiB"),
-    *("node.lease_s=2", "node.reservation_s=3", "node.grace_s=0.5", "node.quarantine_s=1"),
+    *("node.dram_bytes=4080KiB", "node.advanced.slab_bytes=240KiB", "node.nvme_bytes=5040KiB"),
+    *(
+        "node.advanced.lease_s=2",
+        "node.advanced.reservation_s=3",
+        "node.advanced.grace_s=0.5",
+        "node.advanced.quarantine_s=1",
+    ),
 )
 ROLES = ("writer", "reader")
 
@@ -104,7 +109,7 @@ class Storm:
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     running = Cluster(tmp_path)
     with running.fleet:
-        running.start_node("n0", *SMALL, f"node.nvme_directory={tmp_path / 'nvme'}")
+        running.start_node("n0", *SMALL, f"node.nvme_directories={tmp_path / 'nvme'}")
         yield running
 
 

@@ -46,7 +46,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     running = Cluster(tmp_path_factory.mktemp("bad-input"))
     with running.fleet:
         running.start_node(
-            *("n0", "node.transports=shm", "node.max_frame_bytes=4MiB", "node.quarantine_s=0.5")
+            *(
+                "n0",
+                "node.transports=shm",
+                "node.advanced.max_frame_bytes=4MiB",
+                "node.advanced.quarantine_s=0.5",
+            )
         )
         with Pool(node=running.nodes["n0"]["wire"]) as pool:
             pool.register(NAMESPACE)

@@ -31,7 +31,7 @@ BLOCKS = 96
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     running = Cluster(tmp_path_factory.mktemp("cancellation"))
     with running.fleet:
-        running.start_node("n0", "node.dram_bytes=256MiB", "node.slab_bytes=4MiB")
+        running.start_node("n0", "node.dram_bytes=256MiB", "node.advanced.slab_bytes=4MiB")
         yield running
 
 

@@ -29,7 +29,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
 @pytest.fixture
 def patient_pair(tmp_path: Path) -> Iterator[Pair]:
     """Suspects nobody in the time that a node takes to turn to the conductor that is left."""
-    patient = ("conductor.suspect_after_s=4", "conductor.dead_after_s=8")
+    patient = ("conductor.advanced.suspect_after_s=4", "conductor.advanced.dead_after_s=8")
     with running_pair(tmp_path, *patient) as running:
         yield running
 

@@ -31,10 +31,12 @@ def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]
     """Nodes a and b; parametrize indirectly with settings of node a."""
     running = Cluster(tmp_path)
     with running.fleet:
-        running.start_conductor("conductor.heartbeat_s=0.2", "conductor.suspect_after_s=1")
+        running.start_conductor(
+            "conductor.advanced.heartbeat_s=0.2", "conductor.advanced.suspect_after_s=1"
+        )
         for name, host in HOSTS.items():
             more = getattr(request, "param", ()) if name == "a" else ()
-            settings = (f"node.node_id={name}", "node.grace_s=0.2", *more)
+            settings = (f"node.node_id={name}", "node.advanced.grace_s=0.2", *more)
             running.launch_node(name, *settings, host=host)
         for name in HOSTS:
             running.nodes[name] = running.fleet.wait_ready(running.member(name), 60)
@@ -237,7 +239,9 @@ def test_a_conductor_that_restarts_learns_that_a_node_drains(cluster: Cluster) -
         old.process.kill()
         old.process.wait(10)
         cluster.fleet.members.remove(old)
-        cluster.start_conductor("conductor.heartbeat_s=0.2", port=address.rpartition(":")[2])
+        cluster.start_conductor(
+            "conductor.advanced.heartbeat_s=0.2", port=address.rpartition(":")[2]
+        )
         wait_until(
             lambda: cluster.stats()["node_states"] == {"a": "draining", "b": "live"},
             "the new conductor knows",

@@ -19,7 +19,12 @@ from kvpool.errors import KvpoolError, LeaseExpired, StaleEpoch, TransferFailed,
 from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, wait_until
 
 SIZE = LAYOUT.part_bytes
-QUICK = ("node.grace_s=0.3", "node.quarantine_s=1", "node.lease_s=2", "node.reservation_s=2")
+QUICK = (
+    "node.advanced.grace_s=0.3",
+    "node.advanced.quarantine_s=1",
+    "node.advanced.lease_s=2",
+    "node.advanced.reservation_s=2",
+)
 
 
 @pytest.fixture
@@ -27,9 +32,9 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     running = Cluster(tmp_path)
     with running.fleet:
         running.start_conductor(
-            "conductor.heartbeat_s=0.2",
-            "conductor.suspect_after_s=0.8",
-            "conductor.dead_after_s=2",
+            "conductor.advanced.heartbeat_s=0.2",
+            "conductor.advanced.suspect_after_s=0.8",
+            "conductor.advanced.dead_after_s=2",
         )
         yield running
 
@@ -182,7 +187,7 @@ def test_a_node_serves_on_without_conductor_and_reports_all_to_the_next(cluster:
         assert pool.put(NAMESPACE, hashes, data).stored == 5
     with Pool(conductor=address, timeout_s=1) as pool, pytest.raises(Unavailable):
         pool.lookup(NAMESPACE, hashes)
-    cluster.start_conductor("conductor.heartbeat_s=0.2", port=address.rpartition(":")[2])
+    cluster.start_conductor("conductor.advanced.heartbeat_s=0.2", port=address.rpartition(":")[2])
     cluster.wait_joined(nodes=1)
     with Pool(conductor=address, host_label="here") as pool:
         wait_until(lambda: pool.lookup(NAMESPACE, hashes).found == 5, "the full report")
@@ -216,7 +221,7 @@ def test_blocks_on_nvme_survive_kill_and_are_verified_when_read(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     disk = tmp_path / "nvme"
-    settings = (f"node.nvme_directory={disk}", "node.nvme_bytes=16MiB")
+    settings = (f"node.nvme_directories={disk}", "node.nvme_bytes=16MiB")
     cluster.start_node("n0", *settings)
     cluster.wait_joined(nodes=1)
     hashes = chain(6, 20)
@@ -310,7 +315,7 @@ async def test_a_client_that_outlives_a_nodes_restart_meets_it_afresh(cluster: C
 
 
 def _node_on_fixed_port(cluster: Cluster, settings: tuple[str, ...]) -> list[str]:
-    sets = ("node.dram_bytes=32MiB", "node.slab_bytes=1MiB", *settings)
+    sets = ("node.dram_bytes=32MiB", "node.advanced.slab_bytes=1MiB", *settings)
     flags = [text for setting in sets for text in ("--set", setting)]
     return [
         *(*flags, "node", "--http-port", "0", "--grpc-port", "0", "--host-label", "here"),

@@ -33,9 +33,9 @@ GONE = (openai.APIConnectionError, openai.InternalServerError)
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Pair]:
-    with running_pair(tmp_path, "conductor.min_remote_prefill_tokens=64") as running:
+    with running_pair(tmp_path, "conductor.advanced.min_remote_prefill_tokens=64") as running:
         for name in ("n0", "n1"):
-            running.start_node(name, "node.quarantine_s=1", "node.grace_s=0.2")
+            running.start_node(name, "node.advanced.quarantine_s=1", "node.advanced.grace_s=0.2")
         for number, role in enumerate(ROLES):
             sets = [text for setting in ENGINE for text in ("--set", setting)]
             arguments = [*sets, "worker", *FREE_PORTS, "--role", role, "--host-label", "here"]

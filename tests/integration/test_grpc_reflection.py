@@ -95,7 +95,9 @@ class Reflected:
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Reflected]]:
     running = Cluster(tmp_path_factory.mktemp("grpc"))
     with running.fleet:
-        running.start_conductor("conductor.heartbeat_s=0.2", "conductor.suspect_after_s=5")
+        running.start_conductor(
+            "conductor.advanced.heartbeat_s=0.2", "conductor.advanced.suspect_after_s=5"
+        )
         running.start_node("n")
         running.wait_joined(nodes=1)
         found = {

@@ -18,10 +18,10 @@ from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, wait_until
 SIZE = LAYOUT.part_bytes
 BLOCKS = 20
 SETTINGS = (
-    "node.slab_bytes=128KiB",
+    "node.advanced.slab_bytes=128KiB",
     "node.dram_bytes=4MiB",
     "node.hbm_bytes=1MiB",
-    "node.hbm_device=cpu",
+    "node.advanced.hbm_device=cpu",
 )
 
 
@@ -47,7 +47,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         running.start_node(
             "a",
             *SETTINGS,
-            f"node.nvme_directory={tmp_path / 'nvme'}",
+            f"node.nvme_directories={tmp_path / 'nvme'}",
             "node.nvme_bytes=32MiB",
         )
         yield running
@@ -148,7 +148,7 @@ def test_prefetch_brings_blocks_into_hbm_from_dram_and_nvme(cluster: Cluster) ->
     cluster.start_node(
         "a",
         *SETTINGS,
-        f"node.nvme_directory={cluster.directory / 'nvme'}",
+        f"node.nvme_directories={cluster.directory / 'nvme'}",
         "node.nvme_bytes=32MiB",
     )
     with client(cluster) as pool:
@@ -204,7 +204,7 @@ def test_hbm_of_a_gpu_is_written_and_read_over_nixl(tmp_path: Path) -> None:
     hashes, data = chain(7), content(7)
     out = np.zeros_like(data)
     with cluster.fleet:
-        cluster.start_node("a", *SETTINGS[:-1], "node.hbm_device=cuda:0")
+        cluster.start_node("a", *SETTINGS[:-1], "node.advanced.hbm_device=cuda:0")
         with client(cluster) as pool:
             put = pool.put(NAMESPACE, hashes, data, tier=Tier.HBM)
             assert put.bytes_moved == {"nixl": data.nbytes}
@@ -223,7 +223,7 @@ def test_hbm_of_a_gpu_is_written_and_read_over_nixl(tmp_path: Path) -> None:
 def test_a_device_that_is_not_there_ends_the_start_with_a_clear_error(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     with cluster.fleet:
-        member = cluster.launch_node("a", "node.hbm_bytes=2MiB", "node.hbm_device=cuda:99")
+        member = cluster.launch_node("a", "node.hbm_bytes=2MiB", "node.advanced.hbm_device=cuda:99")
         assert member.process.wait(60) == 2
     logged = "".join(path.read_text() for path in (tmp_path / "logs").iterdir() if path.is_file())
     assert "cuda:99" in logged

@@ -42,7 +42,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     running.http = httpx.Client(timeout=10, headers=bearer("operator"))
     with running.fleet:
         running.start_conductor()
-        running.start_node("a", "node.isolated_dram_bytes=8MiB")
+        running.start_node("a", "node.advanced.isolated_dram_bytes=8MiB")
         running.wait_joined(nodes=3)  # its own, and those of vault and safe
         for tenant in ("vault", "acme"):
             with client(running, tenant) as pool:

@@ -84,7 +84,7 @@ asyncio.run(main())
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     running = Cluster(tmp_path, env=TCP_ONLY)
     with running.fleet:
-        running.start_node("n0", "node.dram_bytes=64MiB", "node.slab_bytes=8MiB")
+        running.start_node("n0", "node.dram_bytes=64MiB", "node.advanced.slab_bytes=8MiB")
         yield running
 
 

@@ -26,7 +26,7 @@ RUN_BYTES = 256 << 10
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     running = Cluster(tmp_path)
     with running.fleet:
-        running.start_node("n0", "node.dram_bytes=64MiB", "node.slab_bytes=8MiB")
+        running.start_node("n0", "node.dram_bytes=64MiB", "node.advanced.slab_bytes=8MiB")
         yield running
 
 

@@ -38,7 +38,9 @@ HASHES, DATA = chain(1), numbers(1)
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     running = Cluster(tmp_path)
     with running.fleet:
-        running.start_conductor("conductor.heartbeat_s=0.2", "conductor.suspect_after_s=1")
+        running.start_conductor(
+            "conductor.advanced.heartbeat_s=0.2", "conductor.advanced.suspect_after_s=1"
+        )
         yield running
 
 
@@ -154,13 +156,13 @@ def test_a_node_without_any_device_left_serves_from_dram(cluster: Cluster) -> No
 def test_fp8_halves_what_is_written_and_survives_a_restart_without_the_setting(
     cluster: Cluster,
 ) -> None:
-    start(cluster, "node.nvme_dtype=fp8")
+    start(cluster, "node.advanced.nvme_dtype=fp8")
     put_and_clean(cluster)
     slot = -(-stored_bytes(LAYOUT, "fp8") // PAGE) * PAGE
     assert tier(cluster, "nvme")["committed_bytes"] == BLOCKS * slot < DATA.nbytes
     assert (read(cluster) == DATA).all()  # DRAM has the exact bytes
     killed(cluster)
-    start(cluster, "node.nvme_dtype=as_is")
+    start(cluster, "node.advanced.nvme_dtype=as_is")
     expected = np.empty_like(DATA)
     for row, target in zip(DATA, expected, strict=True):
         decode(LAYOUT, encode(LAYOUT, row), target)
@@ -172,10 +174,10 @@ def test_write_back_writes_nothing_until_dram_fills_and_then_the_coldest(cluster
     # 1 MiB of DRAM is one slab: 42 blocks of this layout.
     start(
         cluster,
-        "node.write_through=false",
+        "node.advanced.write_through=false",
         "node.dram_bytes=1MiB",
-        "node.high_watermark=0.8",
-        "node.low_watermark=0.5",
+        "node.advanced.high_watermark=0.8",
+        "node.advanced.low_watermark=0.5",
     )
     with client(cluster) as pool:
         pool.put(NAMESPACE, HASHES, DATA)  # 24 of 42: below the watermark

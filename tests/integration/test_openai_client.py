@@ -27,9 +27,9 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     running = Cluster(tmp_path)
     with running.fleet:
         running.start_conductor(
-            "conductor.heartbeat_s=0.2", "conductor.min_remote_prefill_tokens=64"
+            "conductor.advanced.heartbeat_s=0.2", "conductor.advanced.min_remote_prefill_tokens=64"
         )
-        running.start_node("n0", "node.quarantine_s=1", "node.grace_s=0.2")
+        running.start_node("n0", "node.advanced.quarantine_s=1", "node.advanced.grace_s=0.2")
         for role in ("prefill", "decode"):
             sets = [text for setting in ENGINE for text in ("--set", setting)]
             arguments = [*sets, "worker", *FREE_PORTS, "--role", role, "--host-label", "here"]

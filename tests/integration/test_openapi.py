@@ -43,7 +43,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with running.fleet:
         tokenizer = save_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
         running.start_conductor(
-            "conductor.max_output_tokens=8", "conductor.heartbeat_s=0.5", model=str(tokenizer)
+            "conductor.advanced.max_output_tokens=8",
+            "conductor.advanced.heartbeat_s=0.5",
+            model=str(tokenizer),
         )
         running.start_node("n")
         sets = [text for setting in ENGINE for text in ("--set", setting)]

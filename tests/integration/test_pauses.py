@@ -26,7 +26,9 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     running = Cluster(tmp_path)
     with running.fleet:
         running.start_conductor(
-            "conductor.heartbeat_s=0.2", "conductor.suspect_after_s=0.8", "conductor.dead_after_s=2"
+            "conductor.advanced.heartbeat_s=0.2",
+            "conductor.advanced.suspect_after_s=0.8",
+            "conductor.advanced.dead_after_s=2",
         )
         yield running
 
@@ -70,7 +72,7 @@ def test_a_frozen_conductor_costs_a_deadline_and_forgets_nobody(cluster: Cluster
 
 async def test_a_lease_too_short_to_read_in_is_a_miss_and_no_error(cluster: Cluster) -> None:
     # Shorter than the margin before its end within which nothing is believed.
-    cluster.start_node("n0", "node.lease_s=0.04", "node.transports=shm")
+    cluster.start_node("n0", "node.advanced.lease_s=0.04", "node.transports=shm")
     cluster.wait_joined(nodes=1)
     hashes, data = prompt(3, 4), contents(prompt(3, 4))
     async with AsyncPool(node=cluster.nodes["n0"]["wire"], host_label="here") as pool:
@@ -110,7 +112,9 @@ async def test_a_read_that_outlives_its_lease_is_caught_by_the_look_after_it_and
 async def test_a_read_slower_than_its_lease_renews_it_and_is_no_miss(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster.start_node("n0", "node.transports=shm", "node.lease_s=0.6", "node.grace_s=0.1")
+    cluster.start_node(
+        "n0", "node.transports=shm", "node.advanced.lease_s=0.6", "node.advanced.grace_s=0.1"
+    )
     # More than is read on the event loop itself.
     hashes, data = prompt(8, 32), contents(prompt(8, 32))
     async with AsyncPool(node=cluster.nodes["n0"]["wire"], host_label="here") as pool:

@@ -40,7 +40,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with running.fleet:
         running.start_conductor()
         for name, host in (("here", "here"), ("there", "there")):
-            running.launch_node(name, "node.lease_s=5", host=host)
+            running.launch_node(name, "node.advanced.lease_s=5", host=host)
         for name in ("here", "there"):
             running.nodes[name] = running.fleet.wait_ready(running.member(name), 60)
         running.wait_joined(nodes=2)

@@ -34,12 +34,14 @@ def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]
     running = Cluster(tmp_path)
     settings = (
         "node.node_id=a",
-        f"node.nvme_directory={tmp_path / 'nvme'}",
+        f"node.nvme_directories={tmp_path / 'nvme'}",
         "node.nvme_bytes=16MiB",
         *getattr(request, "param", ()),
     )
     with running.fleet:
-        running.start_conductor("conductor.heartbeat_s=0.2", "conductor.suspect_after_s=1")
+        running.start_conductor(
+            "conductor.advanced.heartbeat_s=0.2", "conductor.advanced.suspect_after_s=1"
+        )
         running.start_node("a", *settings)
         running.wait_joined(nodes=1)
         with Pool(node=running.nodes["a"]["wire"], host_label="here") as pool:
@@ -85,7 +87,7 @@ def test_prefetched_blocks_wait_in_dram(cluster: Cluster) -> None:
     assert cluster.node_stats("a")["leases"] == 0
 
 
-@pytest.mark.parametrize("cluster", [("node.max_prefetch_blocks=8",)], indirect=True)
+@pytest.mark.parametrize("cluster", [("node.advanced.max_prefetch_blocks=8",)], indirect=True)
 def test_a_full_queue_declines_with_its_reason_and_may_be_asked_again(cluster: Cluster) -> None:
     with client(cluster) as pool:
         wait_until(lambda: pool.lookup(NAMESPACE, HASHES).found == BLOCKS, "recovered")

@@ -30,16 +30,16 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     running = Cluster(tmp_path)
     with running.fleet:
         running.start_conductor(
-            "conductor.heartbeat_s=0.2",
-            "conductor.suspect_after_s=3",
-            "conductor.always_reuse=true",
+            "conductor.advanced.heartbeat_s=0.2",
+            "conductor.advanced.suspect_after_s=3",
+            "conductor.advanced.always_reuse=true",
         )
         for name in ("a", "b"):
             running.launch_node(
                 name,
                 "node.dram_bytes=2MiB",
-                "node.slab_bytes=1MiB",
-                f"node.nvme_directory={tmp_path / name}",
+                "node.advanced.slab_bytes=1MiB",
+                f"node.nvme_directories={tmp_path / name}",
                 "node.nvme_bytes=64MiB",
                 host=f"host-{name}",
             )
@@ -149,7 +149,7 @@ def test_a_hint_moves_blocks_to_the_host_of_the_worker_that_would_read_them(
     cluster.kill("a")
     cluster.fleet.members.remove(cluster.member("a"))
     wait_until(lambda: where.nodes() == {node_b}, "the first host's node is forgotten", 30)
-    other = ("node.dram_bytes=8MiB", "node.slab_bytes=1MiB")
+    other = ("node.dram_bytes=8MiB", "node.advanced.slab_bytes=1MiB")
     cluster.start_node("a", *other, host="host-a")  # comes back with nothing
     cluster.wait_joined(nodes=2, workers=1)
     answer = hint(cluster, prompt=tokens)

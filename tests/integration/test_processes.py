@@ -83,7 +83,7 @@ def up(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "kvpool", "--set", "node.dram_bytes=64MiB"),
-            *("--set", f"node.runtime_dir={tmp_path / 'run'}", "up", "--free-ports"),
+            *("--set", f"node.advanced.runtime_dir={tmp_path / 'run'}", "up", "--free-ports"),
             *("--nodes", "2", "--log-dir", str(tmp_path / "logs")),
         ],
         stderr=subprocess.PIPE,

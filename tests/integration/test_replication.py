@@ -48,9 +48,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Three nodes that live through all tests of this module that use them."""
     running = Cluster(tmp_path_factory.mktemp("copies"))
     with running.fleet:
-        running.start_conductor("conductor.heartbeat_s=0.2", "conductor.suspect_after_s=1")
+        running.start_conductor(
+            "conductor.advanced.heartbeat_s=0.2", "conductor.advanced.suspect_after_s=1"
+        )
         for name, host in HOSTS.items():
-            running.launch_node(name, f"node.node_id={name}", "node.quarantine_s=1", host=host)
+            running.launch_node(
+                name, f"node.node_id={name}", "node.advanced.quarantine_s=1", host=host
+            )
         for name in HOSTS:
             running.nodes[name] = running.fleet.wait_ready(running.member(name), 60)
         running.wait_joined(nodes=3)
@@ -62,10 +66,16 @@ def doomed(tmp_path: Path) -> Iterator[Cluster]:
     """Two nodes for a test that ends one of them; copies go over TCP."""
     running = Cluster(tmp_path, env=TCP_ONLY)
     with running.fleet:
-        running.start_conductor("conductor.heartbeat_s=0.2", "conductor.suspect_after_s=0.8")
+        running.start_conductor(
+            "conductor.advanced.heartbeat_s=0.2", "conductor.advanced.suspect_after_s=0.8"
+        )
         for name in ("a", "b"):
-            sizes = ("node.dram_bytes=256MiB", "node.slab_bytes=8MiB")
-            once = (f"node.node_id={name}", "node.quarantine_s=1", "node.grace_s=0.3")
+            sizes = ("node.dram_bytes=256MiB", "node.advanced.slab_bytes=8MiB")
+            once = (
+                f"node.node_id={name}",
+                "node.advanced.quarantine_s=1",
+                "node.advanced.grace_s=0.3",
+            )
             running.launch_node(name, *sizes, *once, host=HOSTS[name])
         for name in ("a", "b"):
             running.nodes[name] = running.fleet.wait_ready(running.member(name), 60)

@@ -31,8 +31,13 @@ def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]
     """A node of two arenas of 16 MiB; parametrize indirectly with more settings of it."""
     running = Cluster(tmp_path)
     with running.fleet:
-        running.start_conductor("conductor.heartbeat_s=0.2")
-        settings = ("node.arenas=2", "node.node_id=a", "node.grace_s=0.2", "node.quarantine_s=0.5")
+        running.start_conductor("conductor.advanced.heartbeat_s=0.2")
+        settings = (
+            "node.advanced.arenas=2",
+            "node.node_id=a",
+            "node.advanced.grace_s=0.2",
+            "node.advanced.quarantine_s=0.5",
+        )
         running.start_node("a", *settings, *getattr(request, "param", ()))
         running.wait_joined(nodes=1)
         yield running
@@ -224,7 +229,7 @@ def test_the_command_and_the_http_route_resize(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(
-    "cluster", [("node.hugepages=off",), ("node.numa_nodes=0",)], indirect=True
+    "cluster", [("node.hugepages=off",), ("node.advanced.numa_nodes=0",)], indirect=True
 )
 def test_stats_say_what_every_arena_is_made_of(cluster: Cluster) -> None:
     with client(cluster) as pool:

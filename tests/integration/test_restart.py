@@ -15,8 +15,8 @@ from tests.support.process_cluster import Cluster, wait_until
 
 # Twenty blocks on NVMe, which all are written to at once.
 SETTINGS = (
-    *("node.dram_bytes=2400KiB", "node.slab_bytes=240KiB", "node.nvme_bytes=480KiB"),
-    *("node.transports=shm", "node.node_id=phoenix", "node.uses_interval_s=0.2"),
+    *("node.dram_bytes=2400KiB", "node.advanced.slab_bytes=240KiB", "node.nvme_bytes=480KiB"),
+    *("node.transports=shm", "node.node_id=phoenix", "node.advanced.access_checkpoint_s=0.2"),
 )
 
 
@@ -36,7 +36,7 @@ def test_the_order_of_use_and_protection_outlast_a_restart(
     cluster: Cluster, tmp_path: Path, number: signal.Signals
 ) -> None:
     disk = tmp_path / "disk"
-    settings = (*SETTINGS, f"node.nvme_directory={disk}")
+    settings = (*SETTINGS, f"node.nvme_directories={disk}")
     cluster.start_node("first", *settings)
     blocks = [prompt(i, 1) for i in range(20)]
     used, unused, protected = blocks[:10], blocks[10:19], blocks[19]

@@ -39,11 +39,11 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
             "conductor.slo_ttft_s=0.8",
             "conductor.slo_tpot_s=0.4",
             "conductor.admission=none",
-            "conductor.min_remote_prefill_tokens=64",
-            "conductor.roles_window_s=4",
-            "conductor.roles_hold_s=0.5",
-            "conductor.roles_cooldown_s=3",
-            "conductor.roles_min_requests=4",
+            "conductor.advanced.min_remote_prefill_tokens=64",
+            "conductor.advanced.roles_window_s=4",
+            "conductor.advanced.roles_hold_s=0.5",
+            "conductor.advanced.roles_cooldown_s=3",
+            "conductor.advanced.roles_min_requests=4",
         )
         running.start_node("n0")
         members = []

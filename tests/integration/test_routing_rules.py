@@ -25,7 +25,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with running.fleet:
         running.start_conductor(
             f"conductor.rules_path={directory / 'rules.yaml'}",
-            "conductor.min_remote_prefill_tokens=0",
+            "conductor.advanced.min_remote_prefill_tokens=0",
         )
         running.start_node("n0")
         for role in ("prefill", "decode"):

@@ -55,7 +55,7 @@ asyncio.run(main())
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     running = Cluster(tmp_path_factory.mktemp("same-prompt"))
     with running.fleet:
-        running.start_node("n0", "node.quarantine_s=30", "node.reservation_s=60")
+        running.start_node("n0", "node.advanced.quarantine_s=30", "node.advanced.reservation_s=60")
         yield running
 
 

@@ -32,16 +32,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(cluster: Cluster, model: Path) -> Cluster:
     """Two hosts: a node and a decode worker on each, the prefill worker on the first."""
     cluster.start_conductor(
-        "conductor.min_remote_prefill_tokens=64",
-        "conductor.always_reuse=true",  # a tiny model computes faster than anything can be read
-        "conductor.heartbeat_s=0.2",
-        "conductor.suspect_after_s=1.5",
-        "conductor.dead_after_s=4",
+        "conductor.advanced.min_remote_prefill_tokens=64",
+        "conductor.advanced.always_reuse=true",  # a tiny model computes faster than anything can be read
+        "conductor.advanced.heartbeat_s=0.2",
+        "conductor.advanced.suspect_after_s=1.5",
+        "conductor.advanced.dead_after_s=4",
     )
-    quick = ("node.quarantine_s=2", "node.grace_s=0.5")
+    quick = ("node.advanced.quarantine_s=2", "node.advanced.grace_s=0.5")
     cluster.launch_node("node-a", *quick, host="host-a")
     cluster.launch_node("node-b", *quick, host="host-b")
-    cache = "worker.local_cache_tokens=4096"
+    cache = "worker.advanced.local_cache_tokens=4096"
     cluster.launch_worker("prefill", "prefill", model, host="host-a")
     cluster.launch_worker("decode-a", "decode", model, cache, host="host-a")
     cluster.launch_worker("decode-b", "decode", model, cache, host="host-b")
@@ -439,9 +439,11 @@ def test_a_node_killed_with_the_prefix_on_it_means_recomputation(own_cluster: Cl
 
 
 def test_workers_without_any_node_serve_locally(tmp_path: Path, model: Path) -> None:
-    cluster = Cluster(tmp_path, env={"KVPOOL_CONDUCTOR__HEARTBEAT_S": "0.2", **os.environ})
+    cluster = Cluster(
+        tmp_path, env={"KVPOOL_CONDUCTOR__ADVANCED__HEARTBEAT_S": "0.2", **os.environ}
+    )
     with cluster.fleet:
-        cluster.start_conductor("conductor.min_remote_prefill_tokens=64")
+        cluster.start_conductor("conductor.advanced.min_remote_prefill_tokens=64")
         cluster.launch_worker("both", "both", model)
         cluster.ready_worker("both")
         cluster.wait_joined(nodes=0, workers=1)

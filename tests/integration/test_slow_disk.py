@@ -61,10 +61,11 @@ async def slow_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
     """A conductor and a restarted node: the chain stands on its disk, the head of it in memory too."""
     node = {
         **{"node_id": "a", "host_label": "here", "transports": ("shm",)},
-        **{"dram_bytes": 32 << 20, "slab_bytes": 1 << 20},
-        **{"nvme_directory": tmp_path / "nvme", "nvme_bytes": 16 << 20},
+        **{"dram_bytes": 32 << 20, "advanced": {"slab_bytes": 1 << 20}},
+        **{"nvme_directories": (tmp_path / "nvme",), "nvme_bytes": 16 << 20},
     }
-    async with serving(run_conductor, free_ports(ConductorConfig, heartbeat_s=0.1)) as conductor:
+    quick = free_ports(ConductorConfig, advanced={"heartbeat_s": 0.1})
+    async with serving(run_conductor, quick) as conductor:
         node["conductor"] = address = conductor["wire"]
         async with (
             serving(run_node, free_ports(NodeConfig, **node)) as facts,

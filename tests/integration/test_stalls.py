@@ -16,9 +16,9 @@ from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, wait_until
 
 SIZE = LAYOUT.part_bytes
 SETTINGS = (
-    "conductor.heartbeat_s=0.2",
-    "conductor.suspect_after_s=0.8",
-    "conductor.dead_after_s=2",
+    "conductor.advanced.heartbeat_s=0.2",
+    "conductor.advanced.suspect_after_s=0.8",
+    "conductor.advanced.dead_after_s=2",
 )
 
 FAKE = ("worker.engine=fake", "fake_engine.bytes_per_token=64")

@@ -17,10 +17,10 @@ from tests.support import valkey
 from tests.support.process_cluster import Cluster, wait_until
 
 QUICK = (
-    "conductor.heartbeat_s=0.2",
-    "conductor.suspect_after_s=0.8",
-    "conductor.dead_after_s=2",
-    "conductor.redis_timeout_s=0.3",
+    "conductor.advanced.heartbeat_s=0.2",
+    "conductor.advanced.suspect_after_s=0.8",
+    "conductor.advanced.dead_after_s=2",
+    "conductor.advanced.redis_timeout_s=0.3",
 )
 
 

@@ -53,7 +53,7 @@ class Cluster:
         return self.conductor
 
     def launch_node(self, name: str, *settings: str, host: str = "here") -> Member:
-        defaults = ("node.dram_bytes=32MiB", "node.slab_bytes=1MiB")
+        defaults = ("node.dram_bytes=32MiB", "node.advanced.slab_bytes=1MiB")
         arguments = [*_sets((*defaults, *settings)), "node", *FREE_PORTS, "--grpc-port", "0"]
         arguments += ["--host-label", host, "--conductor", self.conductor.get("wire", "none")]
         return self.fleet.launch(name, arguments)
@@ -66,7 +66,7 @@ class Cluster:
     def launch_worker(
         self, name: str, role: str, model: Path, *settings: str, host: str = "here"
     ) -> Member:
-        defaults = (f"worker.block_tokens={LAYOUT.block_tokens}", "worker.threads=1")
+        defaults = (f"worker.block_tokens={LAYOUT.block_tokens}", "worker.advanced.threads=1")
         arguments = [*_sets((*defaults, *settings)), "worker", *FREE_PORTS, "--role", role]
         arguments += ["--model", str(model), "--model-name", "tiny", "--host-label", host]
         arguments += ["--conductor", self.conductor["wire"]]

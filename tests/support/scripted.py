@@ -23,7 +23,7 @@ from conductor.roles.actuator import RoleActuator
 from conductor.roles.controller import RoleController
 from conductor.scheduling.scheduler import SchedulerConfig
 from kvpool.blocks.layout import Layout, Namespace
-from kvpool.config.loader import ConductorConfig
+from kvpool.config.settings import ConductorAdvanced, ConductorConfig
 from kvpool.errors import Overloaded
 from kvpool.serving.http import HttpServer
 from kvpool.serving.metrics import new_registry
@@ -141,7 +141,9 @@ class Conductor:
         self.workers = list(workers)
         self.tokenizer: Any = settings.pop("tokenizer", LetterTokenizer())
         membership = settings.pop("membership", MEMBERSHIP)
-        self.config = ConductorConfig(**settings)
+        of_section = ConductorAdvanced.model_fields
+        advanced = {name: settings.pop(name) for name in list(settings) if name in of_section}
+        self.config = ConductorConfig(**settings, advanced=advanced)
         self.cluster = Cluster("c", 1, MemoryIndex(), membership, SchedulerConfig())
         self.gateway = Gateway(
             self.cluster,
@@ -150,13 +152,13 @@ class Conductor:
             default_tpot_s=settings.get("slo_tpot_s", 0.0),
             limits=AdmissionLimits(
                 self.config.max_active_requests,
-                self.config.max_queued_requests,
-                self.config.max_queue_wait_s,
+                self.config.advanced.max_queued_requests,
+                self.config.advanced.max_queue_wait_s,
                 settings.get("slo_ttft_s", 0.0),
             ),
-            prefill_timeout_s=self.config.prefill_timeout_s,
-            first_token_timeout_s=self.config.first_token_timeout_s,
-            replications_at_once=self.config.replications_at_once,
+            prefill_timeout_s=self.config.advanced.prefill_timeout_s,
+            first_token_timeout_s=self.config.advanced.first_token_timeout_s,
+            replications_at_once=self.config.advanced.replications_at_once,
         )
         self.http: httpx.AsyncClient
         self.port = 0
@@ -205,7 +207,7 @@ async def conductor(*workers: ScriptedWorker, **settings: Any) -> AsyncIterator[
         running.gateway.connections,
         running.config.engines,
         running.tokenizer.encode_more if running.tokenizer else None,
-        running.config.engine_check_s,
+        running.config.advanced.engine_check_s,
     )
 
     async def live() -> None:

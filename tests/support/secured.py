@@ -50,9 +50,9 @@ def tokens_file(directory: Path) -> Path:
 def environment(tokens: Path | None, **common: object) -> dict[str, str]:
     """Settings of all processes of a cluster; each shows the token of its kind.
 
-    Isolated tenants get no nodes, unless the test sets `node.isolated_dram_bytes`.
+    Isolated tenants get no nodes, unless the test sets `node.advanced.isolated_dram_bytes`.
     """
-    settings: dict[str, object] = {"NODE__ISOLATED_DRAM_BYTES": 0}
+    settings: dict[str, object] = {"NODE__ADVANCED__ISOLATED_DRAM_BYTES": 0}
     for section, name in (("CONDUCTOR", "process"), ("NODE", "process"), ("WORKER", "worker-acme")):
         if tokens is not None:
             settings |= {f"{section}__TOKENS_PATH": tokens, f"{section}__TOKEN": token(name)}

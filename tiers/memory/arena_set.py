@@ -57,7 +57,7 @@ class ArenaSet(Mapping[int, Arena]):
 
 def arena_unit(config: NodeConfig) -> int:
     """Bytes that arenas are multiples of: whole slabs, and whole pages of the kind configured."""
-    return math.lcm(config.slab_bytes, huge_pages.page_bytes(config.hugepages))
+    return math.lcm(config.advanced.slab_bytes, huge_pages.page_bytes(config.hugepages))
 
 
 def make_arenas(config: NodeConfig) -> ArenaSet:
@@ -86,7 +86,7 @@ def make_arena(config: NodeConfig, arena_id: int, size_bytes: int) -> Arena:
     Raises:
         NoSharedMemory, ConfigError: see `Arena`.
     """
-    numa_nodes = config.numa_nodes
+    numa_nodes = config.advanced.numa_nodes
     numa_node = numa_nodes[arena_id % len(numa_nodes)] if numa_nodes else None
     arena = Arena(arena_id, size_bytes, hugepages=config.hugepages, numa_node=numa_node)
     log.info(

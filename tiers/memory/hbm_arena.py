@@ -183,18 +183,19 @@ def _find_device(torch: Any, name: str) -> Any:
         device = torch.device(name)
     except RuntimeError as error:
         raise DeviceUnavailable(
-            f"node.hbm_device={name!r} is no device", hint='"cuda:0", or "cpu" for trying out'
+            f"node.advanced.hbm_device={name!r} is no device", hint='"cuda:0", or "cpu" for trials'
         ) from error
     if device.type == "cpu":
         return device
     if device.type != "cuda":
         raise DeviceUnavailable(
-            f"node.hbm_device={name!r}: CUDA devices only", hint='"cuda:0", or "cpu" to try out'
+            f"node.advanced.hbm_device={name!r}: CUDA devices only",
+            hint='"cuda:0", or "cpu" for trials',
         )
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (device.index or 0) >= count:
         raise DeviceUnavailable(
-            f"node.hbm_device={name!r} is not there: PyTorch sees {count} CUDA devices",
-            hint='set node.hbm_bytes=0, or node.hbm_device=cpu for trying out; see "nvidia-smi"',
+            f"node.advanced.hbm_device={name!r} is not there: PyTorch sees {count} CUDA devices",
+            hint='set node.hbm_bytes=0, or node.advanced.hbm_device=cpu for trials; see "nvidia-smi"',
         )
     return torch.device("cuda", device.index or 0)

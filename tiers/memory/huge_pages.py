@@ -128,7 +128,7 @@ def bind(base: int, size_bytes: int, numa_node: int) -> None:
     if numa_node not in nodes:
         raise ConfigError(
             f"this machine has no NUMA node {numa_node}",
-            hint=f"node.numa_nodes may name {', '.join(map(str, nodes)) or 'none: it has no NUMA'}",
+            hint=f"node.advanced.numa_nodes may name {', '.join(map(str, nodes)) or 'none: it has no NUMA'}",
         )
     number = _MBIND_NUMBERS.get(platform.machine())
     if number is None:

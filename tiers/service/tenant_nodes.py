@@ -37,23 +37,26 @@ class LentNodeFailed(KvpoolError):
 def lent_config(config: NodeConfig, node_id: str, tenant: str) -> NodeConfig:
     """Settings of the node that serves one isolated tenant: DRAM alone, and any free ports."""
     number = hashlib.sha256(tenant.encode()).hexdigest()[:8]  # names and paths show no tenants
-    runtime = config.runtime_dir / number if config.runtime_dir is not None else None
+    advanced = config.advanced
+    runtime = advanced.runtime_dir / number if advanced.runtime_dir is not None else None
+    advanced_changes: dict[str, Any] = {
+        "slab_bytes": min(advanced.slab_bytes, advanced.isolated_dram_bytes),
+        "isolated_dram_bytes": 0,
+        "runtime_dir": runtime,
+    }
     changes: dict[str, Any] = {
         "tenant": tenant,
         "node_id": f"{node_id}-{number}",
-        "dram_bytes": config.isolated_dram_bytes,
-        "slab_bytes": min(config.slab_bytes, config.isolated_dram_bytes),
-        "isolated_dram_bytes": 0,
+        "dram_bytes": advanced.isolated_dram_bytes,
         "wire_port": 0,
         "http_port": 0,
         "grpc_port": 0,
         "data_dir": None,
-        "runtime_dir": runtime,
-        "nvme_directory": None,
         "nvme_directories": (),
         "nvme_bytes": 0,
         "hbm_bytes": 0,
         "quotas": {},
+        "advanced": {**dict(advanced), **advanced_changes},
     }
     return NodeConfig(**{**dict(config), **changes})
 
@@ -68,7 +71,7 @@ class LentNodes:
     def __init__(self, config: NodeConfig, node_id: str, tenants: Iterable[str]) -> None:
         self._configs = [lent_config(config, node_id, tenant) for tenant in sorted(tenants)]
         self._processes: dict[str, asyncio.subprocess.Process] = {}
-        self._drain_s = config.drain_s if config.drain_on_stop else 0.0
+        self._drain_s = config.advanced.drain_s if config.drain_on_stop else 0.0
         self._is_stopping = False
 
     async def start(self) -> list[asyncio.Task[None]]:
@@ -122,7 +125,7 @@ class LentNodes:
         if not line:
             raise LentNodeFailed(
                 f"the node {config.node_id} of an isolated tenant is not ready",
-                hint="its log is above; see node.isolated_dram_bytes",
+                hint="its log is above; see node.advanced.isolated_dram_bytes",
             )
         log.info("lent node ready", node=config.node_id, wire=json.loads(line)["wire"])
 

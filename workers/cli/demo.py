@@ -149,7 +149,7 @@ def _start(fleet: Fleet, out: Console, scratch: Path, model: Path) -> tuple[str,
             fleet.launch(
                 f"{role}-{host}",
                 [
-                    *("--set", "worker.local_cache_tokens=4096"),
+                    *("--set", "worker.advanced.local_cache_tokens=4096"),
                     *("worker", *free, "--role", role, "--conductor", conductor["wire"]),
                     *("--host-label", f"host-{host}", "--model", str(model)),
                     *("--model-name", MODEL),

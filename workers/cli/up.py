@@ -68,7 +68,7 @@ def up(
             flags = _port_flags(ports(own.wire_port, own.http_port, own.grpc_port, i))
             command = [*shared, "node", "--conductor", address, *flags]
             if nodes > 1:
-                for path in own.nvme_paths:
+                for path in own.nvme_directories:
                     command += ["--nvme-directory", str(path / f"node-{i}")]
             node_facts = fleet.start(f"node-{i}", command, READY_TIMEOUT_S)
             out.print(

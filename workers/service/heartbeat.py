@@ -62,7 +62,9 @@ class Membership:
         if request.role not in ROLES:
             raise InvalidArgument(f"unknown role {request.role!r}", hint=", ".join(ROLES))
         if not self._descriptor.may_change_role:
-            raise InvalidArgument("this worker's role is fixed", hint="worker.may_change_role")
+            raise InvalidArgument(
+                "this worker's role is fixed", hint="worker.advanced.may_change_role"
+            )
         if request.role != self._descriptor.role:
             log.info("role changed", was=self._descriptor.role, role=request.role)
             self._descriptor = msgspec.structs.replace(self._descriptor, role=request.role)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import getitem
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -21,17 +23,15 @@ def show(
 ) -> None:
     """Show every effective setting and its source. Secrets are shown as ***."""
     loaded = invocation(ctx).load()
-    values = shown(loaded.settings)
+    values: Any = shown(loaded.settings)
     if as_json:
         print_json({"settings": values, "sources": loaded.provenance})
         return
     print_table(
         ("setting", "value", "from"),
         (
-            (key, _text(name, values[section][name]), loaded.provenance[key])
-            for section, content in values.items()
-            for name in content
-            for key in (f"{section}.{name}",)
+            (key, _text(key, reduce(getitem, key.split("."), values)), source)
+            for key, source in loaded.provenance.items()
         ),
         styles={DEFAULT_SOURCE: "dim"},
     )
@@ -51,8 +51,8 @@ def check(
         console().print(f"{file}: ok, {len(given)} settings", markup=False)
 
 
-def _text(name: str, value: object) -> str:
-    if isinstance(value, int) and name.endswith("_bytes") and value:
+def _text(key: str, value: object) -> str:
+    if isinstance(value, int) and key.endswith("_bytes") and value:
         return f"{value} ({format_bytes(value)})"
     if isinstance(value, list):
         return ", ".join(map(str, value))

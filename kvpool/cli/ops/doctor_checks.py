@@ -222,19 +222,22 @@ def _check_reserved(root: Path, node: NodeConfig) -> Check:
 
 
 def check_numa(root: Path, node: NodeConfig) -> Check:
-    """Whether the NUMA nodes in `node.numa_nodes` exist."""
+    """Whether the NUMA nodes in `node.advanced.numa_nodes` exist."""
     present = [
         path.name.removeprefix("node")
         for path in sorted((root / "sys/devices/system/node").glob("node[0-9]*"))
     ]
     detail = f"NUMA nodes: {', '.join(present) or 'none'}"
-    missing = [str(number) for number in node.numa_nodes if str(number) not in present]
+    missing = [str(number) for number in node.advanced.numa_nodes if str(number) not in present]
     if missing:
         return Check(
-            "numa", "fail", f"{detail}; no node {', '.join(missing)}", "correct node.numa_nodes"
+            "numa",
+            "fail",
+            f"{detail}; no node {', '.join(missing)}",
+            "correct node.advanced.numa_nodes",
         )
-    if len(present) > 1 and not node.numa_nodes:
-        action = f"node.numa_nodes=[{', '.join(present)}] spreads the arenas over them"
+    if len(present) > 1 and not node.advanced.numa_nodes:
+        action = f"node.advanced.numa_nodes=[{', '.join(present)}] spreads the arenas over them"
         return Check("numa", "ok", f"{detail}; arenas may lie on any of them", action)
     return Check("numa", "ok", detail)
 
@@ -341,9 +344,9 @@ def check_ptrace(root: Path) -> Check:
 
 def check_nvme(node: NodeConfig) -> Check:
     """Whether the NVMe directories can be written with O_DIRECT, and have enough free space."""
-    paths = node.nvme_paths
+    paths = node.nvme_directories
     if not paths:
-        return Check("nvme", "ok", "not used (node.nvme_directory is not set)")
+        return Check("nvme", "ok", "not used (node.nvme_directories is not set)")
     devices = [_check_device(path, node.nvme_bytes // len(paths)) for path in paths]
     worst = max(devices, key=lambda device: ("ok", "warn", "fail").index(device.status))
     return replace(worst, detail=" | ".join(device.detail for device in devices))
@@ -356,7 +359,7 @@ def _check_device(directory: Path, configured_bytes: int) -> Check:
         o_direct = _takes_o_direct(existing)
     except OSError as error:
         detail = f"{directory} cannot be written: {error.strerror}"
-        return Check("nvme", "fail", detail, "set node.nvme_directory")
+        return Check("nvme", "fail", detail, "set node.nvme_directories")
     free = shutil.disk_usage(existing).free
     detail = f"{directory}: {format_bytes(free)} free, {format_bytes(configured_bytes)} configured"
     if free < configured_bytes:

@@ -1,18 +1,22 @@
-"""The settings of every process as typed, frozen values: names, units, defaults and bounds.
+"""The settings of every process: names, descriptions, defaults and bounds.
 
-No file or environment is read here; `kvpool.config.loader` finds the values and builds these from them. Sizes
-accept text such as "2GiB"; everything binds to 127.0.0.1 unless told otherwise.
+`kvpool.config.loader` reads the values from files, the environment and flags. `kvpool.config.reference` writes
+docs/settings.md from the descriptions. What few installations change is in `SECTION.advanced`.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Iterator
+from functools import reduce
+from operator import getitem
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, SecretStr
+from pydantic.fields import FieldInfo
 
 from kvpool.config.settings.client import ClientConfig
-from kvpool.config.settings.conductor import ConductorConfig
-from kvpool.config.settings.node import NodeConfig
+from kvpool.config.settings.conductor import ConductorAdvanced, ConductorConfig
+from kvpool.config.settings.node import NodeAdvanced, NodeConfig
 from kvpool.config.settings.types import (
     DEFAULT_CONDUCTOR,
     EVICTION_POLICIES,
@@ -30,7 +34,7 @@ from kvpool.config.settings.types import (
     parse_bytes,
     split_address,
 )
-from kvpool.config.settings.worker import FakeEngineConfig, WorkerConfig
+from kvpool.config.settings.worker import FakeEngineConfig, WorkerAdvanced, WorkerConfig
 
 __all__ = [
     "DEFAULT_CONDUCTOR",
@@ -42,17 +46,22 @@ __all__ = [
     "Bytes",
     "CallerConfig",
     "ClientConfig",
+    "ConductorAdvanced",
     "ConductorConfig",
     "FakeEngineConfig",
     "LogConfig",
+    "NodeAdvanced",
     "NodeConfig",
     "OptionalPath",
     "OptionalText",
     "Seconds",
     "Section",
     "ServerConfig",
+    "Setting",
     "Settings",
+    "WorkerAdvanced",
     "WorkerConfig",
+    "each_setting",
     "parse_bytes",
     "shown",
     "split_address",
@@ -60,10 +69,12 @@ __all__ = [
 
 
 class LogConfig(Section):
-    """What is logged, and how it is written (always to stderr)."""
+    """What is logged to stderr."""
 
-    level: Literal["debug", "info", "warning", "error"] = "info"
-    format: Literal["console", "json"] = "console"
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="least important messages that are logged"
+    )
+    format: Literal["console", "json"] = Field("console", description="how a message is written")
 
 
 class Settings(Section):
@@ -77,11 +88,34 @@ class Settings(Section):
     log: LogConfig = Field(default_factory=LogConfig)
 
 
+class Setting(NamedTuple):
+    """One key with its value and its declaration."""
+
+    key: str  # dotted, as in "node.advanced.lease_s"
+    value: Any
+    field: FieldInfo
+
+
+def each_setting(config: Section, section: str = "") -> Iterator[Setting]:
+    """Every setting in `config`, those of nested sections too.
+
+    Args:
+        section: dotted name of `config`, which begins every key.
+    """
+    for name, field in type(config).model_fields.items():
+        key, value = f"{section}.{name}" if section else name, getattr(config, name)
+        if isinstance(value, Section):
+            yield from each_setting(value, key)
+        else:
+            yield Setting(key, value, field)
+
+
 def shown(settings: Settings) -> dict[str, dict[str, Any]]:
-    """The settings as plain JSON values, for people: a secret that is set reads `***`."""
+    """The settings as plain JSON values, for people. A secret that is set reads `***`."""
     plain: dict[str, dict[str, Any]] = settings.model_dump(mode="json")
-    for name, section in settings:
-        for key, value in section:
-            if isinstance(value, SecretStr):
-                plain[name][key] = "***" if value.get_secret_value() else ""
+    for key, value, _ in each_setting(settings):
+        if isinstance(value, SecretStr):
+            *sections, name = key.split(".")
+            content: dict[str, Any] = reduce(getitem, sections, plain)
+            content[name] = "***" if value.get_secret_value() else ""
     return plain

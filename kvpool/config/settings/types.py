@@ -1,4 +1,4 @@
-"""The types of settings: sizes, addresses, lists and choices, and the sections that all servers share."""
+"""The types of settings: sizes, addresses, lists and choices; and the settings that all servers share."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_bytes(value: object) -> int:
-    """A size in bytes from a whole number or a text with a unit.
+    """Read a size in bytes from a whole number or a text with a unit.
 
-    "64MiB", "64M" and "64m" are binary, "64MB" is decimal. Raises `ValueError` (which pydantic turns
-    into a report about the field) for anything else, fractions of a byte included.
+    "64MiB", "64M" and "64m" are binary, "64MB" is decimal. Raises `ValueError` for anything else, and for
+    fractions of a byte.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return value
@@ -48,19 +48,19 @@ def parse_bytes(value: object) -> int:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of "host:port" or "[v6]:port"; `ValueError` when it is neither."""
+    """Split "host:port" or "[v6]:port". Raises `ValueError` if it is neither."""
     host, colon, port = address.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
-        raise ValueError(f"{address!r}: an IPv6 address stands in brackets, as in [::1]:7800")
+        raise ValueError(f"{address!r}: write an IPv6 address in brackets, as in [::1]:7800")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65_536:
         raise ValueError(f"{address!r} is not host:port")
     return host, int(port)
 
 
 def _none_from_text(value: object) -> object:
-    """Environment and flags carry only text; an empty one, "none" or "null" unsets a setting."""
+    """None for an empty text, "none" and "null": the environment and flags have no other way to say it."""
     return (
         None if isinstance(value, str) and value.strip().lower() in ("", "none", "null") else value
     )
@@ -117,7 +117,7 @@ STRATEGIES = (  # of conductor.scheduling.strategies
 
 
 def _one_of(kind: str, names: tuple[str, ...]) -> Callable[[object], object]:
-    """A check that a text is one of `names`, which tells the nearest of them."""
+    """Make a check that a text is one of `names`. Its error suggests the nearest name."""
 
     def check(value: object) -> object:
         if isinstance(value, str) and value not in names:
@@ -130,7 +130,7 @@ def _one_of(kind: str, names: tuple[str, ...]) -> Callable[[object], object]:
 
 
 def _quota(value: object) -> float | int:
-    """A share of each tier ("0.25", "25%", any number up to 1), or a size of DRAM ("2GiB")."""
+    """Read a share of each tier ("0.25", "25%", any number up to 1), or a size of DRAM ("2GiB")."""
     if isinstance(value, str) and value.strip().endswith("%"):
         value = float(value.strip()[:-1]) / 100
     elif isinstance(value, str) and re.fullmatch(r"\s*[01]?\.\d+\s*|\s*1\s*", value):
@@ -170,7 +170,7 @@ def _engines(value: object) -> object:
         try:
             value = json.loads(value)
         except json.JSONDecodeError as error:
-            raise ValueError(f"engines as text are a JSON list: {error}") from None
+            raise ValueError(f"write engines as a JSON list: {error}") from None
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -192,9 +192,17 @@ Addresses = Annotated[str, BeforeValidator(_addresses)]  # one or several, with 
 OptionalAddresses = Annotated[str | None, BeforeValidator(_addresses)]
 OptionalText = Annotated[str | None, BeforeValidator(_none_from_text)]
 OptionalPath = Annotated[Path | None, BeforeValidator(_path)]
-Strategy = Annotated[str, BeforeValidator(_one_of("scheduling strategy", STRATEGIES))]
+Strategy = Annotated[
+    str,
+    BeforeValidator(_one_of("scheduling strategy", STRATEGIES)),
+    Field(json_schema_extra={"enum": list(STRATEGIES)}),
+]
 Paths = Annotated[tuple[Path, ...], BeforeValidator(_paths)]
-EvictionPolicy = Annotated[str, BeforeValidator(_one_of("eviction policy", EVICTION_POLICIES))]
+EvictionPolicy = Annotated[
+    str,
+    BeforeValidator(_one_of("eviction policy", EVICTION_POLICIES)),
+    Field(json_schema_extra={"enum": list(EVICTION_POLICIES)}),
+]
 Quotas = Annotated[dict[str, float | int], BeforeValidator(_quotas)]
 Transport = Literal["shm", "nixl"]
 Engines = Annotated[
@@ -207,24 +215,35 @@ NumaNode = Annotated[int, Field(ge=0, le=1023)]
 NumaNodes = Annotated[tuple[NumaNode, ...], BeforeValidator(_list_from_text), Field(max_length=64)]
 Transports = Annotated[tuple[Transport, ...], BeforeValidator(_list_from_text), Field(min_length=1)]
 
+HostLabel = Annotated[
+    str,
+    Field(
+        min_length=1,
+        max_length=128,
+        description="name of this machine; processes with the same label share memory",
+    ),
+]
+
 DEFAULT_CONDUCTOR = "127.0.0.1:7800"
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, and without a place for unknown keys."""
+    """Base of all sections. A section is frozen and refuses unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 class CallerConfig(Section):
-    """What a process shows to those that it calls."""
+    """The settings of a process that calls servers."""
 
-    token: SecretStr = Field(SecretStr(""), description="shown to the servers that it calls")
+    token: SecretStr = Field(
+        SecretStr(""), description="token to send to the servers that it calls"
+    )
     tls_ca: OptionalPath = Field(
-        None, description="PEM file of CAs; set, calls are encrypted and servers' names checked"
+        None, description="PEM file of CAs; if set, calls use TLS and check the servers' names"
     )
     tls_cert: OptionalPath = Field(None, description="PEM file of its own certificate")
-    tls_key: OptionalPath = Field(None, description="PEM file of that certificate's key")
+    tls_key: OptionalPath = Field(None, description="PEM file of the key of tls_cert")
 
     @model_validator(mode="after")
     def _certificate_has_key(self) -> Self:
@@ -234,25 +253,25 @@ class CallerConfig(Section):
 
 
 class ServerConfig(CallerConfig):
-    """What every process that listens has. Its certificate serves both its callers and those it calls."""
+    """The settings of a process that listens. It shows `tls_cert` to its callers and to those it calls."""
 
     host: str = Field("127.0.0.1", min_length=1, description="address to bind")
     tokens_path: OptionalPath = Field(
-        None, description="YAML file of the tokens that are accepted; None: nobody is asked for one"
+        None, description="YAML file of the tokens that it accepts; none: it asks for no token"
     )
     tls_client_ca: OptionalPath = Field(
-        None, description="PEM file of CAs; set, callers need a certificate of one (mTLS)"
+        None, description="PEM file of CAs; if set, callers need a certificate of one (mTLS)"
     )
     allow_insecure: bool = Field(
-        False, description="listen beyond 127.0.0.1 without tokens: only on a trusted network"
+        False, description="listen beyond 127.0.0.1 without tokens; for a trusted network only"
     )
     advertise_host: OptionalText = Field(
-        None, description="address that peers use; None: host, or the machine's name for 0.0.0.0"
+        None, description="address that peers use; none: host, or for 0.0.0.0 the machine's name"
     )
 
     @property
     def announced_host(self) -> str:
-        """What peers are told: a wildcard is no address, so the machine's name stands in for it."""
+        """The address for peers: `advertise_host`, else `host`, else the machine's name for a wildcard."""
         if self.advertise_host is not None:
             return self.advertise_host
         return socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host

@@ -357,17 +357,19 @@ def test_every_strategy_can_be_configured_and_every_option_reaches_the_policy() 
     config = scheduler_config(
         ConductorConfig(
             admission="none",
-            strategy_seed=7,
-            balancing_threshold=3.0,
-            stall_weight=0.7,
-            dynamo_temperature=0.5,
-            dynamo_engine_credit=0.9,
-            dynamo_host_credit=0.8,
-            dynamo_remote_credit=0.7,
-            dynamo_disk_credit=0.6,
-            dynamo_prefill_scale=2.0,
-            sglang_imbalance_requests=5,
-            sglang_imbalance_ratio=2.0,
+            advanced={
+                "strategy_seed": 7,
+                "balancing_threshold": 3.0,
+                "stall_weight": 0.7,
+                "dynamo_temperature": 0.5,
+                "dynamo_engine_credit": 0.9,
+                "dynamo_host_credit": 0.8,
+                "dynamo_remote_credit": 0.7,
+                "dynamo_disk_credit": 0.6,
+                "dynamo_prefill_scale": 2.0,
+                "sglang_imbalance_requests": 5,
+                "sglang_imbalance_ratio": 2.0,
+            },
         )
     )
     assert (config.admission, config.seed, config.balancing_threshold) == ("none", 7, 3.0)

@@ -22,7 +22,7 @@ from tests.engines.lmcache.driver import Driver
 from tests.support.process_cluster import Cluster, wait_until
 
 SHM = "node.transports=shm"  # starts faster than with NIXL
-SMALL = ("node.dram_bytes=1MiB", "node.slab_bytes=128KiB", SHM)
+SMALL = ("node.dram_bytes=1MiB", "node.advanced.slab_bytes=128KiB", SHM)
 # Long enough that a node can be killed while it is read.
 LARGE = MemoryLayoutDesc([torch.Size((2, 16, 64, 1024))], [torch.float32])
 
@@ -72,15 +72,15 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             late.seconds.append(time.monotonic() - began)
         late.status = adapter.report_status()
         cluster.start_conductor(
-            "conductor.heartbeat_s=0.2",
-            "conductor.suspect_after_s=0.8",
-            "conductor.dead_after_s=2",
+            "conductor.advanced.heartbeat_s=0.2",
+            "conductor.advanced.suspect_after_s=0.8",
+            "conductor.advanced.dead_after_s=2",
             port=str(port),
         )
-        nvme = (f"node.nvme_directory={directory / 'disk'}", "node.nvme_bytes=16MiB")
+        nvme = (f"node.nvme_directories={directory / 'disk'}", "node.nvme_bytes=16MiB")
         cluster.launch_node("here", "node.dram_bytes=128MiB", host="here")
         cluster.launch_node("small", *SMALL, host="small")
-        cluster.launch_node("disk", *nvme, "node.write_through=true", SHM, host="disk")
+        cluster.launch_node("disk", *nvme, "node.advanced.write_through=true", SHM, host="disk")
         for name in ("here", "small", "disk"):
             cluster.nodes[name] = cluster.fleet.wait_ready(cluster.member(name), 60)
         cluster.wait_joined(nodes=3)
@@ -132,7 +132,10 @@ def test_a_node_killed_in_mid_load_is_a_miss_and_never_a_wrong_byte(
 ) -> None:
     name = f"doomed-{transport}"
     world.start(
-        name, "node.dram_bytes=128MiB", "node.slab_bytes=16MiB", f"node.transports={transport}"
+        name,
+        "node.dram_bytes=128MiB",
+        "node.advanced.slab_bytes=16MiB",
+        f"node.transports={transport}",
     )
     host = name if transport == "shm" else "elsewhere"
     keys = s.keys(60 if transport == "shm" else 61, 8)
@@ -197,8 +200,8 @@ def test_objects_outlast_a_node_that_is_killed_and_started_again_on_its_disk(wor
             lambda: cluster.node_stats("disk")["counters"].get("demoted", 0) >= 24, "on NVMe"
         )
         cluster.kill("disk")
-        nvme = (f"node.nvme_directory={cluster.directory / 'disk'}", "node.nvme_bytes=16MiB")
-        cluster.start_node("again", *nvme, "node.write_through=true", SHM, host="disk")
+        nvme = (f"node.nvme_directories={cluster.directory / 'disk'}", "node.nvme_bytes=16MiB")
+        cluster.start_node("again", *nvme, "node.advanced.write_through=true", SHM, host="disk")
         driver.wait_known(keys)  # the same server goes on
         driver.assert_loads(keys)
     with s.adapter(s.parameters(cluster, host_label="disk")) as adapter:

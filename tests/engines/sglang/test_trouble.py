@@ -136,7 +136,7 @@ def test_a_pool_that_hangs_is_a_miss_in_time(make_backend: MakeBackend, own: Clu
 def test_a_full_pool_refuses_and_takes_again_when_what_is_held_is_loaded(
     make_backend: MakeBackend, own: Cluster
 ) -> None:
-    node = own.start_node("n0", "node.dram_bytes=2MiB", "node.slab_bytes=1MiB")
+    node = own.start_node("n0", "node.dram_bytes=2MiB", "node.advanced.slab_bytes=1MiB")
     pool = mha_pool("page_first", page_size=64, heads=8, head_dim=64, layers=4, pages=8)  # 512 KiB
     extra = {"conductor": None, "node": node["wire"], "lease_s": 60}
     backend = make_backend(pool, extra=extra)
@@ -154,7 +154,7 @@ def test_a_full_pool_refuses_and_takes_again_when_what_is_held_is_loaded(
 def test_pages_are_found_after_the_node_restarts_from_its_files(
     make_backend: MakeBackend, own: Cluster, tmp_path: Path
 ) -> None:
-    disk = ("node.nvme_bytes=16MiB", f"node.nvme_directory={tmp_path / 'disk'}")
+    disk = ("node.nvme_bytes=16MiB", f"node.nvme_directories={tmp_path / 'disk'}")
     node = own.start_node("first", *disk, "node.node_id=phoenix")
     source, target = mha_pool("page_first"), mha_pool("page_first")
     backend = make_backend(source, extra={"conductor": None, "node": node["wire"]})

@@ -98,13 +98,13 @@ def servers(
     try:
         cluster.start_conductor(
             f"conductor.engines={json.dumps(entries)}",
-            "conductor.min_remote_prefill_tokens=0",
-            "conductor.engine_check_s=0.5",
-            "conductor.suspect_after_s=10",
-            "conductor.dead_after_s=20",
+            "conductor.advanced.min_remote_prefill_tokens=0",
+            "conductor.advanced.engine_check_s=0.5",
+            "conductor.advanced.suspect_after_s=10",
+            "conductor.advanced.dead_after_s=20",
             model=str(model),
         )
-        cluster.start_node("near", "node.dram_bytes=96MiB", "node.slab_bytes=8MiB")
+        cluster.start_node("near", "node.dram_bytes=96MiB", "node.advanced.slab_bytes=8MiB")
         wire = cluster.conductor["wire"]
         for port, role in zip(ports, ("kv_producer", "kv_consumer"), strict=True):
             started.append(Server(model, port, role, wire, logs / f"{role}.log"))

@@ -35,7 +35,9 @@ def fragile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A pool to be broken."""
     cluster = Cluster(tmp_path_factory.mktemp("fragile"))
     try:
-        cluster.start_conductor("conductor.suspect_after_s=2", "conductor.dead_after_s=3")
+        cluster.start_conductor(
+            "conductor.advanced.suspect_after_s=2", "conductor.advanced.dead_after_s=3"
+        )
         cluster.start_node("near")
         cluster.wait_joined(nodes=1)
         yield cluster
@@ -277,7 +279,7 @@ def test_a_node_that_has_restarted_is_read_from_at_once(
 ) -> None:
     cluster = Cluster(tmp_path_factory.mktemp("phoenix"))
     disk = tmp_path_factory.mktemp("disk")
-    settings = ("node.node_id=phoenix", f"node.nvme_directory={disk}", "node.nvme_bytes=64MiB")
+    settings = ("node.node_id=phoenix", f"node.nvme_directories={disk}", "node.nvme_bytes=64MiB")
     try:
         cluster.start_conductor()
         cluster.start_node("near", *settings)

@@ -308,7 +308,9 @@ def test_a_node_that_has_died_costs_its_own_blocks_alone(
 ) -> None:
     cluster = Cluster(tmp_path_factory.mktemp("two"))
     try:
-        cluster.start_conductor("conductor.dead_after_s=60", "conductor.suspect_after_s=50")
+        cluster.start_conductor(
+            "conductor.advanced.dead_after_s=60", "conductor.advanced.suspect_after_s=50"
+        )
         cluster.start_node("near")
         cluster.start_node("far", host="elsewhere")
         cluster.wait_joined(nodes=2)

@@ -34,7 +34,7 @@ def tokens(model: Path) -> list[int]:
     return list(AutoTokenizer.from_pretrained(model)(DOCUMENT)["input_ids"])
 
 
-NODE = ("node.dram_bytes=160MiB", "node.slab_bytes=8MiB", "node.node_id=phoenix")
+NODE = ("node.dram_bytes=160MiB", "node.advanced.slab_bytes=8MiB", "node.node_id=phoenix")
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +42,10 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cluster = Cluster(tmp_path_factory.mktemp("real-pool"))
     nvme = tmp_path_factory.mktemp("nvme")
     try:
-        cluster.start_conductor("conductor.suspect_after_s=2", "conductor.dead_after_s=4")
-        cluster.start_node("near", *NODE, f"node.nvme_directory={nvme}", "node.nvme_bytes=256MiB")
+        cluster.start_conductor(
+            "conductor.advanced.suspect_after_s=2", "conductor.advanced.dead_after_s=4"
+        )
+        cluster.start_node("near", *NODE, f"node.nvme_directories={nvme}", "node.nvme_bytes=256MiB")
         cluster.wait_joined(nodes=1)
         cluster.nvme = nvme  # type: ignore[attr-defined]
         yield cluster
@@ -132,7 +134,7 @@ def test_after_a_restart_of_the_node_blocks_come_from_nvme(
         lambda: pool.node_stats("near")["counters"].get("demoted", 0) >= 7, "all stand on NVMe"
     )
     pool.kill("near")
-    files = f"node.nvme_directory={pool.nvme}"  # type: ignore[attr-defined]
+    files = f"node.nvme_directories={pool.nvme}"  # type: ignore[attr-defined]
     pool.start_node("again", *NODE, files, "node.nvme_bytes=256MiB")
     with Pool(conductor=pool.conductor["wire"]) as client:
         [space] = client.namespaces()

@@ -143,10 +143,13 @@ def test_reserved_huge_pages_must_be_enough(tmp_path: Path) -> None:
 def test_numa_nodes_that_are_asked_for_must_exist(tmp_path: Path) -> None:
     for number in (0, 1):
         (tmp_path / f"sys/devices/system/node/node{number}").mkdir(parents=True)
-    assert doctor_checks.check_numa(tmp_path, NodeConfig(numa_nodes=(0, 1))).status == "ok"
+    assert (
+        doctor_checks.check_numa(tmp_path, NodeConfig(advanced={"numa_nodes": (0, 1)})).status
+        == "ok"
+    )
     assert "[0, 1]" in doctor_checks.check_numa(tmp_path, NodeConfig()).action
-    missing = doctor_checks.check_numa(tmp_path, NodeConfig(numa_nodes=(0, 2)))
-    assert (missing.status, missing.action) == ("fail", "correct node.numa_nodes")
+    missing = doctor_checks.check_numa(tmp_path, NodeConfig(advanced={"numa_nodes": (0, 2)}))
+    assert (missing.status, missing.action) == ("fail", "correct node.advanced.numa_nodes")
 
 
 @pytest.mark.parametrize(("scope", "status"), [("0", "ok"), ("1", "warn"), ("3", "warn")])
@@ -214,13 +217,13 @@ def test_an_address_of_another_machine_fails() -> None:
 
 def test_nvme_directory(tmp_path: Path) -> None:
     assert doctor_checks.check_nvme(NodeConfig()).detail.startswith("not used")
-    used = NodeConfig(nvme_directory=tmp_path / "to/be/made", nvme_bytes=GIB)
+    used = NodeConfig(nvme_directories=(tmp_path / "to/be/made",), nvme_bytes=GIB)
     assert doctor_checks.check_nvme(used).status in ("ok", "warn")  # warn: no O_DIRECT, as on tmpfs
     assert list(tmp_path.iterdir()) == []
-    huge = NodeConfig(nvme_directory=tmp_path, nvme_bytes=1024 << 40)
+    huge = NodeConfig(nvme_directories=(tmp_path,), nvme_bytes=1024 << 40)
     assert doctor_checks.check_nvme(huge).status == "warn"
     (tmp_path / "file").write_text("")
-    wrong = NodeConfig(nvme_directory=Path("/proc/nothing/here"), nvme_bytes=GIB)
+    wrong = NodeConfig(nvme_directories=(Path("/proc/nothing/here"),), nvme_bytes=GIB)
     assert doctor_checks.check_nvme(wrong).status == "fail"
 
     mixed = NodeConfig(nvme_directories=(tmp_path, Path("/proc/nothing/here")), nvme_bytes=GIB)

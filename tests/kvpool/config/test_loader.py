@@ -20,7 +20,7 @@ from kvpool.config.loader import (
     parse_override,
     shown,
 )
-from kvpool.config.settings import NodeConfig, Settings, split_address
+from kvpool.config.settings import NodeConfig, Settings, each_setting, split_address
 from kvpool.config.strict_yaml import MAX_FILE_BYTES
 from kvpool.errors import ConfigError
 
@@ -46,17 +46,33 @@ def refusal(
 # ---------------------------------------------------------------- sources
 
 
+def test_an_advanced_setting_may_be_given_by_every_source(tmp_path: Path) -> None:
+    text = "node: {quotas: {acme: 0.5}, advanced: {lease_s: 5, grace_s: 1, drain_s: 9}}"
+    env = {"KVPOOL_NODE__ADVANCED__GRACE_S": "3", "KVPOOL_NODE__QUOTAS": "bolt=0.25"}
+    loaded = load(tmp_path, text, env, ("node.advanced.drain_s=8",))
+    node = loaded.settings.node
+    assert (node.advanced.lease_s, node.advanced.grace_s, node.advanced.drain_s) == (5, 3, 8)
+    assert node.quotas == {"bolt": 0.25}  # a table is replaced, not merged
+    sources = [loaded.provenance[f"node.advanced.{key}"] for key in ("lease_s", "grace_s")]
+    assert sources[0].startswith("file ")
+    assert sources[1] == "environment KVPOOL_NODE__ADVANCED__GRACE_S"
+
+
 def test_each_source_beats_the_one_before_and_is_named(tmp_path: Path) -> None:
-    text = "node: {dram_bytes: 3GiB, slab_bytes: 32MiB, lease_s: 5}"
-    env = {"KVPOOL_NODE__DRAM_BYTES": "4GiB", "KVPOOL_NODE__SLAB_BYTES": "16MiB"}
+    text = "node: {dram_bytes: 3GiB, advanced: {slab_bytes: 32MiB, lease_s: 5}}"
+    env = {"KVPOOL_NODE__DRAM_BYTES": "4GiB", "KVPOOL_NODE__ADVANCED__SLAB_BYTES": "16MiB"}
     loaded = load(tmp_path, text, env, ("node.dram_bytes=5GiB",))
     node = loaded.settings.node
-    assert (node.dram_bytes, node.slab_bytes, node.lease_s) == (5 << 30, 16 << 20, 5.0)
-    assert node.grace_s == NodeConfig().grace_s
+    assert node.dram_bytes == 5 << 30
+    assert (node.advanced.slab_bytes, node.advanced.lease_s) == (16 << 20, 5.0)
+    assert node.advanced.grace_s == NodeConfig().advanced.grace_s
     assert loaded.provenance["node.dram_bytes"] == "--set node.dram_bytes"
-    assert loaded.provenance["node.slab_bytes"] == "environment KVPOOL_NODE__SLAB_BYTES"
-    assert loaded.provenance["node.lease_s"] == f"file {tmp_path / 'settings.yaml'}"
-    assert loaded.provenance["node.grace_s"] == "default"
+    assert (
+        loaded.provenance["node.advanced.slab_bytes"]
+        == "environment KVPOOL_NODE__ADVANCED__SLAB_BYTES"
+    )
+    assert loaded.provenance["node.advanced.lease_s"] == f"file {tmp_path / 'settings.yaml'}"
+    assert loaded.provenance["node.advanced.grace_s"] == "default"
 
 
 def test_of_two_flags_for_one_key_the_last_wins(tmp_path: Path) -> None:
@@ -83,7 +99,9 @@ def test_only_the_environment_that_is_passed_counts(
     monkeypatch.setenv("NODE.LEASE_S", "7")  # a flag's spelling
     monkeypatch.setenv("LOG", '{"level": "debug"}')
     assert (
-        load(tmp_path).settings == Settings() == load(tmp_path, sets=("node.lease_s=30",)).settings
+        load(tmp_path).settings
+        == Settings()
+        == load(tmp_path, sets=("node.advanced.lease_s=30",)).settings
     )
 
 
@@ -112,23 +130,20 @@ def test_the_file_is_found_by_flag_then_environment_then_directory(tmp_path: Pat
 
 def test_every_setting_has_a_source(tmp_path: Path) -> None:
     loaded = load(tmp_path)
-    plain = shown(loaded.settings)
-    assert set(loaded.provenance) == {
-        f"{s}.{key}" for s, content in plain.items() for key in content
-    }
+    assert list(loaded.provenance) == [setting.key for setting in each_setting(loaded.settings)]
 
 
 def test_text_from_the_environment_becomes_lists_booleans_and_nothing(tmp_path: Path) -> None:
     env = {
         "KVPOOL_NODE__TRANSPORTS": "nixl, shm",
-        "KVPOOL_NODE__WRITE_THROUGH": "false",
+        "KVPOOL_NODE__ADVANCED__WRITE_THROUGH": "false",
         "KVPOOL_NODE__CONDUCTOR": "none",
         "KVPOOL_NODE__NODE_ID": "",
         "KVPOOL_NODE__DATA_DIR": "~/pool",
     }
     node = load(tmp_path, env=env).settings.node
     assert node.transports == ("nixl", "shm")
-    assert node.write_through is False
+    assert node.advanced.write_through is False
     assert node.conductor is None
     assert node.node_id is None
     assert node.data_dir == Path.home() / "pool"
@@ -177,6 +192,15 @@ def test_variables_that_kubernetes_injects_are_left_alone(tmp_path: Path) -> Non
         ("", {}, ("node.drambytes=1",), ("--set node.drambytes", "node.dram_bytes?")),
         ("", {}, ("client.salt=x",), ("client.salt", "did you mean")),
         ("", {}, ("zzz=1",), ("zzz", "sections: conductor, node")),
+        ("node: {lease_s: 1}", {}, (), ("node.lease_s ", "did you mean node.advanced.lease_s?")),
+        ("", {}, ("node.leases_s=1",), ("did you mean node.advanced.lease_s?",)),
+        ("", {}, ("node.advanced.dram_bytes=1",), ("did you mean node.dram_bytes?",)),
+        ("", {"KVPOOL_NODE__LEASE_S": "1"}, (), ("did you mean node.advanced.lease_s?",)),
+        ("", {"KVPOOL_NODE__ADVANCED_LEASE_S": "1"}, (), ("node.advanced.lease_s?",)),
+        ("", {"KVPOOL_NODE_ADVANCED_LEASE_S": "1"}, (), ("KVPOOL_NODE__ADVANCED__LEASE_S?",)),
+        ("node: {advanced: {lease: 1}}", {}, (), ("node.advanced.lease ", "advanced.lease_s?")),
+        ("node: {advancd: {lease_s: 1}}", {}, (), ("unknown setting node.advancd ",)),
+        ("", {}, ("node.advanced=1",), ("set node.advanced.KEY",)),
     ],
 )
 def test_unknown_keys_are_refused_with_source_and_nearest_key(
@@ -197,17 +221,17 @@ def test_unknown_keys_are_refused_with_source_and_nearest_key(
         "node.dram_bytes=1.5",
         "node.wire_port=65536",
         "node.wire_port=http",
-        "node.lease_s=0",
-        "node.lease_s=nan",
-        "node.lease_s=inf",
-        "node.high_watermark=1.01",
+        "node.advanced.lease_s=0",
+        "node.advanced.lease_s=nan",
+        "node.advanced.lease_s=inf",
+        "node.advanced.high_watermark=1.01",
         "node.transports=[]",
         "node.transports=rdma",
-        "node.fsync=sometimes",
+        "node.advanced.fsync=sometimes",
         "node.conductor=localhost",
         "node.host=",
-        "conductor.max_prompt_tokens=0",
-        "conductor.max_body_bytes=1TiB",
+        "conductor.advanced.max_prompt_tokens=0",
+        "conductor.advanced.max_body_bytes=1TiB",
         "worker.role=both of them",
         "client.timeout_s=-3",
         "log.level=loud",
@@ -223,16 +247,16 @@ def test_absurd_values_are_refused_naming_key_and_source(tmp_path: Path, setting
 @pytest.mark.parametrize(
     ("setting", "part"),
     [
-        ("node.low_watermark=0.96", "below high_watermark"),
-        ("node.slab_bytes=100001", "multiple of 4096"),
-        ("node.slab_bytes=4GiB", "less than one slab"),
+        ("node.advanced.low_watermark=0.96", "below high_watermark"),
+        ("node.advanced.slab_bytes=100001", "multiple of 4096"),
+        ("node.advanced.slab_bytes=4GiB", "less than one slab"),
         ("node.nvme_bytes=1GiB", "set together"),
-        ("node.nvme_directory=/x", "set together"),
+        ("node.nvme_directories=/x", "set together"),
         ("node.nvme_directories=/x,/y", "set together"),
         ("node.nvme_directories=/x,/x", "names one twice"),
         ("node.http_port=7810", "a port of its own"),
-        ("conductor.heartbeat_s=3", "heartbeat_s < suspect_after_s"),
-        ("conductor.dead_after_s=2", "suspect_after_s < dead_after_s"),
+        ("conductor.advanced.heartbeat_s=3", "heartbeat_s < suspect_after_s"),
+        ("conductor.advanced.dead_after_s=2", "suspect_after_s < dead_after_s"),
     ],
 )
 def test_values_that_contradict_each_other_are_refused(
@@ -243,14 +267,12 @@ def test_values_that_contradict_each_other_are_refused(
     assert f"from --set {setting.partition('=')[0]}" in message
 
 
-def test_nvme_is_on_one_directory_or_on_several_but_not_on_both(tmp_path: Path) -> None:
+def test_nvme_is_on_one_directory_or_on_several(tmp_path: Path) -> None:
     nvme = ("node.nvme_bytes=4GiB",)
-    one = load(tmp_path, sets=(*nvme, "node.nvme_directory=/x")).settings.node
-    assert one.nvme_paths == (Path("/x"),)
+    one = load(tmp_path, sets=(*nvme, "node.nvme_directories=/x")).settings.node
+    assert one.nvme_directories == (Path("/x"),)
     two = load(tmp_path, sets=(*nvme, "node.nvme_directories=/x, ~/y")).settings.node
-    assert two.nvme_paths == (Path("/x"), Path.home() / "y")
-    both = (*nvme, "node.nvme_directory=/x", "node.nvme_directories=/x,/y")
-    assert "both set" in refusal(tmp_path, sets=both)
+    assert two.nvme_directories == (Path("/x"), Path.home() / "y")
     small = ("node.nvme_bytes=100MiB", "node.nvme_directories=/x,/y")
     assert "one slab of 67108864 on each" in refusal(tmp_path, sets=small)
 
@@ -265,6 +287,7 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
     ("text", "part"),
     [
         ("node: [1, 2]", "node is a section, not a list"),
+        ("node: {advanced: [1, 2]}", "node.advanced is a section, not a list"),
         ("- 1", "not a list"),
         ("just text", "not a text"),
         ("node: {lease_s: 1, lease_s: 2}", "given twice"),
@@ -306,6 +329,7 @@ def test_an_empty_file_or_section_means_defaults(tmp_path: Path) -> None:
     (tmp_path / "kvpool.yaml").write_text("# nothing\n")
     assert load(tmp_path).settings == Settings()
     assert load(tmp_path, "node:\n").settings == Settings()
+    assert load(tmp_path, "node: {advanced: }\n").settings == Settings()
 
 
 @pytest.mark.parametrize("text", ["node.x", "=3", ""])
@@ -407,6 +431,7 @@ def test_settings_survive_the_way_to_a_child_process(tmp_path: Path) -> None:
         conductor=None,
         drain_on_stop=True,
         transports=("shm",),
+        advanced={"lease_s": 7, "numa_nodes": (0, 1), "runtime_dir": tmp_path},
     )
     for expected in (config, NodeConfig()):
         env = as_environment("node", expected)

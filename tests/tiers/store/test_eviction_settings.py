@@ -25,19 +25,26 @@ def node(tmp_path: Path, *sets: str, env: dict[str, str] | None = None, file: st
 
 def test_settings_know_the_policies_that_the_tiers_have() -> None:
     assert set(EVICTION_POLICIES) == set(POLICIES)
-    assert NodeConfig().eviction == NodeConfig().nvme_eviction == StoreConfig().eviction == DEFAULT
+    assert (
+        NodeConfig().eviction
+        == NodeConfig().advanced.nvme_eviction
+        == StoreConfig().eviction
+        == DEFAULT
+    )
 
 
 def test_each_tier_has_its_own_policy(tmp_path: Path) -> None:
-    config = node(tmp_path, "node.eviction=s3fifo", env={"KVPOOL_NODE__NVME_EVICTION": "gdsf"})
-    assert (config.eviction, config.nvme_eviction) == ("s3fifo", "gdsf")
+    config = node(
+        tmp_path, "node.eviction=s3fifo", env={"KVPOOL_NODE__ADVANCED__NVME_EVICTION": "gdsf"}
+    )
+    assert (config.eviction, config.advanced.nvme_eviction) == ("s3fifo", "gdsf")
 
 
 def test_an_unknown_policy_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"node\.eviction: .*did you mean prefix-lru\?"):
         node(tmp_path, "node.eviction=prefix_lru")
     with pytest.raises(ConfigError, match=r"one of prefix-lru, lru, lfu, fifo, s3fifo, gdsf"):
-        node(tmp_path, "node.nvme_eviction=best")
+        node(tmp_path, "node.advanced.nvme_eviction=best")
 
 
 QUOTAS = {"search": 0.25, "chat": 2 * GIB, "batch": 1.0 / 8}
