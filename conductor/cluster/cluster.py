@@ -1,6 +1,6 @@
-"""What this conductor knows of the pool: nodes, workers, namespaces, the index. Soft state, all of it.
+"""The soft state of the pool: nodes, workers, namespaces and the index.
 
-The service behind the wire, gRPC and HTTP adapters for everything that is not a request for tokens.
+`Cluster` handles every message over wire, gRPC and HTTP except requests for tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from conductor.cluster.peer_guard import PeerGuard
 from conductor.index.block_history import BlockHistory
 from conductor.index.contract import Found, Index
 from conductor.kv_events.feeds import EngineFeeds
-from conductor.members.membership import BatchAction, Member, Membership, MembershipConfig, State
+from conductor.members.membership import BatchAction, Member, Membership, MembershipConfig
 from conductor.members.namespaces import KnownNamespaces
 from conductor.scheduling import disk_wait
 from conductor.scheduling.cost_model import CostModel
@@ -41,11 +41,11 @@ from kvpool.wire import messages as m
 
 log = structlog.get_logger(__name__)
 
-RECLAIM_BLOCKS = 8_000  # about 0.6 µs a block: 5 ms a slice at most
+RECLAIM_BLOCKS = 8_000  # per sweep, at about 0.6 µs a block: at most 5 ms
 FORGET_REQUESTS_AFTER_S = 3600.0
-MAX_COUNTED = 8_192  # hashes of one question; 3 µs each
-MAX_MISSES = 8_192  # of one report
-UNKNOWN_ROOM = 1 << 62  # a node that has not reported yet may have room
+MAX_COUNTED = 8_192  # hashes in one CountCopies, 3 µs each
+MAX_MISSES = 8_192  # hashes used of one ReportMiss
+UNKNOWN_ROOM = 1 << 62  # before its first report, a node is assumed to have space
 
 
 class Cluster:
@@ -53,7 +53,7 @@ class Cluster:
 
     Args:
         conductor_id, epoch: identity of this process.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class Cluster:
         self.namespaces = KnownNamespaces()
         self.cost = CostModel()
         self.in_flight = InFlight()
-        self.block_history = BlockHistory()  # to give misses a reason
-        self.engine_feeds = EngineFeeds()  # what stands in their own memory
-        self.peer_guard = PeerGuard()  # over calls to nodes and workers
+        self.block_history = BlockHistory()  # for the reasons of misses
+        self.engine_feeds = EngineFeeds()  # blocks in the engines' own memory
+        self.peer_guard = PeerGuard()  # ends calls to lost nodes and workers
         self.scheduler_config = scheduler_config
         self.counters: Counter[str] = Counter()
-        self.isolated_tenants: frozenset[str] = frozenset()  # their blocks stand in their own nodes
+        self.isolated_tenants: frozenset[str] = frozenset()  # each has nodes of its own
         self.clock = clock
         self._started = now
         self._config = config
@@ -110,7 +110,7 @@ class Cluster:
     # ------------------------------------------------------------ nodes
 
     def node_join(self, request: m.NodeJoin) -> m.MemberReply:
-        """A node announces itself; its full report follows as snapshot slices."""
+        """Add a node. Its full report follows, in slices of a snapshot."""
         node = request.descriptor
         try:
             joined = self.nodes.join(node.node_id, node.epoch, node, self.clock())
@@ -129,9 +129,9 @@ class Cluster:
         return self._reply()
 
     def _learn(self, node_id: str, namespace: Namespace) -> None:
-        """Take in a namespace that a node brings; one that contradicts what is known is unknown here.
+        """Add a namespace that a node reports, unless its layout contradicts the known one.
 
-        Anybody may have registered it at that node: the node and all its other blocks are as good.
+        Any client may have registered it there, so the node's other blocks stay trusted.
         """
         try:
             self.namespaces.add(namespace)
@@ -140,11 +140,11 @@ class Cluster:
             log.error("a node has blocks of another layout", node=node_id, error=str(error))
 
     def node_events(self, request: m.NodeEvents) -> m.MemberReply:
-        """A numbered batch of events, or a slice of the full report."""
+        """Apply a numbered batch of events, or a slice of the full report."""
         return self._reply(resync=self._take_events(request).resync)
 
     def _take_events(self, request: m.NodeEvents) -> BatchAction:
-        """Do what is to be done about a batch; returns what that was."""
+        """Apply a batch of events as far as it is in sequence; return what was done."""
         try:
             action = self.nodes.receive_events(
                 request.node_id,
@@ -168,7 +168,7 @@ class Cluster:
         return action
 
     def node_heartbeat(self, request: m.NodeHeartbeat) -> m.MemberReply:
-        """A sign of life with the node's accounting."""
+        """Record that a node is alive, with its accounting."""
         try:
             resync = self.nodes.heartbeat(
                 request.node_id, request.epoch, self.clock(), request.stats, request.sequence
@@ -178,28 +178,28 @@ class Cluster:
         return self._reply(resync=resync)
 
     def node_leave(self, request: m.NodeLeave) -> m.Ok:
-        """A node stops: its blocks are forgotten at once."""
+        """Remove a node that stops, and its blocks at once."""
         if self.nodes.leave(request.node_id, request.epoch):
             self._forget_node(request.node_id)
             log.info("node left", node=request.node_id)
         return m.Ok()
 
     def node_draining(self, request: m.NodeDraining) -> m.Ok:
-        """A node is about to stop: no new blocks for it, reads go on until it leaves."""
+        """Mark a node that will stop: it gets no new blocks, and is read until it leaves."""
         member = self.nodes.get(request.node_id)
         if member is not None and member.epoch == request.epoch:
             self.nodes.drain(request.node_id)
-            log.info("node drains", node=request.node_id)
+            log.info("node is draining", node=request.node_id)
         return m.Ok()
 
     # ------------------------------------------------------------ workers
 
     def worker_join(self, request: m.WorkerJoin) -> m.MemberReply:
-        """A worker announces itself and its namespace.
+        """Add a worker and its namespace.
 
         Raises:
-            LayoutMismatch: another worker serves this model, revision, tenant and salt with another layout.
-            HashMismatch: it hashes otherwise than this conductor.
+            LayoutMismatch: its model, revision, tenant and salt are known with another layout.
+            HashMismatch: the worker's hashes differ from this conductor's.
         """
         worker = request.descriptor
         check_proof(worker.namespace, request.proof)
@@ -212,7 +212,7 @@ class Cluster:
         return self._reply()
 
     def worker_heartbeat(self, request: m.WorkerHeartbeat) -> m.MemberReply:
-        """A sign of life with the worker's load; its measurements teach the cost model."""
+        """Record that a worker is alive, with its load, and learn from its measurements."""
         try:
             resync = self.workers.heartbeat(
                 request.worker_id, request.epoch, self.clock(), request.load
@@ -227,7 +227,7 @@ class Cluster:
         return self._reply(resync=resync)
 
     def worker_leave(self, request: m.WorkerLeave) -> m.Ok:
-        """A worker stops."""
+        """Remove a worker that stops."""
         if self.workers.leave(request.worker_id, request.epoch):
             self._forget_worker(request.worker_id)
             log.info("worker left", worker=request.worker_id)
@@ -243,15 +243,20 @@ class Cluster:
     # ------------------------------------------------------------ clients
 
     def register_namespace(self, request: m.RegisterNamespace) -> m.NamespaceReply:
-        """Raises LayoutMismatch, HashMismatch."""
+        """Make a namespace known.
+
+        Raises:
+            LayoutMismatch: its model, revision, tenant and salt are known with another layout.
+            HashMismatch: the caller's hashes differ from this conductor's.
+        """
         check_proof(request.namespace, request.proof)
         return m.NamespaceReply(self.namespaces.add(request.namespace))
 
     def lookup(self, request: m.Lookup) -> m.LookupReply:
-        """Leading blocks that live nodes hold, and where.
+        """The leading blocks that live nodes hold, and where.
 
         Raises:
-            UnknownNamespace: nobody registered it here since this conductor started.
+            UnknownNamespace: the namespace was not registered since this conductor started.
         """
         if request.namespace_id not in self.namespaces:
             raise unknown_namespace(request.namespace_id)
@@ -264,11 +269,11 @@ class Cluster:
         return self._lookup_reply(request, segments)
 
     async def answer_lookup(self, request: m.Lookup) -> m.LookupReply:
-        """As `lookup`, for an index that may have to be waited for."""
+        """`lookup`, for indexes that need I/O as well."""
         return self.lookup(request)
 
     async def answer_registration(self, request: m.RegisterNamespace) -> m.NamespaceReply:
-        """As `register_namespace`, where others may have to be asked."""
+        """`register_namespace`, for indexes that need I/O as well."""
         return self.register_namespace(request)
 
     def _lookup_reply(self, request: m.Lookup, segments: list[m.Segment]) -> m.LookupReply:
@@ -279,7 +284,7 @@ class Cluster:
         return m.LookupReply(found, segments, wait_s)
 
     async def find(self, namespace_id: bytes, hashes: Sequence[bytes]) -> Found:
-        """Which leading blocks of a chain the pool has. One question for any number of hosts."""
+        """Look up the leading blocks of a chain, once for any number of hosts."""
         return Found(self.index.holders(namespace_id, hashes), self._readable_hosts())
 
     def _readable_hosts(self, exclude: Sequence[str] = ()) -> Mapping[str, str]:
@@ -290,9 +295,10 @@ class Cluster:
         }
 
     def report_miss(self, request: m.ReportMiss) -> m.Ok:
-        """A client's pin or read failed; believed for a while only, for a claim is no proof.
+        """Record that a client's pin or read failed.
 
-        Of a long run the head alone: no plan gets to what follows it.
+        The record expires soon, because the report may be wrong.
+        Of a long run only the head is recorded: no plan reads past a missing block.
         """
         hashes = unpack_hashes(request.hashes[: MAX_MISSES * HASH_BYTES])
         self.counters["reported_misses"] += len(hashes)
@@ -300,7 +306,7 @@ class Cluster:
         return m.Ok()
 
     def count_copies(self, request: m.CountCopies) -> m.CopyCounts:
-        """On how many live nodes each block stands, draining and excluded ones left out.
+        """Count the live nodes that hold each block. Draining and excluded nodes do not count.
 
         Raises:
             InvalidArgument: more than `MAX_COUNTED` hashes.
@@ -316,17 +322,17 @@ class Cluster:
     def namespace_page(
         self, request: m.Namespaces, principal: Principal = ANYBODY
     ) -> m.NamespacesReply:
-        """A page of the namespaces that the principal may know of."""
+        """A page of the namespaces that the principal may see."""
         tenant = None if principal.sees_all else principal.tenant
         return m.NamespacesReply(self.namespaces.page(request.offset, request.limit, tenant))
 
     def node_list(self, principal: Principal = ANYBODY) -> m.NodesReply:
-        """Every node that is known, with its state and room."""
+        """Every node that the principal may see, with its state and space."""
         infos = []
         now = self.clock()
         for node in self.nodes.members():
             free = capacity = 0
-            # Its own uptime outlives a restart of this conductor; before it reported, the join counts.
+            # The reported uptime is right even if this conductor restarted.
             age_s = max(now - node.joined_at, node.report.uptime_s if node.report else 0.0)
             for tier in node.report.tiers if node.report else ():
                 if tier.tier == Tier.DRAM:
@@ -337,25 +343,15 @@ class Cluster:
         return m.NodesReply(infos)
 
     def notice(self) -> str:
-        """What an operator should know: "" when all is well."""
+        """A warning for the operator; "" if there is none."""
         return ""
 
     def index_blocks(self) -> int:
-        """Entries of the index that look-ups are answered from now."""
+        """The number of entries in the index that serves look-ups now."""
         return self.index.blocks()
 
     def stats(self) -> m.PoolStatsReply:
-        """The whole pool's accounting, as nodes and workers last reported it."""
-        return self._stats({})
-
-    def _stats(
-        self,
-        counters: dict[str, float],
-        *,
-        index: str = "memory",
-        notice: str = "",
-        conductors: Sequence[str] = (),
-    ) -> m.PoolStatsReply:
+        """The accounting of the whole pool, as nodes and workers last reported it."""
         return m.PoolStatsReply(
             self.conductor_id,
             self.epoch,
@@ -368,15 +364,11 @@ class Cluster:
             ],
             self.index_blocks(),
             {name: float(value) for name, value in self.counters.items()}
-            | self.engine_feeds.stats()
-            | counters,
-            index,
-            notice,
-            list(conductors),
+            | self.engine_feeds.stats(),
         )
 
     def stats_for(self, principal: Principal) -> m.PoolStatsReply:
-        """As `stats`; a tenant is told of the nodes' room and its own workers, and of no count over all."""
+        """`stats`, limited to what the principal may see. A tenant gets no counts of the pool."""
         stats = self.stats()
         if principal.sees_all:
             return stats
@@ -397,16 +389,16 @@ class Cluster:
         )
 
     def is_open_to(self, node: m.NodeDescriptor, tenant: str) -> bool:
-        """Whether blocks of this tenant may stand there, and its clients know how to reach that node."""
+        """Whether the node may hold blocks of this tenant, and the tenant's clients may see it."""
         return node.tenant == (tenant if tenant in self.isolated_tenants else "")
 
     def tenant_of_worker(self, worker_id: str) -> str | None:
-        """Whose a worker is; None when it is not known."""
+        """The tenant of a worker; None if the worker is unknown."""
         worker = self.workers.get(worker_id)
         return worker.descriptor.namespace.tenant if worker is not None else None
 
     def workers_of(self, principal: Principal) -> list[Member[m.WorkerDescriptor, m.WorkerLoad]]:
-        """The workers that the principal may know of: those of its tenant."""
+        """The workers that the principal may see: those of its tenant."""
         return [
             worker
             for worker in self.workers
@@ -416,7 +408,7 @@ class Cluster:
     # ------------------------------------------------------------ for the scheduler
 
     def scheduling_inputs(self, tenant: str | None = None) -> SchedulingInputs:
-        """The cluster as a decision may see it now; with the nodes of one tenant, or of all."""
+        """The cluster's present state for the scheduler, with the nodes of one tenant or of all."""
         workers = {
             worker.member_id: WorkerStatus(
                 worker.member_id,
@@ -434,7 +426,7 @@ class Cluster:
             node.member_id: NodeStatus(
                 node.member_id,
                 node.descriptor.host,
-                _room(node.report),
+                _available_bytes(node.report),
                 node.state,
                 {
                     t.tier: t.read_bytes_per_s
@@ -455,7 +447,7 @@ class Cluster:
         tokens: int,
         segments: Sequence[m.Segment],
     ) -> float:
-        """How long this worker should wait for a disk; 0: no limit. See `prices`."""
+        """How long this worker should wait for a disk before computing is faster; 0: no limit."""
         if self.scheduler_config.always_reuse:
             return 0.0
         return disk_wait.worthwhile_s(self.cost, self.nodes, worker, namespace, tokens, segments)
@@ -466,13 +458,13 @@ class Cluster:
         return [node for node in nodes if self.is_open_to(node, tenant)]
 
     def sweep(self) -> None:
-        """Suspect the silent, forget the dead, end vain waits, free memory in slices.
+        """Suspect silent members, remove dead ones, end waits for lost ones, free memory in slices.
 
         Call it every `sweep_s`.
         """
         now = self.clock()
         for member in self.nodes.sweep(now).died:
-            log.warning("node is dead, its blocks are forgotten", node=member)
+            log.warning("node is dead, its blocks are dropped", node=member)
             self._forget_node(member)
         for member in self.workers.sweep(now).died:
             log.warning("worker is dead", worker=member)
@@ -480,12 +472,12 @@ class Cluster:
         self.engine_feeds.follow([worker.descriptor for worker in self.workers])
         self.peer_guard.check()
         for request_id in self.in_flight.expire(now - FORGET_REQUESTS_AFTER_S):
-            log.warning("request never ended, its load is forgotten", request_id=request_id)
+            log.warning("request never ended, its load is dropped", request_id=request_id)
         self.index.expire_misses(now)
         self.index.reclaim(RECLAIM_BLOCKS)
 
     def record_misses(self, node_id: str, namespace_id: bytes, hashes: Sequence[bytes]) -> None:
-        """A planned read from this node failed: do not plan it again for a while."""
+        """Do not plan reads of these blocks from this node for a while: one has failed."""
         until = self.clock() + self._config.suspect_after_s
         for block_hash in hashes:
             self.index.record_miss(node_id, namespace_id, block_hash, until)
@@ -494,8 +486,8 @@ class Cluster:
         return m.MemberReply(resync, self._config.heartbeat_s)
 
 
-def _room(report: m.NodeStatsReply | None) -> int:
-    """Bytes that a reservation could get: free, or held by blocks that nobody has pinned."""
+def _available_bytes(report: m.NodeStatsReply | None) -> int:
+    """Bytes that a reservation could get: free ones, and those of blocks that are not pinned."""
     if report is None:
         return UNKNOWN_ROOM
     return sum(
@@ -503,6 +495,3 @@ def _room(report: m.NodeStatsReply | None) -> int:
         for tier in report.tiers
         if tier.tier == Tier.DRAM
     )
-
-
-__all__ = ["Cluster", "State"]

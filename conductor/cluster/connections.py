@@ -1,4 +1,4 @@
-"""The conductor's connections to workers and nodes, and how long it waits for each of them."""
+"""The conductor's connections to workers and nodes, and how long each call may wait."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpool.wire.client import Undo
 
 
 class MemberConnection(Protocol):
-    """What can be asked of a member, whatever it speaks; see `kvpool.wire.WireClient`."""
+    """A connection to a node or worker: a `WireClient`, or an `EngineClient` over HTTP."""
 
     async def call(self, request: m.Message, timeout_s: float, undo: Undo | None = None) -> Any: ...
 
@@ -28,7 +28,7 @@ class MemberConnection(Protocol):
 
 
 class Connections:
-    """One pipelined connection per address; every wait ends when its member is lost."""
+    """One pipelined connection per address. A call ends as soon as its member is lost."""
 
     def __init__(self, cluster: Cluster, credentials: Credentials = NO_CREDENTIALS) -> None:
         self._cluster = cluster
@@ -41,11 +41,11 @@ class Connections:
             await client.close()
 
     def add(self, address: str, connection: MemberConnection) -> None:
-        """Reach `address` by this link, which is ours from now on."""
+        """Use this connection for `address`, and own it: `close` closes it."""
         self._clients[address] = connection
 
     def to(self, address: str) -> MemberConnection:
-        """The connection to `address`, made when there is none yet."""
+        """The connection to `address`, opened at the first use."""
         client = self._clients.get(address)
         if client is None:
             cluster = self._cluster
@@ -65,10 +65,13 @@ class Connections:
         within_s: float,
         undo: Undo | None = None,
     ) -> Any:
-        """A node's answer. `undo`: see `WireClient.call`.
+        """Send a request to a node and return the reply.
+
+        Args:
+            undo: as of `WireClient.call`.
 
         Raises:
-            DeadlineExceeded: none within `within_s`.
+            DeadlineExceeded: no reply within `within_s`.
             Unavailable: the node is silent, gone or restarted.
         """
         nodes = self._cluster.nodes
@@ -80,7 +83,7 @@ class Connections:
     async def call_worker(
         self, worker: Member[m.WorkerDescriptor, Any], request: m.Message, within_s: float
     ) -> Any:
-        """A worker's answer. Raises: as `call_node`."""
+        """Send a request to a worker and return the reply. Raises as `call_node`."""
         workers = self._cluster.workers
         async with self._cluster.peer_guard.waiting(
             f"worker {worker.member_id}",
@@ -96,13 +99,13 @@ class Connections:
         deadline: float,
         first_within_s: float,
     ) -> AsyncGenerator[Any, None]:
-        """A worker's tokens, then its report.
+        """Stream a worker's tokens, then its report.
 
-        Tokens are a sign of life, too: while they come, missing heartbeats mean nothing. And a silent
-        worker is waited for as long as no other could take over.
+        Tokens are signs of life: while they arrive, missing heartbeats do not matter. A silent
+        worker is not given up while no other worker could take over.
 
         Args:
-            deadline: of the whole, in monotonic seconds.
+            deadline: of the whole stream, in monotonic seconds.
             first_within_s: longest wait for the first item.
 
         Raises:
@@ -112,7 +115,7 @@ class Connections:
         patience_s = self._cluster.workers.config.suspect_after_s
         heard_at = float("-inf")
 
-        def why_in_vain() -> str:
+        def why_lost() -> str:
             member = self._cluster.workers.get(worker.member_id)
             reason = self._cluster.workers.why_lost(worker.member_id, worker.epoch)
             is_speaking = time.monotonic() - heard_at < patience_s
@@ -127,7 +130,7 @@ class Connections:
         async with contextlib.aclosing(items):
             while True:
                 async with self._cluster.peer_guard.waiting(
-                    f"worker {worker.member_id}", why_in_vain, within_s
+                    f"worker {worker.member_id}", why_lost, within_s
                 ):
                     item = await anext(items, None)
                 if item is None:
@@ -137,7 +140,7 @@ class Connections:
                 within_s = deadline - time.monotonic()
 
     def has_other(self, worker: Member[m.WorkerDescriptor, Any]) -> bool:
-        """Whether another live worker could decode what this one does."""
+        """Whether another live worker could decode this worker's requests."""
         namespace = worker.descriptor.namespace
         return any(
             other.member_id != worker.member_id

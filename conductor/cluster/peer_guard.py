@@ -1,7 +1,8 @@
-"""Waiting for a member's answer only as long as there is a point in it.
+"""Ends waits for replies of members that are lost.
 
-A process that was stopped, or whose host lost power, closes no connection: only membership tells. Each
-wait brings a question ("why is it in vain?"), which is put at its start and at each sweep.
+A process that is stopped, or whose host loses power, closes no connection; only membership detects
+it. Each wait has a function that says why its peer is lost. It is called at the start of the wait
+and at each sweep.
 """
 
 from __future__ import annotations
@@ -16,36 +17,36 @@ from kvpool.errors import DeadlineExceeded, Unavailable
 
 @dataclass(slots=True, eq=False)
 class _Wait:
-    why_in_vain: Callable[[], str]
+    why_lost: Callable[[], str]
     limit: asyncio.Timeout
     reason: str = ""
 
 
 class PeerGuard:
-    """All waits of this process; `check` ends those that became vain."""
+    """All waits of this process; `check` ends those whose peer is lost."""
 
     def __init__(self) -> None:
         self._waits: set[_Wait] = set()
 
     @contextlib.asynccontextmanager
     async def waiting(
-        self, who: str, why_in_vain: Callable[[], str], within_s: float
+        self, who: str, why_lost: Callable[[], str], within_s: float
     ) -> AsyncIterator[None]:
-        """Cancel the body when the wait is in vain or `within_s` is over.
+        """Cancel the body when the peer is lost or `within_s` has passed.
 
         Args:
-            who: named in errors, e.g. "worker 1234".
-            why_in_vain: "" as long as waiting makes sense, else the reason.
+            who: the peer's name in errors, e.g. "worker 1234".
+            why_lost: returns why the peer is lost; "" while it is not.
 
         Raises:
-            Unavailable: with the reason.
+            Unavailable: the peer is lost; the error has the reason.
             DeadlineExceeded: `within_s` passed.
         """
-        reason = why_in_vain()
+        reason = why_lost()
         if reason:
             raise Unavailable(f"{who} {reason}")
         limit = asyncio.timeout(max(0.0, within_s))
-        wait = _Wait(why_in_vain, limit)
+        wait = _Wait(why_lost, limit)
         try:
             async with limit:
                 self._waits.add(wait)
@@ -56,14 +57,14 @@ class PeerGuard:
         except TimeoutError:
             if wait.reason:
                 raise Unavailable(f"{who} {wait.reason}") from None
-            raise DeadlineExceeded(f"{who} did not answer within {within_s:.3g} s") from None
+            raise DeadlineExceeded(f"{who} did not reply within {within_s:.3g} s") from None
 
     def check(self) -> None:
-        """Put each wait's question again. Call it after each sweep of membership."""
+        """Check every wait. Call it after each sweep of membership."""
         now = asyncio.get_running_loop().time() if self._waits else 0.0
         for wait in list(self._waits):
             if not wait.reason and not wait.limit.expired():
-                wait.reason = wait.why_in_vain()
+                wait.reason = wait.why_lost()
                 if wait.reason:
                     wait.limit.reschedule(now)
 

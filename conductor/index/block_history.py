@@ -1,7 +1,7 @@
-"""What was last heard of blocks, of those that are gone as well: so that a miss can be given a reason.
+"""The last event of each block, also of removed ones, to find the reason of a miss. Pure.
 
-A table of fixed size, 8 bytes an entry, in which a newer block takes the place of an older one with the
-same slot. It is no index: it says nothing of where a block can be read. Pure.
+It is a table of fixed size with 8 bytes per entry. A newer block overwrites an older one in the
+same slot. It is not an index: it does not say where a block can be read.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from kvpool.wire.messages import BlockEvent
 
 _NODE_BITS = 14
 _KIND_BITS = 2
-_SHIFT = np.uint64(_NODE_BITS + _KIND_BITS)  # the rest, 48 bits, tells blocks of one slot apart
+_SHIFT = np.uint64(_NODE_BITS + _KIND_BITS)  # the other 48 bits are of the hash
 _KINDS: dict[str, int] = {"stored": 1, "removed": 2}
 
 
 class LastEvent(NamedTuple):
-    """The last event of a block that was heard, and the node that spoke ("" when that is not known any more)."""
+    """The last event of a block, and the node that reported it ("" if it is not known any more)."""
 
     kind: Literal["stored", "removed"]
     node_id: str
 
 
 class BlockHistory:
-    """See the module's docstring.
+    """Last events by block hash.
 
     Args:
-        capacity: blocks remembered at most, rounded up to a power of two.
+        capacity: maximum number of blocks, rounded up to a power of two.
 
     Raises:
         InvalidArgument: the capacity is not positive.
@@ -39,7 +39,7 @@ class BlockHistory:
 
     def __init__(self, capacity: int = 1 << 20) -> None:
         if capacity < 1:
-            raise InvalidArgument(f"news of {capacity} blocks")
+            raise InvalidArgument(f"a block history of {capacity} blocks")
         size = 1 << max(0, capacity - 1).bit_length()
         self._mask = np.uint64(size - 1)
         self._table = np.zeros(size, dtype=np.uint64)
@@ -48,7 +48,7 @@ class BlockHistory:
         self._next = 0
 
     def record(self, node_id: str, events: Sequence[BlockEvent]) -> None:
-        """A node's events, in order. About 10 ns a block."""
+        """Record a node's events, in order. About 10 ns per block."""
         number = self._number_of(node_id)
         for event in events:
             kind = _KINDS.get(event.kind)
@@ -60,7 +60,7 @@ class BlockHistory:
             self._table[(halves[:, 0] & self._mask).astype(np.int64)] = marks | code
 
     def last_event(self, block_hash: bytes) -> LastEvent | None:
-        """None: never heard of, or so long ago that others took its place."""
+        """The last event of a block; None if there was none, or if another block overwrote it."""
         first = int.from_bytes(block_hash[:8], "little")
         mark = int.from_bytes(block_hash[8:16], "little") >> int(_SHIFT)
         entry = int(self._table[first & int(self._mask)])
@@ -75,9 +75,7 @@ class BlockHistory:
         if number is None:
             number = self._next % (1 << _NODE_BITS)
             self._next += 1
-            if number < len(
-                self._names
-            ):  # so many nodes came and went that the first number is free
+            if number < len(self._names):  # all numbers are used: reuse the oldest one
                 self._numbers.pop(self._names[number], None)
                 self._names[number] = node_id
             else:

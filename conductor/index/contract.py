@@ -1,12 +1,12 @@
-"""The block index: which node holds which block in which tier, as the nodes have told it.
+"""The block index: which node holds which block in which tier, as the nodes reported it. Pure.
 
-This module is the contract (`Index`), the values it speaks in, and the one algorithm that all backends
-share (`cover_run`). It is not a backend; see `conductor.index.memory`. The index is soft state: it may be
-stale, and a stale answer costs one failed pin, never a wrong byte. It knows nothing of liveness or of
-sequence numbers (`conductor.members.membership`); it does fence epochs, so that a late message of an earlier life
-of a node cannot bring back what that life held.
+This module has the contract (`Index`), its values, and the algorithm that all backends share
+(`cover_run`). `conductor.index.memory` and `conductor.redis.index` are the backends.
 
-Pure: no I/O, no clock, no randomness.
+The index is soft state: it may be stale. A stale hit costs one failed pin and never returns wrong
+bytes. Liveness and sequence numbers are the business of `conductor.members.membership`. The index
+does fence epochs, so that a late message from before a node's restart cannot bring back blocks of
+that time.
 """
 
 from __future__ import annotations
@@ -29,47 +29,47 @@ class Holder(NamedTuple):
     tier: Tier
 
 
-Holders = tuple[Holder, ...]  # of one block; fastest tier first, then by node id
+Holders = tuple[Holder, ...]  # all copies of one block, by tier (fastest first), then by node id
 
 
 class Found(NamedTuple):
-    """What the pool had of a chain when it was looked up, to be read from any host.
+    """The part of a chain that the pool had when it was looked up.
 
     Args:
-        holders: of the leading blocks, in order.
-        hosts: node id -> host, of the nodes that might be read then.
+        holders: of each leading block, in order.
+        hosts: node id -> host of the nodes that could be read then.
     """
 
     holders: Sequence[Holders]
     hosts: Mapping[str, str]
 
     def segments(self, host: str) -> list[Segment]:
-        """The leading run as it is best read from `host`; see `cover_run`."""
+        """The leading run as it is best read from `host`, by `cover_run`."""
         return cover_run(self.holders, self.hosts, host)
 
 
 class Index(Protocol):
     """Soft state about blocks, keyed by (namespace_id, hash).
 
-    Work per call is bounded by the size of the call, never by the size of the index: whatever could be
-    long (a node that died, a namespace that was cleared, the end of a snapshot) hides its blocks at once
-    and leaves their memory to `reclaim`, in slices.
+    The work per call is bounded by the size of the call, not by the size of the index. Removing a
+    node, clearing a namespace and ending a snapshot hide blocks at once; `reclaim` frees their
+    memory later, in slices.
     """
 
     def apply(self, node_id: str, epoch: int, events: Sequence[BlockEvent]) -> None:
-        """Record what a node says happened, in order; all of it or, on an error, nothing.
+        """Apply a node's events, in order; on an error, apply none.
 
-        "stored" adds (and ends any suspicion of that copy), "removed" takes away, "cleared" takes away
-        all of the namespace on that node. For the last two no tier means every tier. An epoch newer
-        than the known one voids all that the node said before.
+        "stored" adds copies and drops their recorded misses, "removed" removes copies, "cleared"
+        removes all copies of the namespace on that node. For the last two, no tier means every
+        tier. An epoch newer than the known one removes everything that the node reported before.
 
         Raises:
-            StaleEpoch: the epoch is over.
+            StaleEpoch: a newer epoch of the node is known.
             InvalidArgument: an unknown kind, "stored" without a tier, or hashes of a wrong length.
         """
 
     def holders(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[Holders]:
-        """Who holds each block of the leading run; as long as `leading_run` says."""
+        """The holders of each leading block, up to the first block that nobody holds."""
 
     def segments(
         self,
@@ -78,57 +78,64 @@ class Index(Protocol):
         hosts: Mapping[str, str],
         prefer_host: str = "",
     ) -> list[Segment]:
-        """Cover the leading run with segments; see `cover_run`.
+        """Cover the leading run with segments, by `cover_run`.
 
         Args:
-            hosts: node id -> host of the nodes that may be read; others are as if they held nothing, so
-                the cover may be shorter than `leading_run`.
+            hosts: node id -> host of the nodes that may be read. Copies on other nodes do not
+                count, so the segments may cover less than the leading run.
         """
 
     def begin_snapshot(self, node_id: str, epoch: int) -> None:
-        """A full report of the node follows. What was known stays visible until `end_snapshot`.
+        """Begin a full report of the node. Earlier blocks stay visible until `end_snapshot`.
 
-        A snapshot begun before and not ended is thrown away.
+        An earlier snapshot that has not ended is dropped.
 
         Raises:
-            StaleEpoch: the epoch is over.
+            StaleEpoch: a newer epoch of the node is known.
         """
 
     def end_snapshot(self, node_id: str) -> bool:
-        """What was not named since `begin_snapshot` is gone. False when none was begun."""
+        """Remove the node's blocks that were not stored since `begin_snapshot`.
+
+        Return False if no snapshot was begun.
+        """
 
     def remove_node(self, node_id: str, max_blocks: int) -> bool:
-        """Hide all that the node holds, at once, and free about `max_blocks` entries.
+        """Hide all copies on the node at once, and free about `max_blocks` entries.
 
-        Call it once, then `reclaim` until done: the node may have come back in between.
+        Call it once, then `reclaim` until nothing is left: the node may have joined again in
+        between.
 
         Returns:
-            True when nothing is left to reclaim.
+            Whether nothing is left to reclaim.
         """
 
     def reclaim(self, max_blocks: int) -> bool:
-        """Free about `max_blocks` entries of hidden blocks; True when nothing is left to reclaim."""
+        """Free about `max_blocks` entries of hidden blocks.
+
+        Return whether nothing is left to reclaim.
+        """
 
     def record_miss(
         self, node_id: str, namespace_id: bytes, block_hash: bytes, until: float
     ) -> None:
-        """Do not answer this copy before `until` (monotonic seconds): a pin of it has just failed.
+        """Leave a copy whose pin failed out of look-ups until `until` (monotonic seconds).
 
-        A new "stored" event for the copy ends the suspicion earlier.
+        A new "stored" event for the copy ends this earlier.
         """
 
     def expire_misses(self, now: float) -> int:
-        """End the suspicions whose time has passed; returns how many."""
+        """Drop the recorded misses whose time has passed; return how many."""
 
     def blocks(self) -> int:
-        """Entries kept, the hidden ones that wait for `reclaim` included."""
+        """The number of entries, including hidden ones that wait for `reclaim`."""
 
 
 class SharedIndex(Protocol):
-    """The contract of `Index` for a backend outside of this process: the same calls, to be awaited.
+    """The contract of `Index` for a backend outside this process: the same calls, asynchronous.
 
-    In addition every call may raise `Unavailable`. What it was to change is then in doubt, and the node has
-    to report again.
+    In addition, every call may raise `Unavailable`. It is then unknown whether the change was made,
+    and the node must send a full report.
     """
 
     async def apply(self, node_id: str, epoch: int, events: Sequence[BlockEvent]) -> None: ...
@@ -161,17 +168,18 @@ class SharedIndex(Protocol):
 
 
 def checked_hashes(event: BlockEvent) -> list[bytes]:
-    """The hashes of an event.
+    """Validate an event and return its hashes.
 
     Raises:
-        InvalidArgument: an unknown kind, "stored" without a tier, or hashes or a namespace id of a wrong length.
+        InvalidArgument: an unknown kind, "stored" without a tier, or hashes or a namespace id of a
+            wrong length.
     """
     if event.kind not in ("stored", "removed", "cleared"):
         raise InvalidArgument(f"unknown kind of block event {event.kind!r}")
     if event.tier is None and event.kind == "stored":
-        raise InvalidArgument("a stored block event without a tier")
+        raise InvalidArgument("a block event of kind stored needs a tier")
     if len(event.namespace_id) != HASH_BYTES:
-        raise InvalidArgument(f"a namespace id has {HASH_BYTES} bytes")
+        raise InvalidArgument(f"a namespace id must have {HASH_BYTES} bytes")
     return unpack_hashes(event.hashes)
 
 
@@ -180,23 +188,24 @@ def cover_run(
 ) -> list[Segment]:
     """Cover the leading blocks that readable nodes hold with as few segments as locality allows.
 
-    Every block that stands on `prefer_host` is read there: one more pin costs less than moving a block
-    between hosts. Within a stretch of equal locality the longest run wins at each step, which gives the
-    fewest segments. Among equally long runs: the faster tier, then the smaller node id.
+    Every block that is on `prefer_host` is read there: an additional pin costs less than moving a
+    block between hosts. Among blocks of equal locality the longest run is taken at each step, which
+    gives the fewest segments. Among runs of equal length the faster tier is taken, then the smaller
+    node id.
 
     Args:
-        holders: of the leading blocks, in order. Equal neighbours that are one object are cheapest.
-        hosts: node id -> host, of the nodes that may be read.
+        holders: of each leading block, in order. It is fastest if equal neighbours are one object.
+        hosts: node id -> host of the nodes that may be read.
 
     Returns:
-        Segments that follow on each other from block 0. `tier` is the slowest tier within the segment,
-        `ready` how many of its leading blocks stand in a faster one.
+        Consecutive segments from block 0. `tier` is the slowest tier within the segment. `ready` is
+        how many of its leading blocks are in a faster tier.
     """
     return cover_runs(runs_of(holders), hosts, prefer_host)
 
 
 def runs_of(values: Sequence[V]) -> list[tuple[V, int]]:
-    """Equal neighbours as one, with their number; cheapest where they are one object."""
+    """Count equal neighbours. It is fastest if they are one object."""
     runs: list[tuple[V, int]] = []
     start, previous = 0, values[0] if values else None
     for at, value in enumerate(values):
@@ -213,7 +222,7 @@ def runs_of(values: Sequence[V]) -> list[tuple[V, int]]:
 def cover_runs(
     runs: Sequence[tuple[Holders, int]], hosts: Mapping[str, str], prefer_host: str = ""
 ) -> list[Segment]:
-    """As `cover_run`, of runs of blocks that have the same holders."""
+    """`cover_run` over runs of blocks with the same holders."""
     choices: list[dict[str, Tier]] = []
     counts: list[int] = []
     for copies, count in runs:
@@ -247,7 +256,7 @@ def cover_runs(
 
 
 def _nearest(copies: Holders, hosts: Mapping[str, str], prefer_host: str) -> dict[str, Tier]:
-    """Readable nodes of the best locality, each with the fastest tier that holds the block."""
+    """The readable nodes of the best locality, each with its fastest tier that holds the block."""
     near: dict[str, Tier] = {}
     far: dict[str, Tier] = {}
     for node_id, tier in copies:

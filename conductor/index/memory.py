@@ -1,17 +1,17 @@
-"""The block index in this process's memory: the embedded default behind `conductor.index.Index`.
+"""The block index in this process's memory, the default backend.
 
-A namespace maps each hash to one int whose bits are holdings: (node, tier) pairs of that namespace. A
-lookup is thus one dict probe and one AND a block. Each holding keeps its hashes in a bag (the reverse
-index). To retire a holding is to clear its bit in the namespace's `live` mask, O(1); its entries are
-reclaimed in slices, and only then is the bit given to somebody else. A snapshot fills fresh holdings
-beside the old ones and retires those at its end, so its end costs O(1) too.
+A namespace maps each hash to one int. Its bits are holdings, (node, tier) pairs of that namespace,
+so that a look-up costs one dict probe and one AND per block. Each holding keeps its hashes in a
+bag, the reverse index. Retiring a holding clears its bit in the namespace's `live` mask, in O(1).
+Its entries are reclaimed in slices, and only then is the bit reused. A snapshot fills new holdings
+beside the old ones and retires the old ones at its end, which is O(1) too.
 
-Where a look-up spends its time is the memory: three cache misses a block. Tried beside it in one run each, 256 hashes,
-times of the dict's: `itemgetter` 0.9 to 1.0; the hashes sorted first 1.5; huge pages under the dict 0.95 to 1.05; an open-
-addressed numpy table with 16-byte entries 0.9 to 1.05 at 1 million blocks and 0.45 at 5 million, for updates that cost
-several times as much. The dict stays.
+Look-ups are bound by memory: three cache misses per block. Alternatives, each measured in one run
+with 256 hashes, as multiples of the dict's time: `itemgetter` 0.9 to 1.0; sorting the hashes first
+1.5; huge pages under the dict 0.95 to 1.05; an open-addressed numpy table with 16-byte entries 0.9
+to 1.05 at 1 million blocks and 0.45 at 5 million, but updates cost several times as much.
 
-Not thread-safe, and not durable by design.
+It is not thread-safe and, by design, not durable.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument, StaleEpoch
 from kvpool.wire.messages import BlockEvent, Segment
 
-MAX_FENCES = 65_536  # epochs remembered of nodes that are gone
+MAX_FENCES = 65_536  # epochs of nodes, also of those that left
 FIRST_PIECE, PIECE = 32, 1024  # blocks of a chain that are probed at a time
-MAX_MASKS = 4_096  # shared int objects and decoded masks, each a few hundred bytes at most
+MAX_MASKS = 4_096  # shared int objects and decoded masks, at most a few hundred bytes each
 
 
 class _Holding:
@@ -47,7 +47,7 @@ class _Holding:
 
 
 class _Space:
-    """One namespace: masks by hash, and what the bits mean."""
+    """One namespace: masks by hash, and the holding of each bit."""
 
     __slots__ = ("blocks", "decoded", "free_bits", "holdings", "live")
 
@@ -55,7 +55,7 @@ class _Space:
         self.blocks: dict[bytes, int] = {}
         self.live = 0
         self.holdings: list[_Holding | None] = []
-        self.free_bits: list[int] = []  # a heap: low bits first, so that masks stay short
+        self.free_bits: list[int] = []  # a heap: low bits are used first, which keeps masks short
         self.decoded: dict[int, Holders] = {}
 
 
@@ -68,16 +68,17 @@ class _Node:
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self.current: _Table = {}
-        self.building: _Table | None = None  # not None between begin and end of a snapshot
+        self.building: _Table | None = None  # set between begin and end of a snapshot
 
 
 class MemoryIndex:
-    """See `conductor.index.Index` for the contract.
+    """The index of one process.
 
     Args:
-        max_blocks: entries kept at most. Beyond it new blocks are not recorded, which makes them misses;
-            `dropped` counts them. ~115 B an entry with one holder: see benchmarks/index.py.
-        max_misses: failed pins remembered at most; beyond it the ones that end first are dropped.
+        max_blocks: maximum number of entries, about 115 B each with one holder
+            (benchmarks/index.py). Above it new blocks are not recorded and become misses; `dropped`
+            counts them.
+        max_misses: maximum number of recorded misses. Above it those that end first are dropped.
 
     Raises:
         InvalidArgument: a limit is not positive.
@@ -93,11 +94,11 @@ class MemoryIndex:
         self._nodes: dict[str, _Node] = {}
         self._fences: dict[str, int] = {}
         self._retired: deque[_Holding] = deque()
-        self._untidy: dict[_Holding, None] = {}  # whose bags have something to free
+        self._untidy: dict[_Holding, None] = {}  # holdings whose bags have memory to free
         self._masks: dict[int, int] = {}
         self._misses = NegativeCache(max_misses)
 
-    # ------------------------------------------------------------ what nodes say
+    # ------------------------------------------------------------ reports of nodes
 
     def apply(self, node_id: str, epoch: int, events: Sequence[BlockEvent]) -> None:
         unpacked = [checked_hashes(event) for event in events]
@@ -154,7 +155,7 @@ class MemoryIndex:
                 del self._untidy[holding]
         return not self._retired
 
-    # ------------------------------------------------------------ suspicion
+    # ------------------------------------------------------------ misses
 
     def record_miss(
         self, node_id: str, namespace_id: bytes, block_hash: bytes, until: float
@@ -166,7 +167,7 @@ class MemoryIndex:
     def expire_misses(self, now: float) -> int:
         return self._misses.expire(now)
 
-    # ------------------------------------------------------------ answers
+    # ------------------------------------------------------------ look-ups
 
     def holders(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[Holders]:
         space = self._spaces.get(namespace_id)
@@ -217,7 +218,10 @@ class MemoryIndex:
     # ------------------------------------------------------------ inside
 
     def _admit(self, node_id: str, epoch: int) -> _Node:
-        """The node at this epoch; a newer epoch voids what the older one said."""
+        """The node at this epoch.
+
+        A newer epoch removes what the node reported under the older one.
+        """
         fence = self._fences.get(node_id, epoch)
         if epoch < fence:
             raise StaleEpoch(f"node {node_id} is at epoch {fence}, message is of {epoch}")
@@ -294,13 +298,13 @@ class MemoryIndex:
             self._retire(holding)
 
     def _retire(self, holding: _Holding) -> None:
-        """Hide its blocks at once; `reclaim` does the rest."""
+        """Hide a holding's blocks at once. `reclaim` frees them."""
         self._spaces[holding.namespace_id].live &= ~holding.mask
         self._untidy.pop(holding, None)
         self._retired.append(holding)
 
     def _drop_if_empty(self, holding: _Holding) -> None:
-        """Give the bit back as soon as the last block is gone, unless `reclaim` is about to."""
+        """Free the bit of an empty holding. If the holding is retired, `reclaim` frees the bit."""
         if holding.hashes or not self._spaces[holding.namespace_id].live & holding.mask:
             return
         key = (holding.namespace_id, holding.tier)
@@ -315,7 +319,7 @@ class MemoryIndex:
         bit = holding.mask.bit_length() - 1
         space.live &= ~holding.mask
         space.holdings[bit] = None
-        space.decoded.clear()  # the bit may mean somebody else from now on
+        space.decoded.clear()  # the bit will mean another holding
         heapq.heappush(space.free_bits, bit)
         if len(space.free_bits) == len(space.holdings):
             del self._spaces[holding.namespace_id]
@@ -329,7 +333,7 @@ class MemoryIndex:
             self._count -= 1
 
     def _shared(self, mask: int) -> int:
-        """One int object for equal masks: most blocks share few of them."""
+        """One int object for equal masks, because many blocks share few masks."""
         if len(self._masks) >= MAX_MASKS:
             self._masks.clear()
         return self._masks.setdefault(mask, mask)
@@ -339,7 +343,8 @@ class MemoryIndex:
     ) -> list[int]:
         live, suspects = space.live, self._misses.of(namespace_id)
         masks: list[int] = []
-        # In pieces, so that a long chain which is not here costs little; each piece in a few passes of C.
+        # Probe in pieces, so that a long unknown chain costs little. Each piece takes a few passes
+        # in C.
         for start, end in _pieces(len(hashes)):
             found = list(map(space.blocks.get, hashes[start:end], repeat(0)))
             kinds = {mask: mask & live for mask in set(found)}
@@ -360,7 +365,10 @@ class MemoryIndex:
         hashes: Sequence[bytes],
         masks: list[int],
     ) -> None:
-        """Take suspected copies out of the masks; what nobody else holds ends the run."""
+        """Take copies with recorded misses out of the masks.
+
+        A block without other copies ends the run.
+        """
         for at, block_hash in enumerate(hashes[: len(masks)]):
             doubted = suspects.get(block_hash)
             if doubted:

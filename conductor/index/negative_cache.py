@@ -1,17 +1,20 @@
-"""Copies that are not answered for a while because a pin of them has just failed. Bounded; no clock."""
+"""The negative cache: copies left out of look-ups for a while, because a pin of them failed.
+
+Bounded; no clock.
+"""
 
 from __future__ import annotations
 
 import heapq
 
-Copies = dict[str, float]  # node id -> when the suspicion ends, in monotonic seconds
+Copies = dict[str, float]  # node id -> when the entry ends, in monotonic seconds
 
 
 class NegativeCache:
-    """Suspected copies by namespace and block.
+    """Entries by namespace, block and node.
 
     Args:
-        capacity: kept at most; beyond it the ones that end first are dropped.
+        capacity: maximum number of entries. Above it those that end first are dropped.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -20,11 +23,11 @@ class NegativeCache:
         self._ends: list[tuple[float, bytes, bytes, str]] = []  # a heap
 
     def of(self, namespace_id: bytes) -> dict[bytes, Copies] | None:
-        """The suspects of one namespace by block; None when there are none. Read it only."""
+        """The entries of one namespace by block; None if there are none. Do not change it."""
         return self._spaces.get(namespace_id)
 
     def add(self, node_id: str, namespace_id: bytes, block_hash: bytes, until: float) -> None:
-        """Suspect a copy, or prolong its suspicion; a shorter one changes nothing."""
+        """Add an entry or prolong it. An earlier `until` changes nothing."""
         blocks = self._spaces.setdefault(namespace_id, {})
         copies = blocks.setdefault(block_hash, {})
         if copies.get(node_id, float("-inf")) >= until:
@@ -35,7 +38,7 @@ class NegativeCache:
             self._end(*heapq.heappop(self._ends))
 
     def clear(self, namespace_id: bytes, block_hash: bytes, node_id: str) -> None:
-        """Drop the entry of a copy."""
+        """Drop the entry of one copy."""
         blocks = self._spaces.get(namespace_id)
         copies = blocks.get(block_hash) if blocks is not None else None
         if blocks is None or copies is None:
@@ -47,7 +50,7 @@ class NegativeCache:
                 del self._spaces[namespace_id]
 
     def expire(self, now: float) -> int:
-        """End those whose time has passed; returns how many."""
+        """Drop the entries whose time has passed; return how many."""
         ended = 0
         while self._ends and self._ends[0][0] <= now:
             ended += self._end(*heapq.heappop(self._ends))
@@ -56,6 +59,6 @@ class NegativeCache:
     def _end(self, until: float, namespace_id: bytes, block_hash: bytes, node_id: str) -> int:
         copies = self._spaces.get(namespace_id, {}).get(block_hash, {})
         if copies.get(node_id) != until:
-            return 0  # ended by an event, or prolonged
+            return 0  # cleared, or prolonged
         self.clear(namespace_id, block_hash, node_id)
         return 1

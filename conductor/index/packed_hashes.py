@@ -1,8 +1,9 @@
-"""Hashes of one holding, packed closely: a set costs 27 to 53 bytes a hash, this costs 9.
+"""A compact bag of the hashes of one holding: 9 bytes per hash, where a set takes 27 to 53.
 
-It keeps no order and does not know what it contains: the caller tells apart what is in it. Removing only
-notes the hash; the notes are worked off chunk by chunk, by `tidy`. Full chunks are tuples: Python's cyclic collector
-looks at one of hashes once and never again, at a list in each full collection (30 ms a million hashes).
+It keeps no order and has no membership test; the caller knows which hashes are in it. `remove` only
+notes the hash, and `tidy` frees noted hashes chunk by chunk. Full chunks are tuples, because
+Python's cyclic collector visits a tuple of hashes once, and a list in each full collection (30 ms
+per million hashes).
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ Chunk = list[bytes] | tuple[bytes, ...]
 
 
 class PackedHashes:
-    """A bag of hashes, each at most once as long as the caller keeps to the rules of `add` and `remove`."""
+    """A bag of hashes.
+
+    Each is in it at most once if the caller obeys the rules of `add` and `remove`.
+    """
 
     __slots__ = ("_chunks", "_count", "_gone", "_leaving", "_next", "_untidy")
 
@@ -24,17 +28,15 @@ class PackedHashes:
         self._chunks: list[Chunk] = []  # the last one may be open, a list
         self._count = 0
         self._gone: set[bytes] = set()  # removed, and still in a chunk
-        self._leaving: set[bytes] = (
-            set()
-        )  # the same, of which chunks before `_untidy` are being freed
-        self._next = 0  # the chunk to be tidied next
-        self._untidy = 0
+        self._leaving: set[bytes] = set()  # removed before the present round of `tidy`
+        self._next = 0  # chunk that `tidy` visits next
+        self._untidy = 0  # number of chunks in the present round
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[bytes]:
-        """What is in it, for tests. O(size)."""
+        """The hashes, for tests. O(size)."""
         for number, chunk in enumerate(self._chunks):
             left = self._gone | self._leaving if number < self._untidy else self._gone
             yield from (block_hash for block_hash in chunk if block_hash not in left)
@@ -46,7 +48,8 @@ class PackedHashes:
             self._gone.remove(block_hash)
             return
         chunks = self._chunks
-        # While chunks are tidied, what is added again must not be taken for what was removed before.
+        # A hash that is added again during a round must not go into a chunk of that round: it would
+        # be freed.
         last = chunks[-1] if chunks else ()
         if isinstance(last, tuple) or len(last) >= CHUNK or len(chunks) == self._untidy:
             if chunks:
@@ -62,11 +65,11 @@ class PackedHashes:
 
     @property
     def is_untidy(self) -> bool:
-        """Whether `tidy` has something to do: an eighth of it or more has been removed."""
+        """Whether `tidy` should run: an eighth or more of the hashes were removed."""
         return bool(self._leaving) or len(self._gone) > max(MIN_NOTES, self._count // 8)
 
     def tidy(self) -> int:
-        """Free what was removed from one chunk; returns how many hashes that looked at."""
+        """Free the removed hashes of one chunk; return how many hashes were visited."""
         if not self._leaving:
             self._leaving, self._gone = self._gone, set()
             self._next, self._untidy = 0, len(self._chunks)
@@ -77,13 +80,13 @@ class PackedHashes:
             self._next += 1
             if self._next < self._untidy:
                 return len(chunk)
-        # Full circle: chunks that have become small are joined, which costs a pointer each.
+        # The round is over: join chunks that became small, at the cost of a pointer per hash.
         self._leaving, self._untidy = set(), 0
         self._join()
         return CHUNK
 
     def pop_some(self, most: int) -> list[bytes]:
-        """Take out up to `most` hashes, removed ones that were still noted among them."""
+        """Take out up to `most` hashes. They may include removed ones that `tidy` has not freed."""
         taken: list[bytes] = []
         while self._chunks and len(taken) < most:
             last = self._chunks[-1]
@@ -101,7 +104,7 @@ class PackedHashes:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether `pop_some` has nothing more to give."""
+        """Whether `pop_some` has taken everything."""
         return not self._chunks
 
     def _join(self) -> None:

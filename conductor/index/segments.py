@@ -1,4 +1,4 @@
-"""Arithmetic on segments: which node holds which run of a chain. Pure."""
+"""Operations on segments, the runs of a chain that one node holds. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def cut(segments: Sequence[Segment], limit: int) -> list[Segment]:
 
 
 def extend(segments: Sequence[Segment], covered: Mapping[int, str], blocks: int) -> list[Segment]:
-    """`segments` followed by the covered blocks (index -> node), as far as they go without a gap."""
+    """`segments` followed by the covered blocks (index -> node) up to the first gap."""
     out = list(segments)
     at = sum(segment.count for segment in out)
     while at < blocks and at in covered:

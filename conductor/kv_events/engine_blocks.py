@@ -1,8 +1,8 @@
-"""What one engine instance holds in its own memory, as pool blocks: kept up from its KV events. Pure.
+"""The pool blocks that one engine holds in its own memory, updated from its KV events. Pure.
 
-Engines name pages by hashes of their own, but say which tokens they cover; from these our prefix hashes follow. A
-pool block may span several pages, or a page several blocks. Whatever is in doubt counts as absent: an event whose
-parent is unknown, or anything past the memory bound.
+Engines name pages by hashes of their own, but their events include the tokens, from which the
+pool's prefix hashes are computed. A block may span several pages, or a page several blocks. Pages
+with an unknown parent and pages above the memory bound count as absent.
 """
 
 from __future__ import annotations
@@ -21,19 +21,17 @@ class _Page:
 
     def __init__(self, parent: PageHash | None, digest: bytes | None, tail: np.ndarray) -> None:
         self.parent = parent
-        self.digest = (
-            digest  # our hash of the last whole block at the page's end; None: not one yet
-        )
-        self.tail = tail  # tokens after it, fewer than a block's
-        self.blocks: list[bytes] = []  # that the page has a share in, whole or not
+        self.digest = digest  # prefix hash of the last whole block up to the page's end
+        self.tail = tail  # tokens after that block, fewer than a block's
+        self.blocks: list[bytes] = []  # blocks of which the page holds a part
 
 
 class EngineBlocks:
-    """The pool blocks that stand whole in one engine.
+    """The pool blocks that one engine holds completely.
 
     Args:
         namespace: of the engine's model.
-        max_pages: bound of the memory; further pages are not learned (and counted).
+        max_pages: maximum number of pages. Further pages are ignored; `overflowed` counts them.
     """
 
     def __init__(self, namespace: Namespace, max_pages: int = 1_000_000) -> None:
@@ -45,16 +43,16 @@ class EngineBlocks:
         self._present: set[bytes] = set()
 
     def __len__(self) -> int:
-        """Whole pool blocks there."""
+        """The number of complete pool blocks."""
         return len(self._present)
 
     @property
     def pages(self) -> int:
-        """Pages known."""
+        """The number of known pages."""
         return len(self._pages)
 
     def leading(self, hashes: Sequence[bytes]) -> int:
-        """How many leading blocks of a chain the engine has."""
+        """The number of leading blocks of a chain that the engine has."""
         count = 0
         for block_hash in hashes:
             if block_hash not in self._present:
@@ -63,7 +61,7 @@ class EngineBlocks:
         return count
 
     def apply(self, event: KvEvent) -> None:
-        """Learn from one event."""
+        """Apply one event."""
         if isinstance(event, Cleared):
             self.clear()
         elif isinstance(event, Removed):
@@ -73,7 +71,7 @@ class EngineBlocks:
             self._store(event)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all pages and blocks."""
         self._pages.clear()
         self._present.clear()
 
@@ -87,7 +85,7 @@ class EngineBlocks:
             before = page_hash
 
     def _add(self, page_hash: PageHash, before: PageHash | None, tokens: np.ndarray) -> bool:
-        """Take in one page; False when what follows it cannot be placed."""
+        """Add one page; return False if the pages after it must be ignored."""
         if page_hash in self._pages:
             return True
         parent = self._pages.get(before) if before is not None else None
@@ -111,7 +109,7 @@ class EngineBlocks:
         return True
 
     def _share(self, page_hash: PageHash | None, block: bytes, tokens: int, page: int) -> None:
-        """Note at each page that begins a block that its removal ends the block."""
+        """Add a block to each earlier page that holds a part of it: removing the page removes it."""
         while tokens > 0 and page_hash is not None:
             known = self._pages.get(page_hash)
             if known is None:

@@ -1,9 +1,9 @@
-"""The KV events that engines publish, read into three plain shapes. Pure; sockets are `kv_feed`'s.
+"""Parses the KV events that engines publish. Pure.
 
-vLLM and SGLang send msgpack batches in which both the batch and its events come as arrays (older ones) or as
-maps tagged `type` (vLLM since mid-2026). Hashes are signed or unsigned 64-bit numbers or bytes. Later versions
-append fields; those unknown here are passed over. Only what stands in an engine's device memory is kept: the
-scheduler wants to know what a prefill there need not fetch.
+vLLM and SGLang send msgpack batches. Batches and events are arrays, or maps with a field `type`
+(vLLM since mid-2026). Hashes are bytes, or signed or unsigned 64-bit numbers. Later versions append
+fields; unknown fields are ignored. Only events about an engine's device memory are kept, because
+the scheduler needs to know what a prefill there does not have to fetch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ PageHash = int | bytes
 
 @dataclass(slots=True, frozen=True)
 class Stored:
-    """Pages that follow on each other; `parent` is the page before the first, None at the start."""
+    """Consecutive pages.
+
+    `parent` is the page before the first one; None at the start of a prompt.
+    """
 
     pages: tuple[PageHash, ...]
     parent: PageHash | None
@@ -56,7 +59,7 @@ class Removed:
 
 @dataclass(slots=True, frozen=True)
 class Cleared:
-    """Nothing stands there any more."""
+    """The engine's device memory holds no pages any more."""
 
 
 KvEvent = Stored | Removed | Cleared
@@ -64,21 +67,23 @@ KvEvent = Stored | Removed | Cleared
 
 @dataclass(slots=True, frozen=True)
 class Batch:
-    """What one message carried; `ts` is the publisher's clock."""
+    """The content of one message. `ts` is by the publisher's clock."""
 
     ts: float
     events: tuple[KvEvent, ...]
-    ignored: int  # of another memory, of an adapter, of a window, or of an unknown kind
+    ignored: int  # events of other memory, an adapter or a window, or of an unknown kind
 
 
 def parse_batch(payload: bytes) -> Batch:
-    """Read one message.
+    """Parse one message.
 
     Raises:
-        ProtocolError: it is no batch of events.
+        ProtocolError: the message is not a batch of events.
     """
     if len(payload) > MAX_BATCH_BYTES:
-        raise ProtocolError(f"a batch of KV events of {len(payload)} bytes")
+        raise ProtocolError(
+            f"a batch of KV events has {len(payload)} bytes", hint=f"the limit is {MAX_BATCH_BYTES}"
+        )
     try:
         raw = msgspec.msgpack.decode(payload)
         ts, items = (raw["ts"], raw["events"]) if isinstance(raw, dict) else (raw[0], raw[1])
@@ -94,7 +99,7 @@ def parse_batch(payload: bytes) -> Batch:
     except ProtocolError:
         raise
     except (msgspec.DecodeError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise ProtocolError(f"no batch of KV events: {type(error).__name__}: {error}") from error
+        raise ProtocolError(f"not a batch of KV events: {type(error).__name__}: {error}") from error
 
 
 def _event(item: Any) -> KvEvent | None:
@@ -126,7 +131,7 @@ def _event(item: Any) -> KvEvent | None:
 
 
 def _is_here(fields: Mapping[str, Any]) -> bool:
-    """In device memory of the publisher itself."""
+    """Whether the event is about the publisher's own device memory."""
     medium = fields.get("medium")
     return (medium is None or str(medium).upper() in ("GPU", "HBM")) and (
         fields.get("locality") in (None, "LOCAL")
@@ -134,8 +139,8 @@ def _is_here(fields: Mapping[str, Any]) -> bool:
 
 
 def _is_plain(fields: Mapping[str, Any]) -> bool:
-    """Of the base model and of tokens alone, with KV of every token: what our hashes can name."""
-    # SGLang puts a map of its own where vLLM has the adapter's name.
+    """Whether prefix hashes can name the pages: base model, tokens only, KV of every token."""
+    # SGLang has a map in the place of vLLM's adapter name.
     adapter = fields.get("lora_name")
     if fields.get("lora_id") is not None or isinstance(adapter, (str, bytes)):
         return False
@@ -147,5 +152,5 @@ def _hash(value: Any) -> PageHash:
     if isinstance(value, bytes):
         return value
     if isinstance(value, int) and not isinstance(value, bool):
-        return value & 0xFFFF_FFFF_FFFF_FFFF  # some publishers count as signed, some do not
-    raise ProtocolError(f"a block hash of type {type(value).__name__}")
+        return value & 0xFFFF_FFFF_FFFF_FFFF  # some publishers send signed numbers
+    raise ProtocolError(f"a block hash has type {type(value).__name__}")

@@ -1,4 +1,7 @@
-"""What stands in the engines' own memory: one KV-event feed for each worker that publishes them. Soft state."""
+"""The blocks in the engines' own memory, from one KV-event feed per worker that publishes events.
+
+Soft state.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,14 @@ from kvpool.wire import messages as m
 
 log = structlog.get_logger(__name__)
 
-MAX_PAGES = 1_000_000  # of one engine; about 0.4 GB
+MAX_PAGES = 1_000_000  # per engine; about 0.4 GB
 
 
 class EngineFeeds:
-    """Feeds of the workers that are members, by worker id and epoch.
+    """The feeds of all workers that are members.
 
     Args:
-        max_pages: bound of what is remembered of one engine.
+        max_pages: maximum number of pages per engine.
     """
 
     def __init__(self, max_pages: int = MAX_PAGES) -> None:
@@ -32,7 +35,10 @@ class EngineFeeds:
         ] = {}
 
     def follow(self, workers: Sequence[m.WorkerDescriptor]) -> None:
-        """Have a feed for each of these workers that publishes, and for no other. Needs a running loop."""
+        """Run a feed for each of these workers that publishes events, and stop all others.
+
+        Needs a running loop.
+        """
         wanted = {worker.worker_id: worker for worker in workers if worker.kv_events}
         for worker_id, (known, _, task) in list(self._feeds.items()):
             if wanted.get(worker_id) != known or task.done():
@@ -45,11 +51,11 @@ class EngineFeeds:
                     worker_id, worker.kv_events, worker.kv_replay, blocks, self.counters
                 )
                 task = asyncio.create_task(feed.run(), name=f"kv-events {worker_id}")
-                task.add_done_callback(_say_why)
+                task.add_done_callback(_log_failure)
                 self._feeds[worker_id] = (worker, feed, task)
 
     def leading(self, namespace_id: bytes, hashes: Sequence[bytes]) -> dict[str, int]:
-        """Worker id -> leading blocks of the chain in that engine; workers without any are left out."""
+        """Worker id -> number of leading blocks in that engine, for workers that have any."""
         found = {}
         for worker_id, (worker, feed, _) in self._feeds.items():
             if worker.namespace.namespace_id == namespace_id:
@@ -69,7 +75,7 @@ class EngineFeeds:
         return numbers
 
     async def close(self) -> None:
-        """End every feed."""
+        """Stop all feeds."""
         tasks = [task for _, _, task in self._feeds.values()]
         self._feeds.clear()
         for task in tasks:
@@ -77,6 +83,6 @@ class EngineFeeds:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _say_why(task: asyncio.Task[None]) -> None:
+def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
-        log.error("a KV-event feed ended", feed=task.get_name(), error=str(task.exception()))
+        log.error("a KV-event feed failed", feed=task.get_name(), error=str(task.exception()))

@@ -1,8 +1,9 @@
-"""The subscription to one engine's KV events: ZMQ in, `EngineBlocks` kept up, gaps healed.
+"""Subscribes to one engine's KV events over ZMQ, updates its `EngineBlocks`, and repairs gaps.
 
-A message has three frames: topic, sequence number (8 bytes, big-endian) and payload. The publisher keeps the last
-messages for replay over a ROUTER socket: it is sent a number and answers with all from there on, ended by -1.
-A gap is healed by replay where there is one, else everything known of the engine is forgotten: in doubt, absent.
+A message has three frames: topic, sequence number (8 bytes, big-endian) and payload. The publisher
+keeps the last messages for replay over a ROUTER socket: it receives a number, sends all messages
+from that number on, and ends with number -1. A gap is repaired by a replay. Without one, all blocks
+of the engine are dropped.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kvpool.errors import ProtocolError
 log = structlog.get_logger(__name__)
 
 REPLAY_TIMEOUT_S = 2.0  # between two messages of a replay
-HIGH_WATER = 10_000  # messages waiting here; more are dropped by ZMQ and found as a gap
+HIGH_WATER = 10_000  # messages queued here; ZMQ drops more, which shows as a gap
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -30,12 +31,12 @@ class KvEventSubscriber:
     """Follows one engine.
 
     Args:
-        name: of the engine, for the log.
-        endpoint: where it publishes, e.g. "tcp://10.0.0.5:5557".
-        replay_endpoint: where it replays; "" where it does not.
-        blocks: what is learned.
+        name: the engine's name in the log.
+        endpoint: where the engine publishes, e.g. "tcp://10.0.0.5:5557".
+        replay_endpoint: where it replays; "" if it does not.
+        blocks: updated from the events.
         counters: shared with other feeds.
-        topic: of the subscription.
+        topic: topic of the subscription.
     """
 
     def __init__(
@@ -49,17 +50,15 @@ class KvEventSubscriber:
         topic: str = "",
     ) -> None:
         self.blocks = blocks
-        self.is_synchronised = False  # what was published is known without a gap
+        self.is_synchronised = False  # the events up to now have no gap
         self._name = name
         self._endpoint = endpoint
         self._replay_endpoint = replay_endpoint
         self._counters = counters
         self._topic = topic.encode()
-        self._last = -1  # sequence number applied last
+        self._last = -1  # last sequence number that was applied
         self._last_ts = float("-inf")
-        self._was_lost = (
-            True  # the connection broke, or there was none: the publisher may be another
-        )
+        self._was_lost = True  # the connection is new, so the publisher may be another
 
     async def run(self) -> None:
         """Follow until cancelled."""
@@ -86,7 +85,7 @@ class KvEventSubscriber:
         while True:
             event = parse_monitor_message(await monitor.recv_multipart())
             if event["event"] == zmq.EVENT_DISCONNECTED:
-                log.warning("an engine's KV events broke off", engine=self._name)
+                log.warning("the connection for an engine's KV events broke", engine=self._name)
                 self._counters["kv_events:disconnects"] += 1
                 self._forget()
 
@@ -97,11 +96,11 @@ class KvEventSubscriber:
         sequence = int.from_bytes(frames[1], "big")
         batch = self._parsed(frames[2])
         if batch is None:
-            self._forget()  # whatever it said is missing now
+            self._forget()  # its events are lost
             return
         if sequence <= self._last and not self._was_lost:
             if batch.ts <= self._last_ts:
-                return  # replayed before
+                return  # applied by a replay
             self._counters["kv_events:restarts"] += 1
             self._forget()
         if self._was_lost or sequence > self._last + 1:
@@ -110,7 +109,7 @@ class KvEventSubscriber:
             self._apply(sequence, batch)
 
     async def _heal(self, context: zmq.asyncio.Context, until: int) -> None:
-        """Bring the knowledge up to the message before `until`, or start from nothing."""
+        """Apply the messages before `until` by a replay, or drop all blocks."""
         first = 0 if self._was_lost else self._last + 1
         if not self._was_lost:
             self._counters["kv_events:gaps"] += 1
@@ -120,7 +119,8 @@ class KvEventSubscriber:
         for sequence, payload in replayed:
             batch = self._parsed(payload)
             if sequence != reached + 1 or batch is None:
-                # Older ones are replayed no more, or one is unreadable: what came before is void.
+                # Older messages are not replayed any more, or one is unreadable: start from
+                # nothing.
                 self.blocks.clear()
             reached = sequence
             if batch is not None:
@@ -129,11 +129,11 @@ class KvEventSubscriber:
             self._counters["kv_events:lost"] += 1
             self.blocks.clear()
             self._last = until - 1
-            log.warning("a gap in an engine's KV events stays", engine=self._name, until=until)
+            log.warning("a gap in an engine's KV events remains", engine=self._name, until=until)
         self.is_synchronised = True
 
     async def _replay(self, context: zmq.asyncio.Context, first: int) -> list[tuple[int, bytes]]:
-        """The messages from number `first` on that the publisher still has; [] when it does not answer."""
+        """The messages from number `first` on; none if the publisher does not reply."""
         if not self._replay_endpoint:
             return []
         dealer = context.socket(zmq.DEALER)

@@ -1,10 +1,9 @@
-"""Who is in the pool: nodes and workers by UUID and epoch, and whether they can be chosen now.
+"""The members of the pool: nodes and workers by id and epoch, and their states. Pure.
 
-A member is live, suspect (silent for a while: not chosen, but its blocks stay known) or dead (removed);
-draining is live without new work. An older epoch is refused; a newer one voids what the older one said.
-For nodes it also watches the numbering of event batches, and asks for a full report on any gap.
-
-It is not the index (`conductor.index`) and does not talk to anybody. Pure: `now` is monotonic seconds.
+A member is live, draining (gets no new work), suspect (silent for a while: it gets no work, but its
+blocks stay in the index) or dead (removed). Messages of an older epoch are refused. A newer epoch
+invalidates what the member said under the older one. For nodes, the sequence numbers of event
+batches are checked, and a gap makes the node send a full report. `now` is monotonic seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from kvpool.errors import InvalidArgument, NotFound, StaleEpoch
 D = TypeVar("D")  # descriptor: NodeDescriptor or WorkerDescriptor
 R = TypeVar("R")  # report of a heartbeat: NodeStatsReply or WorkerLoad
 
-MAX_FENCES = 65_536  # epochs remembered of members that are gone
+MAX_FENCES = 65_536  # epochs of members, also of those that left
 
 
 class State(StrEnum):
@@ -33,16 +32,17 @@ class MembershipConfig:
     """Times in seconds.
 
     Args:
-        heartbeat_s: how often members are asked to speak.
-        suspect_after_s: silence after which a member is no longer chosen.
+        heartbeat_s: interval at which members send heartbeats.
+        suspect_after_s: silence after which a member becomes suspect.
         dead_after_s: silence after which it is removed.
-        sweep_s: how often `sweep` is meant to run.
-        stall_s: a sweep later than this says that we, not the members, stood still.
-        isolated_factor: when all members fell silent together, they are kept this many times longer.
-        gap_grace_s: how long an event batch that a heartbeat named may be on its way.
+        sweep_s: interval at which `sweep` should run.
+        stall_s: a sweep that is late by more than this means that this process was stopped, not the
+            members.
+        isolated_factor: if all members fall silent together, they are kept this many times longer.
+        gap_grace_s: how long an event batch that a heartbeat announced may take to arrive.
 
     Raises:
-        InvalidArgument: a time is not positive, or they are not in ascending order.
+        InvalidArgument: a time is not positive, or the times are not in ascending order.
     """
 
     heartbeat_s: float = 1.0
@@ -62,12 +62,14 @@ class MembershipConfig:
         if not (self.sweep_s > 0 and self.stall_s > 0 and self.gap_grace_s > 0):
             raise InvalidArgument("sweep_s, stall_s and gap_grace_s must be positive")
         if not self.isolated_factor >= 1:
-            raise InvalidArgument(f"isolated_factor is {self.isolated_factor}", hint="at least 1")
+            raise InvalidArgument(
+                f"isolated_factor is {self.isolated_factor}", hint="use at least 1"
+            )
 
 
 @dataclass(slots=True)
 class Member(Generic[D, R]):
-    """What is known of one member. Read it; only `Membership` changes it."""
+    """One member. Only `Membership` changes it."""
 
     member_id: str
     epoch: int
@@ -78,17 +80,17 @@ class Member(Generic[D, R]):
     reported_at: float = 0.0
     is_silent: bool = False
     is_draining: bool = False
-    sequence: int | None = None  # of the last batch; None until the first one after a join
+    sequence: int | None = None  # of the last batch; None before the first one after a join
     is_in_snapshot: bool = False
-    behind_since: float | None = None  # since when a batch that a heartbeat named is missing
+    behind_since: float | None = None  # since when a batch that a heartbeat announced is missing
     behind_sequence: int = 0
-    via: str = ""  # the conductor that it reports to; "": this one
-    session: int = 0  # of its joining there, where several conductors share their state
-    beat: int = 0  # changes with each sign of life that the other conductor had
+    via: str = ""  # the conductor that it reports to; "" is this one
+    session: int = 0  # number of its join there, if several conductors share their state
+    beat: int = 0  # the other conductor changes it with each sign of life
 
     @property
     def state(self) -> State:
-        """Silence outweighs draining: nobody reads from a member that does not speak."""
+        """A silent member is suspect even if it is draining: nothing is read from it."""
         if self.is_silent:
             return State.SUSPECT
         return State.DRAINING if self.is_draining else State.LIVE
@@ -96,33 +98,36 @@ class Member(Generic[D, R]):
 
 @dataclass(slots=True, frozen=True)
 class Joined:
-    """`voided_epoch`: the earlier life that this one ends; all it said is void. None: there was none."""
+    """The result of a join. `voided_epoch` is the earlier epoch that it replaces; None if none."""
 
     voided_epoch: int | None
 
 
 @dataclass(slots=True, frozen=True)
 class BatchAction:
-    """What to do with a batch of events: in this order."""
+    """What to do with a batch of events, in this order."""
 
-    resync: bool = False  # tell the node to join again; nothing else is to be done
+    resync: bool = False  # make the node join again, and do nothing else
     begin_snapshot: bool = False
-    apply: bool = False  # False without `resync`: a repetition, ignored
+    apply: bool = False  # if False without `resync`, the batch is a repetition
     end_snapshot: bool = False
 
 
 @dataclass(slots=True, frozen=True)
 class Swept:
-    """What a sweep changed. `stalled_s`: by how much deadlines were moved, for we stood still."""
+    """What a sweep changed.
+
+    `stalled_s`: how far deadlines moved, because this process was stopped.
+    """
 
     suspected: list[str] = field(default_factory=list)
     died: list[str] = field(default_factory=list)
     stalled_s: float = 0.0
-    is_isolated: bool = False  # all fell silent together: nobody was removed yet
+    is_isolated: bool = False  # all fell silent together, so none was removed yet
 
 
 class Membership(Generic[D, R]):
-    """Members of one kind (make one for nodes and one for workers)."""
+    """The members of one kind, nodes or workers."""
 
     def __init__(self, config: MembershipConfig, now: float) -> None:
         self.config = config
@@ -130,15 +135,16 @@ class Membership(Generic[D, R]):
         self._fences: dict[str, int] = {}
         self._last_sweep = now
 
-    # ------------------------------------------------------------ what members say
+    # ------------------------------------------------------------ reports of members
 
     def join(self, member_id: str, epoch: int, descriptor: D, now: float) -> Joined:
-        """A member announces itself, for the first time or again. A full report is expected next.
+        """Add a member, or restart its session. Its full report follows.
 
-        For a node, begin the index's snapshot now, so that events which overtake the report are kept.
+        For a node, begin the index's snapshot now, so that events that overtake the report are
+        kept.
 
         Raises:
-            StaleEpoch: a later life of this member is known.
+            StaleEpoch: a newer epoch of this member is known.
         """
         self._refuse_older(member_id, epoch)
         old = self._members.get(member_id)
@@ -157,17 +163,17 @@ class Membership(Generic[D, R]):
     def heartbeat(
         self, member_id: str, epoch: int, now: float, report: R | None = None, sequence: int = 0
     ) -> bool:
-        """A sign of life; a suspect of the same epoch is welcome again.
+        """Record a sign of life. A suspect of the same epoch becomes live again.
 
         Args:
             sequence: number of the last event batch that the node sent. Heartbeats may overtake
-                batches, so a missing one counts as lost only after `gap_grace_s`.
+                batches, so a missing batch counts as lost only after `gap_grace_s`.
 
         Returns:
-            True when the member must join again (it is unknown here, or events were lost).
+            Whether the member must join again, because it is unknown here or events were lost.
 
         Raises:
-            StaleEpoch: a later life of this member is known.
+            StaleEpoch: a newer epoch of this member is known.
         """
         member = self._heard(member_id, epoch, now)
         if member is None:
@@ -186,13 +192,13 @@ class Membership(Generic[D, R]):
         snapshot: bool = False,
         snapshot_end: bool = False,
     ) -> BatchAction:
-        """Judge the number of an event batch: apply it, ignore it (seen before), or resync (a gap).
+        """Check the sequence number of an event batch, and say what to do with the batch.
 
-        The first batch after a join sets the count. After a gap nothing is applied until the node joins
-        again; what was known of it stays, for a stale hit costs only a failed pin.
+        The first batch after a join sets the number. After a gap no batch is applied until the node
+        joins again. Its known blocks stay, because a stale hit costs only a failed pin.
 
         Raises:
-            StaleEpoch: a later life of this node is known.
+            StaleEpoch: a newer epoch of this node is known.
         """
         member = self._heard(node_id, epoch, now)
         if member is None:
@@ -210,15 +216,15 @@ class Membership(Generic[D, R]):
         return BatchAction(begin_snapshot=begins, apply=True, end_snapshot=ends)
 
     def leave(self, member_id: str, epoch: int) -> bool:
-        """A member says goodbye. False when it was not known.
+        """Remove a member that says that it stops; False if it was unknown.
 
         Raises:
-            StaleEpoch: a later life of this member is known; it stays.
+            StaleEpoch: a newer epoch of this member is known; it stays.
         """
         self._refuse_older(member_id, epoch)
         return self._members.pop(member_id, None) is not None
 
-    # ------------------------------------------------------------ what other conductors say
+    # ------------------------------------------------------------ reports of other conductors
 
     def mirror(
         self,
@@ -233,10 +239,12 @@ class Membership(Generic[D, R]):
         beat: int,
         is_draining: bool,
     ) -> bool:
-        """A member as another conductor knows it. It is as old here as its last change of `beat`.
+        """Add or update a member that reports to another conductor.
+
+        A change of `beat` is a sign of life.
 
         Returns:
-            True when this life of it was not known here.
+            Whether this epoch of it was unknown here.
         """
         if epoch < self._fences.get(member_id, epoch):
             return False
@@ -256,19 +264,19 @@ class Membership(Generic[D, R]):
         return is_new
 
     def keep_mirrored(self, now: float) -> None:
-        """Nothing is heard of other conductors: their members do not age meanwhile."""
+        """Do not let members of other conductors age while nothing is heard of those conductors."""
         for member in self._members.values():
             if member.via:
                 member.last_seen = max(now, member.last_seen)
 
     def forget(self, member_id: str) -> bool:
-        """The conductor that a member reported to has removed it. False when it was not known."""
+        """Remove a member that another conductor has removed; False if it was unknown."""
         return self._members.pop(member_id, None) is not None
 
-    # ------------------------------------------------------------ what we decide
+    # ------------------------------------------------------------ changes of state
 
     def drain(self, member_id: str, draining: bool = True) -> None:
-        """Give the member no new work (or give it some again). Holds until its epoch ends.
+        """Set whether the member is draining. This holds until its epoch ends.
 
         Raises:
             NotFound: no such member.
@@ -279,11 +287,12 @@ class Membership(Generic[D, R]):
         member.is_draining = draining
 
     def sweep(self, now: float) -> Swept:
-        """Suspect the silent, remove the dead. Call it every `sweep_s`.
+        """Make silent members suspect, and remove dead ones. Call it every `sweep_s`.
 
-        A late sweep means that this process stood still and could hear nobody: all deadlines move by the
-        delay. When every member fell silent at about the same time, it is most likely our network: they
-        become suspect, but are removed only after `isolated_factor` times the usual silence.
+        If the sweep is late, this process was stopped and could not hear members, so all deadlines
+        move by the delay. If all members fall silent at about the same time, the cause is most
+        likely this host's network. They then become suspect, but are removed only after
+        `isolated_factor` times the usual silence.
         """
         config = self.config
         late_s = now - self._last_sweep - config.sweep_s
@@ -307,13 +316,13 @@ class Membership(Generic[D, R]):
                 died.append(member_id)
         return Swept(suspected, died, stalled_s, isolated)
 
-    # ------------------------------------------------------------ answers
+    # ------------------------------------------------------------ queries
 
     def get(self, member_id: str) -> Member[D, R] | None:
         return self._members.get(member_id)
 
     def why_lost(self, member_id: str, epoch: int) -> str:
-        """Why no answer is to be expected from this life of a member; "" when one is."""
+        """Why this epoch of a member will not reply; "" if it may."""
         member = self._members.get(member_id)
         if member is None:
             return "left or died"
@@ -322,15 +331,15 @@ class Membership(Generic[D, R]):
         return "fell silent" if member.is_silent else ""
 
     def members(self) -> list[Member[D, R]]:
-        """All of them, in order of their ids."""
+        """All members, ordered by id."""
         return [self._members[member_id] for member_id in sorted(self._members)]
 
     def choosable(self) -> list[Member[D, R]]:
-        """Those that may be given new work: live, neither suspect nor draining."""
+        """The members that may get new work: neither suspect nor draining."""
         return [member for member in self.members() if member.state is State.LIVE]
 
     def readable(self) -> list[Member[D, R]]:
-        """Those whose blocks may be read: all but the suspect."""
+        """The members whose blocks may be read: all that are not suspect."""
         return [member for member in self.members() if not member.is_silent]
 
     def __len__(self) -> int:
@@ -342,7 +351,7 @@ class Membership(Generic[D, R]):
     # ------------------------------------------------------------ inside
 
     def _heard(self, member_id: str, epoch: int, now: float) -> Member[D, R] | None:
-        """The member, with its silence ended; None when this life of it has not joined here."""
+        """The member, now not silent; None if this epoch of it has not joined at this conductor."""
         self._refuse_older(member_id, epoch)
         member = self._members.get(member_id)
         if member is None or member.epoch != epoch or member.via:
@@ -356,7 +365,7 @@ class Membership(Generic[D, R]):
         if epoch < known:
             raise StaleEpoch(
                 f"member {member_id} is at epoch {known}, message is of {epoch}",
-                hint="a later process uses this id; this one must stop",
+                hint="a newer process uses this id; stop this one",
             )
 
     def _fence(self, member_id: str, epoch: int) -> None:
@@ -376,7 +385,7 @@ class Membership(Generic[D, R]):
         return now - member.behind_since >= self.config.gap_grace_s
 
     def _is_isolated(self) -> bool:
-        """Did two or more, and all of them, fall silent within a heartbeat's uncertainty?"""
+        """Whether there are two or more members, and all fell silent within two heartbeats."""
         members = list(self._members.values())
         if len(members) < 2 or not all(member.is_silent for member in members):
             return False

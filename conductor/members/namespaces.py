@@ -1,4 +1,7 @@
-"""The namespaces that a conductor knows, each owner's in one layout. Bounded; no I/O, no clock."""
+"""The namespaces that a conductor knows.
+
+All namespaces of an owner have one layout. Bounded; pure.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ Owner = tuple[str, str, str, str]  # model, revision, tenant, salt
 
 
 class KnownNamespaces:
-    """Namespaces by id; the oldest is forgotten when there are too many.
+    """Namespaces by id. Above the capacity the oldest one is dropped.
 
     Raises:
         InvalidArgument: the capacity is not positive.
@@ -24,18 +27,18 @@ class KnownNamespaces:
 
     def __init__(self, capacity: int = MAX_NAMESPACES) -> None:
         if capacity < 1:
-            raise InvalidArgument(f"a capacity of {capacity} namespaces")
+            raise InvalidArgument(f"a capacity of {capacity} namespaces", hint="use at least 1")
         self._capacity = capacity
         self._by_id: OrderedDict[bytes, Namespace] = OrderedDict()
-        # An owner may have one per hash algorithm; all of them have the same layout.
+        # An owner may have one namespace per hash algorithm, all with the same layout.
         self._by_owner: dict[Owner, dict[bytes, Namespace]] = {}
         self._owners: dict[tuple[str, str, str], dict[Owner, None]] = {}  # by model, tenant, salt
 
     def add(self, namespace: Namespace) -> bytes:
-        """Make a namespace known; returns its id. Costs the same however many there are.
+        """Add a namespace and return its id. The cost does not depend on the number of namespaces.
 
         Raises:
-            LayoutMismatch: its owner is known with another layout.
+            LayoutMismatch: a namespace of this owner is known with another layout.
         """
         namespace_id = namespace.namespace_id
         if namespace_id in self._by_id:
@@ -45,38 +48,39 @@ class KnownNamespaces:
             raise LayoutMismatch(
                 f"{namespace.name} is known under another layout: "
                 + "; ".join(known.layout.differences(namespace.layout)),
-                hint="all engines of a namespace must agree: give a changed one another revision; one that"
-                " differs in tp_size alone finds what it can read with compatible_namespaces",
+                hint="all engines of a namespace need the same layout: give a changed engine another"
+                " revision; if only tp_size differs, compatible_namespaces lists what it can read",
             )
         if len(self._by_id) >= self._capacity:
-            self._forget_oldest()  # clients that are refused for it name theirs again
+            self._forget_oldest()  # its clients register it again when they are refused
         self._by_id[namespace_id] = namespace
         self._by_owner.setdefault(_owner(namespace), {})[namespace_id] = namespace
         self._owners.setdefault(_kin(namespace), {})[_owner(namespace)] = None
         return namespace_id
 
     def page(self, offset: int, limit: int, tenant: str | None = None) -> list[Namespace]:
-        """Up to `limit` namespaces from the `offset`-th on, oldest first; those of one tenant, or all.
+        """Up to `limit` namespaces after the first `offset`, oldest first, of one tenant or of all.
 
         Raises:
             InvalidArgument: offset is negative, or limit is not in 1 to `MAX_PAGE`.
         """
         if offset < 0 or not 1 <= limit <= MAX_PAGE:
             raise InvalidArgument(
-                f"offset {offset}, limit {limit}", hint=f"at most {MAX_PAGE} at a time"
+                f"offset {offset}, limit {limit}",
+                hint=f"use an offset of at least 0 and a limit of 1 to {MAX_PAGE}",
             )
         known: Iterable[Namespace] = self._by_id.values()
         if tenant is not None:
             known = (namespace for namespace in known if namespace.tenant == tenant)
-        first = min(offset, len(self._by_id))  # islice takes no number past the machine's
+        first = min(offset, len(self._by_id))  # islice refuses numbers above sys.maxsize
         return list(islice(known, first, first + limit))
 
     def get(self, namespace_id: bytes) -> Namespace | None:
-        """A namespace by its id, if it is known."""
+        """A namespace by its id; None if it is unknown."""
         return self._by_id.get(namespace_id)
 
     def kin(self, namespace: Namespace, limit: int) -> list[Namespace]:
-        """Others of the same model, tenant and salt, the latest first: another revision, layout or hash."""
+        """Other namespaces of the same model, tenant and salt, newest first."""
         found = []
         for owner in reversed(self._owners.get(_kin(namespace), {})):
             found += [other for other in self._by_owner[owner].values() if other != namespace]
@@ -85,7 +89,7 @@ class KnownNamespaces:
         return found[:limit]
 
     def of(self, model: str, tenant: str, salt: str) -> list[Namespace]:
-        """Those of one model, tenant and salt, the latest first."""
+        """The namespaces of one model, tenant and salt, newest first."""
         owners = reversed(self._owners.get((model, tenant, salt), {}))
         return [namespace for owner in owners for namespace in self._by_owner[owner].values()]
 

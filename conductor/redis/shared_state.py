@@ -1,10 +1,11 @@
 """A conductor among several: what `Cluster` knows, shared through Redis.
 
-All that this conductor is told it keeps itself as well, as one that is alone does: the blocks of the nodes
-that report here in an index in memory, and a mirror of all members. That is what it goes on from while Redis
-is away. Redis is asked for every look-up while it answers.
+All that this conductor is told it keeps itself as well, as one that is alone does: the blocks of
+the nodes that report here in an index in memory, and a mirror of all members. That is what it goes
+on from while Redis is away. Redis is asked for every look-up while it answers.
 
-Whatever Redis has missed ends in the node joining again with a full report, as soon as Redis is back.
+Whatever Redis has missed ends in the node joining again with a full report, as soon as Redis is
+back.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import structlog
 
 from conductor.cluster.cluster import MAX_COUNTED, Cluster
@@ -105,16 +107,18 @@ class SharedCluster(Cluster):
         return self.shared_index.blocks() if self.redis.is_up else self.index.blocks()
 
     def stats(self) -> m.PoolStatsReply:
+        stats = super().stats()
         counters = {
             "redis_up": float(self.redis.is_up),
             "redis_failures": float(self.redis.failures),
             "redis_unshared_members": float(len(self._unshared)),
         }
-        return self._stats(
-            counters,
+        return msgspec.structs.replace(
+            stats,
+            counters=stats.counters | counters,
             index="redis",
             notice=self.notice(),
-            conductors=self.shared_members.conductors,
+            conductors=list(self.shared_members.conductors),
         )
 
     # ------------------------------------------------------------ nodes
@@ -279,7 +283,10 @@ class SharedCluster(Cluster):
         self.shared_index.expire_misses(self.clock())
 
     async def tend(self) -> None:
-        """Exchange members with the other conductors, remove the dead, tidy a little. Never raises."""
+        """Exchange members with the other conductors, remove the dead, tidy a little.
+
+        Never raises.
+        """
         try:
             if await self.redis.probe():
                 self.shared_members.tell_all_again()
@@ -363,7 +370,8 @@ class SharedCluster(Cluster):
 
     @contextlib.contextmanager
     def _sharing(self, kind: Kind, member_id: str) -> Iterator[None]:
-        """Remember that Redis may have missed what the body told it: only a full report is right again.
+        """Remember that Redis may have missed what the body told it: only a full report is right
+        again.
 
         Raises:
             StaleEpoch: Redis has it, and refuses.
