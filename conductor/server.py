@@ -1,4 +1,4 @@
-"""The process of a conductor: puts the parts together, starts them in order, stops them in reverse."""
+"""The conductor's process: builds its parts, starts them in order, stops them in reverse order."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
     """Run a conductor until `stop` is set.
 
     Raises:
-        PortInUse, ModelNotFound, ConfigError: it cannot start as configured.
+        PortInUse, ModelNotFound, ConfigError: it cannot start with this configuration.
     """
     advanced = config.advanced
     quiet_grpc()
@@ -191,10 +191,10 @@ def connect(
     membership: MembershipConfig,
     scheduler_config: SchedulerConfig,
 ) -> SharedCluster:
-    """A cluster that is shared through Redis, not connected yet.
+    """Build a cluster that is shared through Redis, without connecting.
 
     Raises:
-        ConfigError: `conductor.redis_url` cannot be understood, or the Redis client is not installed.
+        ConfigError: `conductor.redis_url` is not valid, or the Redis client is not installed.
     """
     try:
         from conductor.redis.client import RedisClient, RedisTarget
@@ -231,7 +231,7 @@ async def _tokenize(tokenizer: Tokenizer | None, request: m.Tokenize) -> m.Token
 
 
 def scheduler_config(config: ConductorConfig) -> SchedulerConfig:
-    """The scheduler's thresholds as configured."""
+    """The scheduler's part of the configuration."""
     advanced = config.advanced
     return SchedulerConfig(
         strategy=config.strategy,

@@ -1,7 +1,7 @@
-"""The engine servers of `conductor.engines` as members: looked at regularly, welcomed, given up when silent.
+"""Checks the engine servers of `conductor.engines` regularly, and makes the healthy ones members.
 
-Each conductor looks for itself, so they are not shared through Redis. To the scheduler they are workers like
-any other; `conductor.engine_servers.openai_client` does the talking.
+Each conductor checks them itself, so they are not shared through Redis. To the scheduler they are
+workers. `conductor.engine_servers.openai_client` sends their requests.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from kvpool.wire import messages as m
 
 log = structlog.get_logger(__name__)
 
-EPOCH = 1  # they hold nothing that a restart would void
-UNKNOWN_CONTEXT = 1 << 20  # the server refuses itself what is too long
+EPOCH = 1  # a restart of a server invalidates nothing that the conductor knows of it
+UNKNOWN_CONTEXT = 1 << 20  # the server itself refuses prompts that are too long
 
 
 class EngineServers:
-    """Keeps them members of the cluster for as long as they are well.
+    """Keeps healthy engine servers in the cluster.
 
     Args:
-        connections: learns how to reach them.
-        encode: see `EngineClient`.
-        every_s: between two looks at each.
+        connections: gets a client for each server.
+        encode: as of `EngineClient`.
+        every_s: interval between two checks of a server.
     """
 
     def __init__(
@@ -44,24 +44,27 @@ class EngineServers:
     ) -> None:
         self._cluster = cluster
         self._every_s = every_s
-        self._trouble: dict[str, str] = {}  # what was last wrong with a server; "": nothing
+        self._trouble: dict[str, str] = {}  # the last error of each server; "": none
         self._clients = [EngineClient(entry, encode) for entry in entries]
         for client in self._clients:
             connections.add(client.entry.base_url, client)
 
     async def run(self) -> None:
-        """Look after them until cancelled."""
+        """Check the servers until cancelled."""
         async with asyncio.TaskGroup() as group:
             for client in self._clients:
-                group.create_task(self._attend(client), name=client.entry.worker_id)
+                group.create_task(self._check_regularly(client), name=client.entry.worker_id)
 
-    async def _attend(self, client: EngineClient) -> None:
+    async def _check_regularly(self, client: EngineClient) -> None:
         while True:
-            await self.look_at(client)
+            await self.check(client)
             await asyncio.sleep(self._every_s)
 
-    async def look_at(self, client: EngineClient) -> None:
-        """One look: joins it, counts as its heartbeat, or leaves it silent."""
+    async def check(self, client: EngineClient) -> None:
+        """Check a server once.
+
+        Success is its join or its heartbeat; after a failure it stays silent.
+        """
         entry = client.entry
         worker_id = entry.worker_id
         patience_s = self._cluster.workers.config.suspect_after_s
@@ -73,21 +76,21 @@ class EngineServers:
                 self._cluster.worker_join(m.WorkerJoin(_descriptor(entry, context, namespace)))
                 self._cluster.worker_heartbeat(m.WorkerHeartbeat(worker_id, EPOCH, load))
         except KvpoolError as error:
-            self._cluster.counters["engine_servers:not_well"] += 1
-            # Each reason once: what keeps it away at last is seldom what did so at first.
+            self._cluster.counters["engine_servers:failed_checks"] += 1
+            # Log each reason once: the last one often differs from the first.
             if self._trouble.get(worker_id) != str(error):
-                log.warning("engine server is not well", worker=worker_id, error=str(error))
+                log.warning("engine server failed its check", worker=worker_id, error=str(error))
             self._trouble[worker_id] = str(error)
             return
         if self._trouble.get(worker_id) != "":
-            log.info("engine server is well", worker=worker_id, url=entry.base_url)
+            log.info("engine server is healthy", worker=worker_id, url=entry.base_url)
         self._trouble[worker_id] = ""
 
     def _namespace(self, entry: EngineServer) -> Namespace:
-        """Whose blocks its connector makes: as it is written, or as the pool knows it.
+        """The namespace of the server's blocks: configured, or the only match that the pool knows.
 
         Raises:
-            Unavailable: the pool knows none that it could be, or several.
+            Unavailable: the pool knows no matching namespace, or several.
         """
         if entry.is_described:
             return entry.namespace()
@@ -99,16 +102,17 @@ class EngineServers:
             return fitting[0]
         names = ", ".join(namespace.revision for namespace in fitting)
         raise Unavailable(
-            f"of the model {entry.named} the pool knows "
-            + (f"several namespaces: {brief(names)}" if fitting else "no namespace yet"),
-            hint="give the revision of the one meant: see `kvpool engines`"
+            f"the pool knows several namespaces of model {entry.named}: {brief(names)}"
+            if fitting
+            else f"the pool knows no namespace of model {entry.named} yet",
+            hint="set the server's revision; `kvpool engines` lists them"
             if fitting
             else "the engine's connector registers it when it starts",
         )
 
 
 def is_engine_server(worker: m.WorkerDescriptor) -> bool:
-    """Whether this worker is such a server: its own connector moves its KV."""
+    """Whether this worker is an engine server, whose own connector moves its KV."""
     return worker.address.startswith(("http://", "https://"))
 
 

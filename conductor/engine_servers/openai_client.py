@@ -1,8 +1,8 @@
-"""One engine server that is no kvpool worker, driven over OpenAI's HTTP API. It decides nothing.
+"""Sends requests to an engine server, which is not a kvpool worker, over OpenAI's HTTP API.
 
-It takes the same messages as a worker (`Prefill`, `Generate`) and gives the same answers, so that gateway and
-links need not know the difference. KV goes where the server's own connector puts it: segments and grants
-mean nothing here. What servers do not tell (their queue, their compute time) is measured from outside.
+It takes a worker's messages (`Prefill`, `Generate`) and returns a worker's replies, so that the
+gateway treats both alike. The server's own connector reads and writes KV, so segments and grants
+are ignored. What servers do not report (their queue and their compute time) is measured here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvpool.wire import messages as m
 from kvpool.wire.client import Undo
 
 CONNECT_TIMEOUT_S = 2.0
-MAX_ERROR_BYTES = 4096  # of an error's body; the rest is not read
+MAX_ERROR_BYTES = 4096  # bytes read of an error's body
 _RUNNING = re.compile(r"^vllm:num_requests_running(?:\{[^}]*\})? (\S+)", re.MULTILINE)
 _WAITING = re.compile(r"^vllm:num_requests_waiting(?:\{[^}]*\})? (\S+)", re.MULTILINE)
 
@@ -61,7 +61,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Completion(msgspec.Struct):
-    """One event of a stream, or a whole answer."""
+    """One event of a stream, or a whole response."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
@@ -78,24 +78,24 @@ class _Models(msgspec.Struct):
 
 
 @dataclass(slots=True, eq=False)
-class _InWork:
+class _Request:
     queued_tokens: int
     is_decoding: bool = False
     context_tokens: int = 0
 
 
 class EngineClient:
-    """A connection pool to one engine server, and what this conductor has in work there.
+    """A connection pool to one engine server, and this conductor's requests there.
 
     Args:
-        encode: text to token ids without special ones, for servers that return text alone; None: there is
-            no tokenizer, so such servers cannot be used.
+        encode: converts text to token ids without special tokens, for servers that return only
+            text. None if there is no tokenizer; such servers then fail.
     """
 
     def __init__(self, entry: EngineServer, encode: Encode | None = None) -> None:
         self.entry = entry
         self._encode = encode
-        self._in_work: set[_InWork] = set()
+        self._requests: set[_Request] = set()
         self._tpot_s = 0.0
         self._prefill_tokens_per_s = 0.0
         self._mean_prompt = 0.0
@@ -103,18 +103,18 @@ class EngineClient:
         self._http = httpx.AsyncClient(
             base_url=entry.base_url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
-            # Deadlines are the callers': a token may take as long as the request has.
+            # Callers set deadlines: a token may take all of the request's time.
             timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
             trust_env=False,
         )
 
     async def close(self) -> None:
-        """Close its connections; what is in work breaks."""
+        """Close the connections. Running requests fail."""
         await self._http.aclose()
 
     async def send(self, request: m.Message) -> None:
-        """Nothing can be sent one-way to such a server."""
+        """Raises InvalidArgument: an engine server takes no one-way messages."""
         raise InvalidArgument(f"an engine server does not take {type(request).__name__}")
 
     # ------------------------------------------------------------ requests
@@ -122,11 +122,11 @@ class EngineClient:
     async def call(
         self, request: m.Message, timeout_s: float, undo: Undo | None = None
     ) -> m.PrefillReply:
-        """Have it compute a prompt; its connector stores the KV.
+        """Have the server compute a prompt. Its connector stores the KV.
 
         Raises:
-            DeadlineExceeded, Unavailable, EngineFailed, Overloaded: it did not.
-            InvalidArgument: it refuses the request as such, or this is no `Prefill`.
+            DeadlineExceeded, Unavailable, EngineFailed, Overloaded: the prefill failed.
+            InvalidArgument: the server refuses the request, or the message is not a `Prefill`.
         """
         if not isinstance(request, m.Prefill):
             raise InvalidArgument(f"an engine server does not take {type(request).__name__}")
@@ -145,9 +145,9 @@ class EngineClient:
                 ) from None
             if response.status_code != 200:
                 raise self._error(response.status_code, response.headers, response.content)
-            answer = self._read(response.content)
+            completion = self._read(response.content)
         seconds = time.monotonic() - started
-        cached = min(answer.usage.cached if answer.usage else 0, len(tokens))
+        cached = min(completion.usage.cached if completion.usage else 0, len(tokens))
         phases = self._prefilled(len(tokens) - cached, seconds, is_alone)
         by_tier = {"engine": cached} if cached else {}
         return m.PrefillReply(
@@ -157,12 +157,15 @@ class EngineClient:
     async def stream(
         self, request: m.Generate, timeout_s: float
     ) -> AsyncGenerator[m.GenerateChunk | m.GenerateReply, None]:
-        """Tokens as they come, then the report. Leaving early closes the connection, and so ends the work.
+        """Stream the tokens, then the report.
+
+        Closing the stream early closes the connection, and the server stops the work.
 
         Args:
-            timeout_s: to each next item.
+            timeout_s: not used; the caller limits the wait for each item.
 
-        Raises: as `call`.
+        Raises:
+            Unavailable, EngineFailed, Overloaded, InvalidArgument: as `call`.
         """
         tokens = _tokens(request.token_ids)
         body = self._body(tokens, request.sampling) | {
@@ -175,7 +178,7 @@ class EngineClient:
         usage = _Usage()
         reason = ""
         phases: dict[str, float] = {}
-        with self._working(len(tokens)) as (work, is_alone), _typed(self.entry):
+        with self._working(len(tokens)) as (ours, is_alone), _typed(self.entry):
             asked = self._http.stream(
                 "POST", "/v1/completions", json=body, headers=_named(request.request_id)
             )
@@ -200,8 +203,8 @@ class EngineClient:
                             elif count > 1:
                                 per_token_s = (time.monotonic() - first_at) / (count - 1)
                                 phases["per_token_decode_time"] = per_token_s
-                            work.queued_tokens, work.is_decoding = 0, True
-                            work.context_tokens = len(tokens) + count
+                            ours.queued_tokens, ours.is_decoding = 0, True
+                            ours.context_tokens = len(tokens) + count
                             yield m.GenerateChunk(ids, so_far, text)
             if not reason:
                 raise Unavailable(f"{self.entry.worker_id} ended the stream without a result")
@@ -219,16 +222,16 @@ class EngineClient:
                 return
             if line.startswith("data:"):
                 yield self._read(data.encode())
-        raise Unavailable(f"{self.entry.worker_id} closed the connection in mid-stream")
+        raise Unavailable(f"{self.entry.worker_id} closed the connection before the stream ended")
 
     def _piece(self, choice: _Choice) -> tuple[list[int], str | None]:
-        """Ids of a choice, and its text where ids do not stand for it."""
+        """The token ids of a choice, and its text if the ids do not give it."""
         if choice.token_ids is not None:
             return choice.token_ids, None if self._encode else choice.text
         if choice.text and self._encode is None:
             raise EngineFailed(
-                f"{self.entry.worker_id} returns no token ids, and there is no tokenizer here",
-                hint="set conductor.model_path, or use a server that knows return_token_ids",
+                f"{self.entry.worker_id} returns no token ids, and this conductor has no tokenizer",
+                hint="set conductor.model_path, or use a server that supports return_token_ids",
             )
         return self._encode(choice.text) if self._encode else [], choice.text
 
@@ -252,7 +255,10 @@ class EngineClient:
         )
 
     def _prefilled(self, computed: int, seconds: float, is_alone: bool) -> dict[str, float]:
-        """What a prefill took. With others beside it the wait for them is in it: then it says little."""
+        """The phase of a prefill.
+
+        Beside other requests, the time includes a wait of unknown length.
+        """
         if not is_alone:
             return {"engine_prefill_with_wait": seconds}
         if computed >= self.entry.block_tokens:
@@ -262,10 +268,13 @@ class EngineClient:
     # ------------------------------------------------------------ health and load
 
     async def check(self, timeout_s: float) -> int:
-        """Whether it is ready to serve the model; returns the context that it says to have, or 0.
+        """Check that the server can serve the model.
+
+        Returns:
+            The context length that it reports; 0 if it reports none.
 
         Raises:
-            Unavailable, DeadlineExceeded: it is not.
+            Unavailable, DeadlineExceeded: it cannot.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -278,7 +287,7 @@ class EngineClient:
                         raise self._error(listed.status_code, listed.headers, listed.content)
         except TimeoutError:
             raise DeadlineExceeded(
-                f"{self.entry.worker_id} did not say within {timeout_s:g} s that it is well"
+                f"{self.entry.worker_id} did not reply to its check within {timeout_s:g} s"
             ) from None
         try:
             models = msgspec.json.decode(listed.content, type=_Models).data
@@ -294,9 +303,9 @@ class EngineClient:
         )
 
     async def load(self, timeout_s: float) -> m.WorkerLoad:
-        """What this conductor has in work there, and what else the server's own metrics tell.
+        """The server's load: this conductor's requests, and what the server's own metrics add.
 
-        Raises nothing: a server without metrics is judged by our part alone.
+        Raises nothing. Without metrics only this conductor's requests count.
         """
         running = waiting = 0
         with contextlib.suppress(TimeoutError, httpx.HTTPError):
@@ -305,17 +314,18 @@ class EngineClient:
             if response.status_code == 200:
                 running = _sum_of(_RUNNING, response.text)
                 waiting = _sum_of(_WAITING, response.text)
-        ours = list(self._in_work)
-        decoding = [work for work in ours if work.is_decoding]
+        ours = list(self._requests)
+        decoding = [request for request in ours if request.is_decoding]
         others = max(0, running + waiting - len(ours))
         others_queued = min(others, waiting)
         mean_context = self._mean_prompt
         others_decoding = others - others_queued
         return m.WorkerLoad(
             len(ours) + others,
-            sum(work.queued_tokens for work in ours) + int(others_queued * self._mean_prompt),
+            sum(request.queued_tokens for request in ours) + int(others_queued * self._mean_prompt),
             len(decoding) + others_decoding,
-            sum(work.context_tokens for work in decoding) + int(others_decoding * mean_context),
+            sum(request.context_tokens for request in decoding)
+            + int(others_decoding * mean_context),
             self._prefill_tokens_per_s,
             self._tpot_s,
             0.0,
@@ -323,38 +333,41 @@ class EngineClient:
         )
 
     @contextlib.contextmanager
-    def _working(self, tokens: int) -> Iterator[tuple[_InWork, bool]]:
-        """Count a request for as long as the body lasts; also whether nobody else was there."""
-        work = _InWork(tokens)
-        is_alone = not self._in_work
-        self._mean_prompt = smoothed(self._mean_prompt, tokens)
-        self._in_work.add(work)
-        try:
-            yield work, is_alone
-        finally:
-            self._in_work.discard(work)
+    def _working(self, tokens: int) -> Iterator[tuple[_Request, bool]]:
+        """Count a request while the body runs.
 
-    # ------------------------------------------------------------ reading answers
+        The flag says that it was the only one at its start.
+        """
+        request = _Request(tokens)
+        is_alone = not self._requests
+        self._mean_prompt = smoothed(self._mean_prompt, tokens)
+        self._requests.add(request)
+        try:
+            yield request, is_alone
+        finally:
+            self._requests.discard(request)
+
+    # ------------------------------------------------------------ reading responses
 
     def _read(self, content: bytes) -> _Completion:
         try:
-            answer = msgspec.json.decode(content, type=_Completion)
+            completion = msgspec.json.decode(content, type=_Completion)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise EngineFailed(
-                f"{self.entry.worker_id} sent what is no completion: {brief(error)}"
+                f"{self.entry.worker_id} sent an invalid completion: {brief(error)}"
             ) from None
-        if answer.error is not None:
-            raise EngineFailed(f"{self.entry.worker_id}: {_message(answer.error)}")
-        return answer
+        if completion.error is not None:
+            raise EngineFailed(f"{self.entry.worker_id}: {_message(completion.error)}")
+        return completion
 
     def _error(self, status: int, headers: httpx.Headers, content: bytes) -> KvpoolError:
         try:
-            told = _message(msgspec.json.decode(content))
+            message = _message(msgspec.json.decode(content))
         except (msgspec.DecodeError, UnicodeDecodeError):
-            told = brief(content[:200].decode("utf-8", "replace"))
-        text = f"{self.entry.worker_id} answered {status}: {told}"
+            message = brief(content[:200].decode("utf-8", "replace"))
+        text = f"{self.entry.worker_id} returned status {status}: {message}"
         if status in (401, 403):
-            return Unavailable(text, hint="api_key in conductor.engines")
+            return Unavailable(text, hint="check api_key in conductor.engines")
         if status == 429:
             after = headers.get("Retry-After", "")
             return Overloaded(text, retry_after_s=float(after) if after.isdecimal() else 1.0)
@@ -365,7 +378,7 @@ class EngineClient:
 
 @contextlib.contextmanager
 def _typed(entry: EngineServer) -> Iterator[None]:
-    """Turn what httpx raises into errors of ours."""
+    """Convert httpx's errors to kvpool's."""
     try:
         yield
     except httpx.HTTPError as error:
@@ -392,7 +405,7 @@ def _named(request_id: str) -> dict[str, str]:
 
 
 def _message(document: Any) -> str:
-    """The text of an error, in OpenAI's shape or in vLLM's older one."""
+    """The text of an error, in OpenAI's format or in vLLM's older one."""
     if isinstance(document, dict):
         inner = document.get("error", document)
         document = inner.get("message", inner) if isinstance(inner, dict) else inner

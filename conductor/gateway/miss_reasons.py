@@ -54,7 +54,7 @@ class Miss:
 def of_unknown_blocks(
     hashes: Sequence[bytes],
     found: int,
-    news: Callable[[bytes], LastEvent | None],
+    last_event: Callable[[bytes], LastEvent | None],
     is_readable: Callable[[str], bool],
 ) -> list[Miss]:
     """Reasons for the blocks after the first `found`, from the last event of each block.
@@ -64,7 +64,7 @@ def of_unknown_blocks(
     """
 
     def reason(number: int) -> str:
-        last = news(hashes[number])
+        last = last_event(hashes[number])
         if last is None:
             return "never_stored"
         if last.kind == "removed":

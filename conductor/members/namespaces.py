@@ -48,8 +48,9 @@ class KnownNamespaces:
             raise LayoutMismatch(
                 f"{namespace.name} is known under another layout: "
                 + "; ".join(known.layout.differences(namespace.layout)),
-                hint="all engines of a namespace need the same layout: give a changed engine another"
-                " revision; if only tp_size differs, compatible_namespaces lists what it can read",
+                hint="all engines of a namespace need the same layout: give a changed engine"
+                " another revision; if only tp_size differs, compatible_namespaces lists what it"
+                " can read",
             )
         if len(self._by_id) >= self._capacity:
             self._forget_oldest()  # its clients register it again when they are refused

@@ -1,7 +1,8 @@
-"""The connection to Redis or Valkey: one server, Sentinels, or a Cluster; a deadline on every call.
+"""The connection to Redis or Valkey: one server, Sentinels, or a Cluster.
 
-After a failure calls fail at once, without being sent, until a probe is answered again: a Redis that is
-gone or slow must cost each request nothing. What is stored there is not this module's business.
+Every call has a deadline.
+After a failure, calls fail at once without being sent until a probe succeeds, so that a Redis that
+is down or slow does not delay requests.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ MAX_CONNECTIONS = 64
 
 @dataclass(slots=True, frozen=True)
 class RedisTarget:
-    """Which Redis. `url`: of Sentinels or Cluster nodes there may be several, with commas."""
+    """Which Redis to use.
+
+    `url` may list several Sentinels or Cluster nodes, separated by commas.
+    """
 
     url: str
     mode: RedisMode = "standalone"
@@ -46,11 +50,10 @@ class RedisClient:
     """Runs scripts and commands, each within `timeout_s`.
 
     Args:
-        timeout_s: longest that a call may take, connecting included.
-        probe_s: how often a Redis that does not answer is tried again; `probe` is to be called as often.
+        timeout_s: longest time of a call, including the time to connect.
 
     Raises:
-        ConfigError: the URL cannot be understood.
+        ConfigError: the URL is not valid.
     """
 
     def __init__(self, target: RedisTarget, *, timeout_s: float = 0.5) -> None:
@@ -63,14 +66,14 @@ class RedisClient:
 
     @property
     def is_up(self) -> bool:
-        """Whether the last call was answered."""
+        """Whether Redis replied to the last call."""
         return self.down_since is None
 
     async def run(self, script: Script, keys: Sequence[bytes], args: Sequence[Any]) -> Any:
-        """What the script returned.
+        """Run a script and return its result.
 
         Raises:
-            Unavailable: it did not answer in time, or is down.
+            Unavailable: Redis is down, or did not reply in time.
         """
         try:
             return await self.command("EVALSHA", script.sha, len(keys), *keys, *args)
@@ -78,28 +81,28 @@ class RedisClient:
             return await self.command("EVAL", script.source, len(keys), *keys, *args)
 
     async def command(self, name: str, *args: Any) -> Any:
-        """What the command returned. Raises: as `run`."""
+        """Run a command and return its result. Raises as `run`."""
         if self.down_since is not None:
             raise Unavailable(f"Redis is down: {self.why_down}")
         return await self._call(name, *args)
 
     async def probe(self) -> bool:
-        """Try a Redis that is down; True when it answers again, by this probe."""
+        """Try a Redis that is down; return whether this probe found it up again."""
         if self.down_since is None:
             return False
         try:
             await self._call("PING")
         except Unavailable:
             return False
-        log.warning("Redis answers again", after_s=round(time.monotonic() - self.down_since, 1))
+        log.warning("Redis is up again", after_s=round(time.monotonic() - self.down_since, 1))
         self.down_since, self.why_down = None, ""
         return True
 
     async def identity(self) -> str:
-        """Names the history of what is stored: another after a restart or a failover.
+        """The replication id of the stored data. It changes with a restart or a failover.
 
         Raises:
-            Unavailable: as `run`.
+            Unavailable: Redis is down, or did not reply in time.
         """
         if self._target.mode != "cluster":
             info = await self.command("INFO", "replication")
@@ -118,9 +121,9 @@ class RedisClient:
         except NoScriptError:
             raise
         except (RedisError, RedisClusterException, OSError, TimeoutError) as error:
-            self._failed(str(error) or f"no answer within {self.timeout_s:g} s")
+            self._failed(str(error) or f"no reply within {self.timeout_s:g} s")
             raise Unavailable(
-                f"Redis did not answer: {self.why_down}", hint="see conductor.redis_url"
+                f"Redis did not reply: {self.why_down}", hint="check conductor.redis_url"
             ) from error
 
     def _failed(self, reason: str) -> None:
@@ -128,11 +131,11 @@ class RedisClient:
         self.why_down = reason
         if self.down_since is None:
             self.down_since = time.monotonic()
-            log.error("Redis is down, going on from what is held here", reason=reason)
+            log.error("Redis is down; continuing with local state", reason=reason)
 
 
 def _client(target: RedisTarget, timeout_s: float) -> Any:
-    # A connection that a restart broke is only noticed in use: one more try, on a new one.
+    # A connection that a restart broke fails only when it is used, so try once more on a new one.
     retry = Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,))
     options: dict[str, Any] = {
         "socket_timeout": timeout_s,

@@ -1,10 +1,11 @@
-"""The block index in Redis or Valkey: the contract of `conductor.index`, shared by any number of conductors.
+"""The block index in Redis or Valkey, shared by any number of conductors.
 
-What is stored how, and what each step does, stands in `conductor.redis.scripts`. A lookup is one script,
-one round trip. NegativeCache are this conductor's own and stay here: they last seconds.
+`conductor.redis.scripts` describes the stored data and each step. A look-up is one script and one
+round trip. The negative cache is not shared, because its entries last only seconds.
 
-A node speaks to one conductor at a time. Each joining opens a session, and Redis refuses what belongs to an
-earlier one, so that a conductor which stood still cannot undo what another was told meanwhile.
+A node reports to one conductor at a time. Each join opens a session, and Redis refuses messages of
+earlier sessions, so that a conductor that was stopped cannot undo what another conductor has
+written since.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from kvpool.blocks.tier import Tier
 from kvpool.errors import StaleEpoch
 from kvpool.wire.messages import BlockEvent, Segment
 
-SLICE_BLOCKS = 2_000  # a script: about 2 ms during which Redis serves nobody else
-MAX_HOLDERS = 65_536  # decoded answers that are remembered; ids never change their meaning
+SLICE_BLOCKS = 2_000  # per script, during which Redis serves no other client: about 2 ms
+MAX_HOLDERS = 65_536  # decoded holders in the cache; ids never change their meaning
 TTL_S = 86_400
 
 
 @dataclass(slots=True)
 class _Session:
-    """One joining of a node, as this conductor knows it."""
+    """One join of a node, as this conductor knows it."""
 
     epoch: int
     number: int
@@ -39,14 +40,14 @@ class _Session:
 
 
 class RedisIndex:
-    """See `conductor.index.SharedIndex` for the contract.
+    """Implements `conductor.index.contract.SharedIndex`.
 
     Args:
-        pool: name of the pool; several may share a Redis.
-        max_blocks: entries kept at most in a namespace; beyond it new blocks are not recorded, which
-            makes them misses; `dropped` counts them.
-        ttl_s: how long keys outlive the last touch.
-        max_misses: failed pins remembered at most.
+        pool: name of the pool; several pools may share a Redis.
+        max_blocks: maximum number of entries per namespace. Above it new blocks are not recorded
+            and become misses; `dropped` counts them.
+        ttl_s: time after which keys expire that nobody touches.
+        max_misses: maximum number of recorded misses.
     """
 
     def __init__(
@@ -66,10 +67,10 @@ class RedisIndex:
         self._misses = NegativeCache(max_misses)
         self._sessions: dict[str, _Session] = {}
         self._counts: dict[bytes, int] = {}
-        self._retired: set[bytes] = set()  # namespaces with something left to reclaim
+        self._retired: set[bytes] = set()  # namespaces with blocks to reclaim
         self._holders: dict[tuple[bytes, ...], Holders] = {}
 
-    # ------------------------------------------------------------ what nodes say
+    # ------------------------------------------------------------ reports of nodes
 
     async def apply(self, node_id: str, epoch: int, events: Sequence[BlockEvent]) -> None:
         for event in events:
@@ -108,7 +109,10 @@ class RedisIndex:
     async def remove_node(
         self, node_id: str, max_blocks: int, session_number: int | None = None
     ) -> bool:
-        """As the contract says; with `session_number` only if the node has not joined again since."""
+        """Implements `SharedIndex`.
+
+        With `session_number`, do nothing if the node has joined again since.
+        """
         known = self._sessions.pop(node_id, None)
         if session_number is None:
             session_number = known.number if known is not None else 0
@@ -135,10 +139,10 @@ class RedisIndex:
         return not self._retired
 
     async def touch(self, namespace_id: bytes) -> bool:
-        """Keep a namespace with blocks from expiring, and notice what others left to reclaim.
+        """Renew the keys of a namespace, and find blocks that other conductors left to reclaim.
 
         Returns:
-            True when there are blocks.
+            Whether the namespace has blocks.
         """
         entries, waiting = await self._in_space(lua.TOUCH, namespace_id, self._ttl_s)
         self._counted(namespace_id, entries)
@@ -147,15 +151,15 @@ class RedisIndex:
         return bool(entries)
 
     def session_number(self, node_id: str) -> int:
-        """Of the node's joining here; 0 when it has not joined here."""
+        """The session of a node at this conductor; 0 if it has none."""
         session = self._sessions.get(node_id)
         return session.number if session is not None else 0
 
     def forget_session(self, node_id: str) -> None:
-        """The node reports to another conductor now."""
+        """Drop the session of a node that now reports to another conductor."""
         self._sessions.pop(node_id, None)
 
-    # ------------------------------------------------------------ suspicion
+    # ------------------------------------------------------------ misses
 
     def record_miss(
         self, node_id: str, namespace_id: bytes, block_hash: bytes, until: float
@@ -165,7 +169,7 @@ class RedisIndex:
     def expire_misses(self, now: float) -> int:
         return self._misses.expire(now)
 
-    # ------------------------------------------------------------ answers
+    # ------------------------------------------------------------ look-ups
 
     async def holders(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[Holders]:
         found = await self._look(namespace_id, hashes, everywhere=False)
@@ -180,7 +184,10 @@ class RedisIndex:
         return found
 
     async def resident_holders(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[Holders]:
-        """Who holds each block, also beyond gaps (an empty tuple)."""
+        """The holders of every block, also of those after a gap.
+
+        An empty tuple for a block without any.
+        """
         return await self._look(namespace_id, hashes, everywhere=True)
 
     async def segments(
@@ -193,7 +200,7 @@ class RedisIndex:
         return cover_run(await self.holders(namespace_id, hashes), hosts, prefer_host)
 
     def blocks(self) -> int:
-        """Entries as Redis counted them when last asked, in the namespaces that were touched from here."""
+        """The number of entries in the namespaces used here, as Redis last counted them."""
         return sum(self._counts.values())
 
     # ------------------------------------------------------------ inside
@@ -228,7 +235,7 @@ class RedisIndex:
         return copies
 
     async def _session(self, node_id: str, epoch: int) -> _Session:
-        """The node's session at this epoch; one that began elsewhere is taken over."""
+        """The node's session at this epoch. One that began at another conductor is taken over."""
         session = self._sessions.get(node_id)
         if session is not None and session.epoch == epoch:
             return session
@@ -248,12 +255,12 @@ class RedisIndex:
         known = sorted(session.spaces)
         if not all(await self._everywhere(lua.BEGIN, known, args)):
             raise self._superseded(node_id, session)
-        self._retired.update(known)  # of an earlier epoch, or of a report that was not finished
+        self._retired.update(known)  # blocks of an earlier epoch or of an unfinished report
         self._sessions[node_id] = session
         return session
 
     async def _enter(self, node_id: str, session: _Session, namespace_id: bytes) -> None:
-        """Remember that the node has blocks in this namespace, before it has."""
+        """Record in Redis that the node has blocks in this namespace, before it stores any."""
         if namespace_id in session.spaces:
             return
         keys = self._member_keys(node_id)
@@ -306,7 +313,7 @@ class RedisIndex:
     async def _everywhere(
         self, script: lua.Script, spaces: Sequence[bytes], args: Sequence[Any]
     ) -> list[Any]:
-        """Run a script in several namespaces, a few at a time; they may lie on different servers."""
+        """Run a script in several namespaces, a few at a time. They may be on different servers."""
         results: list[Any] = []
         for at in range(0, len(spaces), 16):
             some = (self._in_space(script, space, *args) for space in spaces[at : at + 16])
@@ -330,7 +337,7 @@ def _slices(events: Sequence[BlockEvent]) -> list[list[BlockEvent]]:
     batches: list[list[BlockEvent]] = [[]]
     room = size = SLICE_BLOCKS * HASH_BYTES
     for event in events:
-        # An event without hashes ("cleared") is a step, too.
+        # An event without hashes ("cleared") is applied too.
         for at in range(0, max(1, len(event.hashes)), size):
             part = event.hashes[at : at + size]
             if len(part) > room or len(batches[-1]) >= SLICE_BLOCKS:

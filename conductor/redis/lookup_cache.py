@@ -1,6 +1,6 @@
-"""What this conductor has seen of the shared index lately: all it knows of others' blocks while Redis is away.
+"""A cache of recent look-ups, for the blocks of other conductors' nodes while Redis is down.
 
-Never consulted while Redis answers. It may be stale, and a stale hit costs one failed pin. Bounded.
+It may be stale; a stale hit costs one failed pin. Bounded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ class LookupCache:
     """The holders of the blocks that were looked up last.
 
     Args:
-        capacity: blocks remembered, about; the ones not asked for longest go first, half of them at a time.
+        capacity: approximate number of blocks. The half that was looked up longest ago is dropped
+            first.
     """
 
     def __init__(self, capacity: int = 262_144) -> None:
@@ -23,7 +24,7 @@ class LookupCache:
         self._old: dict[tuple[bytes, bytes], Holders] = {}
 
     def note(self, namespace_id: bytes, hashes: Sequence[bytes], found: Sequence[Holders]) -> None:
-        """Remember an answer about the leading blocks of `hashes`; the next one was held by nobody."""
+        """Remember that the leading blocks of `hashes` were found, and the next one was not."""
         young = self._young
         for block_hash, holders in zip(hashes, found, strict=False):
             young[namespace_id, block_hash] = holders
@@ -33,12 +34,12 @@ class LookupCache:
             self._old, self._young = young, {}
 
     def get(self, namespace_id: bytes, block_hash: bytes) -> Holders:
-        """Who held the block when it was last looked up."""
+        """The holders of the block when it was last looked up; empty if unknown."""
         key = (namespace_id, block_hash)
         return self._young.get(key) or self._old.get(key, ())
 
     def drop(self, namespace_id: bytes, block_hash: bytes) -> None:
-        """It proved wrong."""
+        """Drop an entry that proved to be wrong."""
         self._young.pop((namespace_id, block_hash), None)
         self._old.pop((namespace_id, block_hash), None)
 

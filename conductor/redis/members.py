@@ -1,9 +1,9 @@
-"""Members and namespaces of a pool as several conductors share them, in Redis or Valkey.
+"""The members and namespaces of a pool that several conductors share, in Redis or Valkey.
 
-Every conductor tells what its own members said and hears what the others' did, in one exchange a tick, so
-that a heartbeat costs no round trip. It does not judge who is alive (`conductor.members.membership`), since clocks of
-two hosts cannot be compared: a record changes with each sign of life, and each reader sees by its own clock
-how long it has not. Values are msgpack.
+In one exchange per tick, every conductor writes the reports of its own members and reads those of
+all others, so that a heartbeat costs no round trip. `conductor.members.membership` decides who is
+alive. Clocks of two hosts cannot be compared, so a record changes with each sign of life, and each
+reader measures by its own clock how long a record has not changed. Values are msgpack.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Kind = Literal["node", "worker"]
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True):
-    """One member, as its conductor knows it."""
+    """One member, as its conductor reports it."""
 
     epoch: int
     session: int
@@ -51,17 +51,18 @@ class ConductorRecord(msgspec.Struct, array_like=True, frozen=True):
 
 @dataclass(slots=True)
 class ExchangeResult:
-    """What an exchange brought, beside what it changed in the memberships."""
+    """The result of an exchange, beside its changes to the memberships.
 
-    lost: list[tuple[Kind, str]] = field(
-        default_factory=list
-    )  # ours no longer: they must join again
-    gone: list[tuple[Kind, str]] = field(default_factory=list)  # removed by another conductor
-    moved: list[tuple[Kind, str]] = field(
-        default_factory=list
-    )  # ours until now, another's from now on
+    `lost` are members of ours whose session is over: they must join again. `gone` were removed by
+    another conductor. `moved` were ours and now report to another conductor. `has_lost_content`:
+    Redis lost its data, so all members must report again.
+    """
+
+    lost: list[tuple[Kind, str]] = field(default_factory=list)
+    gone: list[tuple[Kind, str]] = field(default_factory=list)
+    moved: list[tuple[Kind, str]] = field(default_factory=list)
     namespaces: list[Namespace] = field(default_factory=list)
-    has_lost_content: bool = False  # Redis is not the one that it was: all must report again
+    has_lost_content: bool = False
 
 
 _encode = msgspec.msgpack.encode
@@ -73,7 +74,7 @@ _NIL = _encode(None)
 
 
 class _Group(Generic[D, R]):
-    """One kind of members, and how to read their records."""
+    """One kind of members, with the decoders of their records."""
 
     def __init__(
         self, kind: Kind, membership: Membership[D, R], descriptor: type[D], report: type[R]
@@ -84,31 +85,31 @@ class _Group(Generic[D, R]):
         self._descriptors = msgspec.msgpack.Decoder(descriptor)
         self._reports = msgspec.msgpack.Decoder(report)
         self._encoded: dict[str, tuple[D, bytes]] = {}
-        self._told: dict[str, tuple[int, float, bool]] = {}
+        self._sent: dict[str, tuple[int, float, bool]] = {}
 
-    def news(self, conductor_id: str) -> list[Any]:
-        """Our own members that gave a sign of life since the last exchange, as arguments of the script."""
+    def changes(self, conductor_id: str) -> list[Any]:
+        """Our own members with a sign of life since the last exchange, as script arguments."""
         args: list[Any] = []
         own = {member.member_id: member for member in self.membership if not member.via}
-        for member_id in self._told.keys() - own.keys():
-            self._told.pop(member_id)
+        for member_id in self._sent.keys() - own.keys():
+            self._sent.pop(member_id)
             self._encoded.pop(member_id, None)
         for member_id, member in own.items():
             state = (member.session, member.last_seen, member.is_draining)
-            if member.session and self._told.get(member_id) != state:
-                self._told[member_id] = state
+            if member.session and self._sent.get(member_id) != state:
+                self._sent[member_id] = state
                 args += [self.kind, member_id, member.epoch, member.session]
                 args.append(self._packed(member, conductor_id))
         return args
 
-    def tell_all_again(self) -> None:
-        """Redis may not have what it was told."""
-        self._told.clear()
+    def send_all_again(self) -> None:
+        """Send every member in the next exchange: Redis may have missed some."""
+        self._sent.clear()
 
-    def hear(
+    def receive(
         self, flat: Sequence[bytes], conductor_id: str, now: float, out: ExchangeResult
     ) -> None:
-        """Take in all records of this kind."""
+        """Apply all records of this kind."""
         present = set()
         for i in range(0, len(flat), 2):
             member_id, record = flat[i].decode(), _record.decode(flat[i + 1])
@@ -118,7 +119,7 @@ class _Group(Generic[D, R]):
             if record.via == conductor_id and is_ours:
                 continue
             if is_ours and member is not None and not 0 < member.session < record.session:
-                continue  # it has joined here since, or is about to
+                continue  # it joined here later, or is about to
             if is_ours and member is not None and member.epoch == record.epoch:
                 out.moved.append((self.kind, member_id))
             self._mirror(member_id, record, now)
@@ -170,12 +171,12 @@ class _Group(Generic[D, R]):
 
 
 class SharedMembers:
-    """The shared knowledge of one pool, as one conductor reads and writes it.
+    """One conductor's access to the shared members of a pool.
 
     Args:
         conductor_id, address: of this conductor.
-        nodes, workers: memberships that exchanges keep up to date.
-        ttl_s: how long keys outlive the last touch.
+        nodes, workers: memberships that exchanges update.
+        ttl_s: time after which keys expire that nobody touches.
     """
 
     def __init__(
@@ -189,9 +190,7 @@ class SharedMembers:
         *,
         ttl_s: int = TTL_S,
     ) -> None:
-        self.conductors: list[
-            str
-        ] = []  # addresses of those that took part lately, this one included
+        self.conductors: list[str] = []  # addresses of the live conductors, including this one
         self._redis = redis
         self._tag = b"kvpool:{%b}:" % pool.encode()
         self._conductor_id = conductor_id
@@ -207,13 +206,13 @@ class SharedMembers:
         self._beats: dict[bytes, tuple[int, float]] = {}
 
     async def exchange(self, now: float, conductor_silent_s: float) -> ExchangeResult:
-        """Tell and hear, in one round trip.
+        """Send and receive changes, in one round trip.
 
         Args:
-            conductor_silent_s: after so long without an exchange a conductor is forgotten.
+            conductor_silent_s: time without an exchange after which a conductor is dropped.
 
         Raises:
-            Unavailable: Redis did not answer; what was to be told is told the next time.
+            Unavailable: Redis did not reply. The changes are sent again the next time.
         """
         out = ExchangeResult()
         self._exchanges += 1
@@ -221,21 +220,21 @@ class SharedMembers:
         args: list[Any] = [self._ttl_s, uuid.uuid4().hex, self._last_namespace]
         args += [self._conductor_id, me]
         for group in self._groups:
-            args += group.news(self._conductor_id)
+            args += group.changes(self._conductor_id)
         try:
-            answer = await self._redis.run(lua.SYNC, self._keys(), args)
+            reply = await self._redis.run(lua.SYNC, self._keys(), args)
         except BaseException:
-            self.tell_all_again()
+            self.send_all_again()
             raise
-        incarnation, lost, draining, nodes, workers, namespaces, conductors = answer
+        incarnation, lost, draining, nodes, workers, namespaces, conductors = reply
         if self._incarnation and incarnation != self._incarnation:
             out.has_lost_content = True
             self._last_namespace = b"0"
             for group in self._groups:
-                group.present.clear()  # whose records are missing now has not left
+                group.present.clear()  # members without a record now have not left
         self._incarnation = incarnation
         for group, flat in zip(self._groups, (nodes, workers), strict=True):
-            group.hear(flat, self._conductor_id, now, out)
+            group.receive(flat, self._conductor_id, now, out)
         for name in lost:
             group, member_id = self._named(name)
             member = group.membership.get(member_id)
@@ -249,20 +248,20 @@ class SharedMembers:
         for i in range(0, len(namespaces), 2):
             self._last_namespace = namespaces[i]
             out.namespaces.append(_namespace.decode(namespaces[i + 1]))
-        await self._note_conductors(conductors, now, conductor_silent_s)
+        await self._update_conductors(conductors, now, conductor_silent_s)
         return out
 
-    def tell_all_again(self) -> None:
-        """Redis may have missed what it was told."""
+    def send_all_again(self) -> None:
+        """Send every member in the next exchange: Redis may have missed some."""
         for group in self._groups:
-            group.tell_all_again()
+            group.send_all_again()
 
     async def join(self, kind: Kind, member_id: str, epoch: int) -> int:
-        """Open a session for a member that reports here; returns its number.
+        """Open a session for a member that reports here, and return its number.
 
         Raises:
-            StaleEpoch: a later life of it is known.
-            Unavailable: Redis did not answer.
+            StaleEpoch: a newer epoch of the member is known.
+            Unavailable: Redis did not reply.
         """
         keys = [self._fence(kind, member_id), b"%bnothing" % self._tag]
         session, known, _ = await self._redis.run(lua.JOIN, keys, (epoch, 1, self._ttl_s))
@@ -271,24 +270,25 @@ class SharedMembers:
         return int(session)
 
     async def leave(self, kind: Kind, member_id: str, session: int) -> bool:
-        """Remove a member, unless it has joined again since. Raises: `Unavailable`."""
+        """Remove a member, unless it has joined again since. Raises `Unavailable`."""
         members = self._keys()[0 if kind == "node" else 1]
         keys = [members, self._fence(kind, member_id)]
         return bool(await self._redis.run(lua.LEAVE, keys, (member_id, session)))
 
     async def drain(self, node_id: str, epoch: int) -> None:
-        """Have the conductor that the node reports to learn that it drains. Raises: `Unavailable`."""
+        """Mark a node as draining, for the conductor that it reports to. Raises `Unavailable`."""
         await self._redis.run(lua.DRAIN, [self._fence("node", node_id)], (epoch,))
 
     async def register(self, namespace: Namespace) -> None:
-        """Make a namespace known to all conductors, or keep it known.
+        """Make a namespace known to all conductors, or keep it from expiring.
 
         Raises:
-            LayoutMismatch: its owner is known with another layout.
-            Unavailable: Redis did not answer.
+            LayoutMismatch: its model, revision, tenant and salt are known with another layout.
+            Unavailable: Redis did not reply.
         """
         owner = (namespace.model, namespace.revision, namespace.tenant, namespace.salt)
-        # Names may be long and a salt secret: neither belongs into a key. Nor may anybody make a collision.
+        # Names may be long and salts are secret, so the key is a digest, and one without known
+        # collisions.
         digest = hashlib.sha256(_encode(owner)).hexdigest()[:32].encode()
         hexed = namespace.namespace_id.hex().encode()
         tag = self._tag
@@ -302,11 +302,15 @@ class SharedMembers:
             raise LayoutMismatch(
                 f"{namespace.name} is known under another layout: "
                 + "; ".join(other.differences(namespace.layout)),
-                hint="all engines of a namespace must agree; a changed one needs another revision",
+                hint="all engines of a namespace need the same layout: give a changed engine"
+                " another revision",
             )
 
     async def namespace(self, namespace_id: bytes) -> Namespace | None:
-        """A namespace that another conductor was told of. Raises: `Unavailable`."""
+        """A namespace that another conductor registered; None if there is none.
+
+        Raises `Unavailable`.
+        """
         value = await self._redis.command(
             "GET", b"%bns:%b" % (self._tag, namespace_id.hex().encode())
         )
@@ -314,7 +318,7 @@ class SharedMembers:
 
     # ------------------------------------------------------------ inside
 
-    async def _note_conductors(self, flat: Sequence[bytes], now: float, silent_s: float) -> None:
+    async def _update_conductors(self, flat: Sequence[bytes], now: float, silent_s: float) -> None:
         addresses, silent = [], []
         for i in range(0, len(flat), 2):
             record = _conductor.decode(flat[i + 1])

@@ -1,18 +1,19 @@
-"""The Lua that runs inside Redis or Valkey: each script is one atomic step, and one round trip.
+"""The Lua scripts that run inside Redis or Valkey.
 
-Blocks of a namespace stand under keys with the hash tag `{pool:namespace}`, so that all of them lie in one
-slot of a Cluster; what concerns the pool as a whole has the tag `{pool}`.
+Each script is one atomic step and one round trip. The keys of a namespace's blocks have the hash
+tag `{pool:namespace}`, so that all of them are in one slot of a Cluster. The keys of the whole pool
+have the tag `{pool}`.
 
     ...:blocks    hash   block hash -> ids of its holdings, 4 bytes each
-    ...:holdings  hash   id -> tier digit and node id; only of those that may be answered
-    ...:nodes     hash   node id -> epoch, session, ids by tier: current, and of the report under way
-    ...:retired   list   ids that are hidden and whose blocks wait to be reclaimed, and how far that is
-    ...:ids       the last id; ids are never used again, so a stale one can mean nobody else
+    ...:holdings  hash   id -> tier digit and node id, of the holdings that look-ups may return
+    ...:nodes     hash   node id -> epoch, session, ids by tier, ids of the unfinished report
+    ...:retired   list   ids of hidden holdings to reclaim, each with the scan's cursor
+    ...:ids       the last id; ids are never reused, so a stale id cannot mean another holding
     ...:set:ID    set    the blocks of one holding: the reverse index
 
-A session is one joining of a node: what was meant for an earlier one, or for an earlier epoch, is refused.
-Members of the pool stand in two hashes that every conductor reads and writes in one exchange a tick; a fence
-for each of them says which epoch and session counts.
+A session is one join of a node. Messages of an earlier session or of an earlier epoch are refused.
+The members of the pool are in two hashes that every conductor reads and writes in one exchange per
+tick. A fence per member has the valid epoch and session.
 
 All keys expire when nobody touches them any more. Values are plain bytes or msgpack.
 """
@@ -24,7 +25,7 @@ from typing import NamedTuple
 
 
 class Script(NamedTuple):
-    """Lua source, and the name that Redis knows it by."""
+    """A script's Lua source, and the SHA-1 by which Redis finds it."""
 
     name: str
     source: str
@@ -33,7 +34,7 @@ class Script(NamedTuple):
 
 def _script(name: str, *parts: str) -> Script:
     source = "\n".join(parts)
-    # Redis names scripts by SHA-1; nothing is protected by it.
+    # Redis names scripts by SHA-1. It protects nothing.
     return Script(name, source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest())
 
 
@@ -107,7 +108,7 @@ end
 """
 
 # node, epoch, session, is a report under way, ttl
-# -> 1, or 0 when the node has gone on
+# -> 1, or 0 if the node has a newer epoch or session
 BEGIN = _script(
     "begin",
     _INDEX,
@@ -120,8 +121,8 @@ return 1
 """,
 )
 
-# node, epoch, session, is a report under way, ttl, most blocks, then (kind, tiers, hashes) ...
-# -> is it done (0: stale), entries, how many were over the limit
+# node, epoch, session, is a report under way, ttl, maximum of blocks, then (kind, tiers, hashes)
+# ... -> 1 or 0 (stale), entries, number of blocks above the maximum
 APPLY = _script(
     "apply",
     _INDEX,
@@ -212,7 +213,7 @@ return {1, redis.call('HLEN', B), dropped}
 )
 
 # node, epoch, session, ttl
-# -> 1: it holds blocks here, 0: it holds none and was forgotten, -1: not its report
+# -> 1: it holds blocks here, 0: it holds none and was dropped, -1: another session's report
 END = _script(
     "end",
     _INDEX,
@@ -246,7 +247,7 @@ return 1
 """,
 )
 
-# most entries -> holdings that are left to reclaim, entries
+# maximum of entries -> number of holdings left to reclaim, entries
 RECLAIM = _script(
     "reclaim",
     _INDEX,
@@ -257,7 +258,7 @@ while left > 0 do
   if not entry then break end
   local id, cursor = string.sub(entry, 1, 4), string.sub(entry, 5)
   if cursor == '' then cursor = '0' end
-  -- Nobody adds to a retired set: scanning it needs no removal, and the whole is freed at once.
+  -- Nobody adds to a retired set, so it is scanned without removals and freed as a whole.
   local page = redis.call('SSCAN', S .. id, cursor, 'COUNT', math.min(left, CHUNK))
   local names = page[2]
   for from = 1, #names, CHUNK do
@@ -275,7 +276,7 @@ return {redis.call('LLEN', R), redis.call('HLEN', B)}
 """,
 )
 
-# ttl -> entries, holdings that are left to reclaim
+# ttl -> entries, number of holdings left to reclaim
 TOUCH = _script(
     "touch",
     _INDEX,
@@ -290,8 +291,8 @@ return {redis.call('HLEN', B), redis.call('LLEN', R)}
 """,
 )
 
-# KEYS: blocks, holdings. hashes, is the answer about all (1) or about the leading run (0)
-# -> runs (ids, how many blocks, ...), holdings (id, tier digit and node id, ...), entries
+# KEYS: blocks, holdings. hashes, look up all of them (1) or the leading run (0)
+# -> runs (ids, number of blocks, ...), holdings (id, tier digit and node id, ...), entries
 LOOKUP = _script(
     "lookup",
     """
@@ -313,7 +314,7 @@ local function is_live(ids)
   return any
 end
 local last, count, is_over = nil, 0, false
-local size = 16 * 32  -- a chain that is not here at all should cost little
+local size = 16 * 32  -- small at first, so that an unknown chain costs little
 local from = 1
 while from <= #packed and not is_over do
   local names = {}
@@ -344,7 +345,7 @@ return {runs, found, redis.call('HLEN', B)}
 )
 
 # KEYS: fence, spaces of the member. epoch, does a new session begin, ttl
-# -> session (0: a later epoch is known), that epoch, the namespaces that it has blocks in
+# -> session (0: a newer epoch is known), the known epoch, the namespaces in which it has blocks
 JOIN = _script(
     "join",
     """
@@ -364,7 +365,8 @@ return {session, ARGV[1], redis.call('SMEMBERS', KEYS[2])}
 """,
 )
 
-# KEYS: fence, spaces of the member. epoch, session, ttl, namespace -> 1, or 0 when the node has gone on
+# KEYS: fence, spaces of the member. epoch, session, ttl, namespace
+# -> 1, or 0 if the node has another epoch or session
 ENTER = _script(
     "enter",
     """
@@ -376,7 +378,7 @@ return 1
 """,
 )
 
-# KEYS: fence of the member. epoch -> 1, or 0 when the member has gone on
+# KEYS: fence of the member. epoch -> 1, or 0 if the member has another epoch
 DRAIN = _script(
     "drain",
     """
@@ -386,7 +388,7 @@ return 1
 """,
 )
 
-# KEYS: members, fence of the member. id, session -> 1, or 0 when it has joined again since
+# KEYS: members, fence of the member. id, session -> 1, or 0 if it has joined again since
 LEAVE = _script(
     "leave",
     """
@@ -397,12 +399,13 @@ return 1
 """,
 )
 
-# One exchange of what members said: tell what this conductor heard, hear what all of them did.
-# KEYS: members nodes, members workers, prefix of fences, incarnation, namespace directory, prefix of
-#   namespaces, conductors
+# One exchange: write the reports of this conductor's members, and read those of all members.
+# KEYS: nodes, workers, prefix of fences, incarnation, namespace directory, prefix of namespaces,
+#   conductors
 # ttl, incarnation if there is none, last namespace number, conductor, its record, then
 #   (kind, id, epoch, session, record) ...
-# -> incarnation, lost members, draining members, nodes, workers, namespaces (number, value, ...), conductors
+# -> incarnation, lost members, draining members, nodes, workers, namespaces (number, value, ...),
+#   conductors
 SYNC = _script(
     "sync",
     """
@@ -439,8 +442,8 @@ return {redis.call('GET', KEYS[4]), lost, draining, redis.call('HGETALL', KEYS[1
 """,
 )
 
-# KEYS: namespace, its owner, directory, last number. id, value, layout, ttl, most namespaces
-# -> the layout that its owner has
+# KEYS: namespace, its owner, directory, last number. id, value, layout, ttl, maximum of namespaces
+# -> the known layout of its owner
 REGISTER = _script(
     "register",
     """

@@ -1,11 +1,10 @@
-"""A conductor among several: what `Cluster` knows, shared through Redis.
+"""One of several conductors: a `Cluster` whose state is shared through Redis.
 
-All that this conductor is told it keeps itself as well, as one that is alone does: the blocks of
-the nodes that report here in an index in memory, and a mirror of all members. That is what it goes
-on from while Redis is away. Redis is asked for every look-up while it answers.
+Every look-up goes to Redis while it is up. This conductor also keeps what it receives itself: the
+blocks of the nodes that report to it, in an index in memory, and a mirror of all members. It
+continues with these while Redis is down.
 
-Whatever Redis has missed ends in the node joining again with a full report, as soon as Redis is
-back.
+If Redis missed a report of a node, the node joins again with a full report as soon as Redis is up.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ from kvpool.wire import messages as m
 
 log = structlog.get_logger(__name__)
 
-RECLAIM_A_TICK = 8_000  # blocks, in slices between which Redis serves others
-TOUCH_S = 60.0  # how often namespaces with blocks are kept from expiring
+RECLAIM_A_TICK = 8_000  # blocks, in slices between which Redis serves other clients
+TOUCH_S = 60.0  # interval at which the keys of namespaces with blocks are renewed
 TOUCH_A_TICK = 4  # namespaces
 IDENTIFY_S = 5.0
 
 
 class SharedCluster(Cluster):
-    """See `Cluster`. Call `tend` every tick, beside `sweep`.
+    """A `Cluster` that shares its state. Call `tend` every tick, in addition to `sweep`.
 
     Args:
-        pool: name of the pool; conductors of the same name and Redis share it.
-        address: of this conductor, for people.
-        max_blocks: entries kept of a namespace.
+        pool: name of the pool. Conductors with the same pool and Redis share their state.
+        address: this conductor's address, for display.
+        max_blocks: maximum number of index entries per namespace.
     """
 
     def __init__(
@@ -73,9 +72,9 @@ class SharedCluster(Cluster):
             redis, pool, conductor_id, address, self.nodes, self.workers, ttl_s=ttl_s
         )
         self._lookup_cache = LookupCache()
-        self._unshared: dict[tuple[Kind, str], None] = {}  # Redis missed something of theirs
-        self._leaving: dict[tuple[Kind, str], int] = {}  # to be removed there, with their sessions
-        self._unregistered: dict[bytes, Namespace] = {}  # namespaces that Redis was not told of
+        self._unshared: dict[tuple[Kind, str], None] = {}  # members of whom Redis missed a report
+        self._leaving: dict[tuple[Kind, str], int] = {}  # sessions of members to remove in Redis
+        self._unregistered: dict[bytes, Namespace] = {}  # namespaces that Redis missed
         self._sessions: dict[tuple[Kind, str], int] = {}
         self._touched_at = clock()
         self._to_touch: list[bytes] = []
@@ -97,11 +96,13 @@ class SharedCluster(Cluster):
             server.handle(message, handler)
 
     def notice(self) -> str:
-        """What an operator should know: "" when all is well."""
         if self.redis.down_since is None:
             return ""
-        away_s = time.monotonic() - self.redis.down_since
-        return f"Redis is down since {away_s:.0f} s, going on from what is held here: {self.redis.why_down}"
+        down_s = time.monotonic() - self.redis.down_since
+        return (
+            f"Redis has been down for {down_s:.0f} s; this conductor continues with local state: "
+            f"{self.redis.why_down}"
+        )
 
     def index_blocks(self) -> int:
         return self.shared_index.blocks() if self.redis.is_up else self.index.blocks()
@@ -124,7 +125,7 @@ class SharedCluster(Cluster):
     # ------------------------------------------------------------ nodes
 
     async def join_node(self, request: m.NodeJoin) -> m.MemberReply:
-        """As `node_join`, known to all conductors afterwards."""
+        """`node_join`, shared with all conductors."""
         for namespace in request.namespaces:
             await self._share_namespace(namespace)
         reply = self.node_join(request)
@@ -136,14 +137,14 @@ class SharedCluster(Cluster):
             with self._sharing("node", node.node_id):
                 await self._begin(node.node_id, node.epoch)
                 self._unshared.pop(("node", node.node_id), None)
-        except StaleEpoch:  # a later life of it reports to another conductor
+        except StaleEpoch:  # a newer epoch of it reports to another conductor
             if self.nodes.leave(node.node_id, node.epoch):
                 self.index.remove_node(node.node_id, 0)
             return self._reply(resync=True)
         return reply
 
     async def take_events(self, request: m.NodeEvents) -> m.MemberReply:
-        """As `node_events`, known to all conductors afterwards."""
+        """`node_events`, shared with all conductors."""
         action = self._take_events(request)
         node_id, epoch = request.node_id, request.epoch
         if action.resync or ("node", node_id) in self._unshared:
@@ -169,18 +170,18 @@ class SharedCluster(Cluster):
         return super().node_leave(request)
 
     async def drain_node(self, request: m.NodeDraining) -> m.Ok:
-        """As `node_draining`, also of a node that reports to another conductor."""
+        """`node_draining`, also for a node that reports to another conductor."""
         self.node_draining(request)
         try:
             await self.shared_members.drain(request.node_id, request.epoch)
         except Unavailable as error:
-            log.warning("other conductors do not know that the node drains", error=str(error))
+            log.warning("other conductors missed that a node is draining", error=str(error))
         return m.Ok()
 
     # ------------------------------------------------------------ workers
 
     async def join_worker(self, request: m.WorkerJoin) -> m.MemberReply:
-        """As `worker_join`, known to all conductors afterwards. Raises: `LayoutMismatch`."""
+        """`worker_join`, shared with all conductors. Raises `LayoutMismatch`."""
         worker = request.descriptor
         check_proof(worker.namespace, request.proof)
         await self._share_namespace(worker.namespace, must_agree=True)
@@ -212,17 +213,20 @@ class SharedCluster(Cluster):
     # ------------------------------------------------------------ clients
 
     async def answer_registration(self, request: m.RegisterNamespace) -> m.NamespaceReply:
-        """Raises: `LayoutMismatch`, `HashMismatch`."""
+        """`register_namespace`, shared with all conductors.
+
+        Raises `LayoutMismatch`, `HashMismatch`.
+        """
         check_proof(request.namespace, request.proof)
         await self._share_namespace(request.namespace, must_agree=True)
         return self.register_namespace(request)
 
     async def answer_lookup(self, request: m.Lookup) -> m.LookupReply:
-        """As `lookup`, of what all conductors know. Raises: `UnknownNamespace`."""
+        """`lookup` in the shared index. Raises `UnknownNamespace`."""
         if request.namespace_id not in self.namespaces:
             await self._learn_namespace(request.namespace_id)
             if request.namespace_id not in self.namespaces:
-                return self.lookup(request)  # which says what is wrong
+                return self.lookup(request)  # raises UnknownNamespace
         hashes = unpack_hashes(request.hashes)
         holders = await self._holders(request.namespace_id, hashes)
         hosts = self._readable_hosts(request.exclude)
@@ -233,7 +237,7 @@ class SharedCluster(Cluster):
         return Found(holders, self._readable_hosts())
 
     async def answer_copy_counts(self, request: m.CountCopies) -> m.CopyCounts:
-        """As `count_copies`; while Redis is away, of what is known here."""
+        """`count_copies` in the shared index; in the local one while Redis is down."""
         hashes = unpack_hashes(request.hashes, MAX_COUNTED)
         try:
             found = await self.shared_index.resident_holders(request.namespace_id, hashes)
@@ -255,12 +259,12 @@ class SharedCluster(Cluster):
             found = await self.shared_index.holders(namespace_id, hashes)
         except Unavailable:
             self.counters["lookups_without_redis"] += 1
-            return self._held_here(namespace_id, hashes)
+            return self._local_holders(namespace_id, hashes)
         self._lookup_cache.note(namespace_id, hashes, found)
         return found
 
-    def _held_here(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[Holders]:
-        """The leading run by what this conductor holds: its own nodes' blocks, and recent answers."""
+    def _local_holders(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[Holders]:
+        """The leading run by this conductor's own nodes and its lookup cache."""
         found: list[Holders] = []
         for block_hash in hashes:
             own = self.index.holders(namespace_id, [block_hash])
@@ -283,19 +287,19 @@ class SharedCluster(Cluster):
         self.shared_index.expire_misses(self.clock())
 
     async def tend(self) -> None:
-        """Exchange members with the other conductors, remove the dead, tidy a little.
+        """Exchange members with other conductors, remove those that left, reclaim some blocks.
 
         Never raises.
         """
         try:
             if await self.redis.probe():
-                self.shared_members.tell_all_again()
+                self.shared_members.send_all_again()
                 self._identified_at = float("-inf")
             if not self.redis.is_up:
                 return
             await self._identify()
             self._take(await self.shared_members.exchange(self.clock(), self._config.dead_after_s))
-            await self._remove_those_that_left()
+            await self._remove_leaving()
             for namespace in list(self._unregistered.values()):
                 await self._share_namespace(namespace)
             for _ in range(RECLAIM_A_TICK // 2_000):
@@ -303,30 +307,30 @@ class SharedCluster(Cluster):
                     break
             await self._touch()
         except Unavailable:
-            return  # the link has said so in the log
+            return  # the client has logged it
         except KvpoolError:
-            log.exception("tending the shared state failed")
+            log.exception("updating the shared state failed")
 
-    def _take(self, news: ExchangeResult) -> None:
-        for namespace in news.namespaces:
+    def _take(self, exchanged: ExchangeResult) -> None:
+        for namespace in exchanged.namespaces:
             self._add(namespace)
-        for kind, member_id in news.moved:
-            log.info("member reports to another conductor now", kind=kind, member=member_id)
+        for kind, member_id in exchanged.moved:
+            log.info("member now reports to another conductor", kind=kind, member=member_id)
             self._unshared.pop((kind, member_id), None)
             if kind == "node":
                 self.shared_index.forget_session(member_id)
                 super()._forget_node(member_id)
-        for kind, member_id in news.gone:
-            log.info("member is gone, says another conductor", kind=kind, member=member_id)
+        for kind, member_id in exchanged.gone:
+            log.info("another conductor removed a member", kind=kind, member=member_id)
             if kind == "worker":
                 super()._forget_worker(member_id)
-        for kind, member_id in news.lost:
+        for kind, member_id in exchanged.lost:
             self._unshared[kind, member_id] = None
-        if news.has_lost_content:
-            self._report_again("Redis has lost its content: all members report again")
+        if exchanged.has_lost_content:
+            self._report_again("Redis has lost its data: all members report again")
 
     async def _identify(self) -> None:
-        """Notice a Redis that was restarted or replaced by its replica: it may have lost the last writes."""
+        """Detect a restart or failover of Redis, which may have lost the last writes."""
         now = self.clock()
         if now - self._identified_at < IDENTIFY_S:
             return
@@ -341,9 +345,9 @@ class SharedCluster(Cluster):
         self._unshared |= {("node", node.member_id): None for node in self.nodes if not node.via}
         self._unshared |= {("worker", w.member_id): None for w in self.workers if not w.via}
 
-    async def _remove_those_that_left(self) -> None:
+    async def _remove_leaving(self) -> None:
         for (kind, member_id), session in list(self._leaving.items()):
-            if session:  # else Redis never heard of this joining
+            if session:  # otherwise Redis missed the join
                 await self.shared_members.leave(kind, member_id, session)
                 if kind == "node":
                     await self.shared_index.remove_node(member_id, 0, session)
@@ -370,11 +374,10 @@ class SharedCluster(Cluster):
 
     @contextlib.contextmanager
     def _sharing(self, kind: Kind, member_id: str) -> Iterator[None]:
-        """Remember that Redis may have missed what the body told it: only a full report is right
-        again.
+        """If the body fails, note that Redis may have missed its changes: a full report repairs it.
 
         Raises:
-            StaleEpoch: Redis has it, and refuses.
+            StaleEpoch: Redis knows a newer epoch or session.
         """
         try:
             yield
@@ -382,7 +385,7 @@ class SharedCluster(Cluster):
             raise
         except Unavailable:
             self._unshared[kind, member_id] = None
-        except asyncio.CancelledError:  # the member gave up waiting
+        except asyncio.CancelledError:  # the member does not wait any longer
             self._unshared[kind, member_id] = None
             raise
 
@@ -414,11 +417,11 @@ class SharedCluster(Cluster):
             log.error("another conductor knows another layout", error=str(error))
 
     def _must_share(self, kind: Kind, member_id: str) -> bool:
-        """Whether the member has to join again so that Redis learns all of it."""
+        """Whether the member must join again, so that Redis gets a full report."""
         return self.redis.is_up and (kind, member_id) in self._unshared
 
     def _note_sessions(self) -> None:
-        """Remember the sessions of all members: once one is gone, its session says what may be removed."""
+        """Remember the sessions of all members. What is removed in Redis later depends on them."""
         self._sessions = {("node", node.member_id): node.session for node in self.nodes}
         self._sessions |= {("worker", w.member_id): w.session for w in self.workers}
 

@@ -1,4 +1,4 @@
-"""Carries out what the role controller says, and publishes its advice. Decides nothing."""
+"""Carries out the role controller's moves, and publishes its advice."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ CALL_TIMEOUT_S = 2.0
 
 
 class RoleActuator:
-    """Steps the controller and tells workers their new roles.
+    """Runs the controller's steps and sends workers their new roles.
 
     Args:
-        is_active: whether moves are carried out; advice is given in any case.
-        before_step: brings the controller's outcomes up to date.
+        is_active: whether moves are carried out. Advice is published in any case.
+        before_step: called before each step, to record overdue requests.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class RoleActuator:
             await self.step()
 
     async def step(self) -> None:
-        """One look at the pool; at most one worker changes its role."""
+        """Run one step of the controller. At most one worker changes its role."""
         self._before_step()
         self.decision = self._controller.step(self._instances(), self._clock())
         move = self.decision.move
@@ -69,14 +69,14 @@ class RoleActuator:
             await self._connections.call_worker(worker, m.SetRole(move.role), CALL_TIMEOUT_S)
         except KvpoolError as error:
             self._cluster.counters["roles:failed"] += 1
-            log.warning("a role did not change", worker=move.worker_id, error=str(error))
+            log.warning("a worker did not change its role", worker=move.worker_id, error=str(error))
             return
         self._cluster.counters[f"roles:to_{move.role}"] += 1
         self._history = [*self._history[-99:], {"at_s": self._clock(), **asdict(move)}]
         log.info("role changed", worker=move.worker_id, role=move.role, reason=move.reason)
 
     def advice(self) -> dict[str, Any]:
-        """What `/v1/scaling` answers: counts by role, changes advised, and the moves so far."""
+        """The document of `/v1/scaling`: workers by role, advised changes, and the last moves."""
         instances = self._instances()
         counts = {
             role: sum(i.role == role for i in instances) for role in ("prefill", "decode", "both")

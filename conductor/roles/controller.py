@@ -1,9 +1,10 @@
-"""Which instances prefill and which decode: moved by measured violations of the objectives, and advice on scaling.
+"""Decides which instances prefill and which decode, by measured misses of the objectives.
 
-DistServe (OSDI'24) and Splitwise (ISCA'24) fix the split ahead; Mooncake (FAST'25) converts instances as the load
-shifts. Here a breach must last before anything is moved, and after a move nothing is for a while, so that the
-controller does not chase its own effects. One instance moves at a time, the one with the least to do. It is drained
-by being given no more work of its old kind. Pure: `now` is monotonic seconds.
+It also advises on scaling. DistServe (OSDI'24) and Splitwise (ISCA'24) fix the split in advance.
+Mooncake (FAST'25) converts instances as the load changes. Here an objective must be missed for some
+time before an instance moves, and no other moves for some time after, so that the controller does
+not react to its own effects. One instance moves at a time, the one with the least load. It gets no
+new work of its old kind and finishes what it has. Pure; `now` is monotonic seconds.
 """
 
 from __future__ import annotations
@@ -20,18 +21,21 @@ Role = Literal["prefill", "decode"]
 
 @dataclass(slots=True, frozen=True)
 class RoleLimits:
-    """When to act.
+    """The thresholds of the controller.
 
     Args:
-        window_s: outcomes older than this count no more.
-        min_requests: fewer in the window say nothing.
-        high, low: share of requests over an objective that is a breach, and that leaves room to give.
-        hold_s: how long a breach must last. cooldown_s: after a move.
-        min_prefill, min_decode: instances that each role keeps.
-        idle: share of places taken below which a role may shrink; busy: above which it may give none away.
+        window_s: age up to which a request counts.
+        min_requests: number of requests in the window below which the controller does nothing.
+        high: share of requests that miss an objective above which the role lacks instances.
+        low: share up to which a role can give an instance away.
+        hold_s: how long a role must lack instances before one moves.
+        cooldown_s: time after a move without another move.
+        min_prefill, min_decode: number of instances that each role keeps.
+        idle: share of used places below which a role may shrink.
+        busy: share of used places above which a role gives no instance away.
 
     Raises:
-        ConfigError: a value makes no sense.
+        ConfigError: a value is out of range.
     """
 
     window_s: float = 30.0
@@ -51,12 +55,12 @@ class RoleLimits:
         if min(self.window_s, self.hold_s, self.cooldown_s, self.min_requests) <= 0:
             raise ConfigError("roles: times and min_requests must be positive")
         if min(self.min_prefill, self.min_decode) < 0:
-            raise ConfigError("roles: a role cannot keep less than no instance")
+            raise ConfigError("roles: min_prefill and min_decode must not be negative")
 
 
 @dataclass(slots=True, frozen=True)
 class Instance:
-    """One worker as the controller sees it; `role` "both" never moves."""
+    """One worker. A worker with role "both" never moves."""
 
     worker_id: str
     role: str
@@ -67,13 +71,13 @@ class Instance:
 
     @property
     def pressure(self) -> float:
-        """Share of its places that are taken; may exceed 1."""
+        """The share of its places that are used. It may exceed 1."""
         return self.running / max(1, self.places)
 
 
 @dataclass(slots=True, frozen=True)
 class Advice:
-    """How many instances to add to (positive) or take from a role, and why."""
+    """How many instances to add to a role (positive) or to remove, and why."""
 
     role: Role
     change: int
@@ -82,7 +86,7 @@ class Advice:
 
 @dataclass(slots=True, frozen=True)
 class RoleMove:
-    """Have this worker take the other role."""
+    """Give this worker the other role."""
 
     worker_id: str
     role: Role
@@ -91,7 +95,10 @@ class RoleMove:
 
 @dataclass(slots=True, frozen=True)
 class RoleDecision:
-    """What to do now, and what an operator or autoscaler should do. Shares are of the window."""
+    """A move to make now, and advice for an operator or autoscaler.
+
+    Shares are of the window's requests.
+    """
 
     move: RoleMove | None
     advice: tuple[Advice, ...]
@@ -101,29 +108,25 @@ class RoleDecision:
 
 
 class RoleController:
-    """Learns outcomes, and says at each step what to change.
-
-    Args:
-        limits: when to act.
-    """
+    """Counts requests that miss their objectives, and decides at each step what to change."""
 
     def __init__(self, limits: RoleLimits | None = None) -> None:
         self.limits = limits or RoleLimits()
         self._outcomes: deque[tuple[float, bool, bool]] = deque()
-        self._breach: tuple[Role, float] | None = None  # who lacks instances, and since when
+        self._breach: tuple[Role, float] | None = None  # the role that lacks instances, since when
         self._moved_at = float("-inf")
 
     def ended(self, now: float, *, is_ttft_met: bool, is_tpot_met: bool) -> None:
-        """A request ended, or was refused for want of an objective that could not be met.
+        """Record a request that ended, or that was refused because an objective could not be met.
 
         Args:
-            is_ttft_met: by the prefill workers. What a decode worker prefilled late counts as its own miss,
-                that is against `is_tpot_met`: it is there that help is lacking.
+            is_ttft_met: whether prefill met its objective. If a decode worker prefilled late, pass
+                False for `is_tpot_met` instead, because the decode role lacks instances.
         """
         self._outcomes.append((now, is_ttft_met, is_tpot_met))
 
     def step(self, instances: Sequence[Instance], now: float) -> RoleDecision:
-        """What to do now. A move that comes back is taken for done."""
+        """Decide what to do now. The controller assumes that a returned move is carried out."""
         limits = self.limits
         while self._outcomes and self._outcomes[0][0] < now - limits.window_s:
             self._outcomes.popleft()
@@ -140,7 +143,7 @@ class RoleController:
         if move is not None:
             self._moved_at = now
             self._breach = None
-            # What was measured until now was of the old split.
+            # The requests so far were measured under the old split.
             self._outcomes.clear()
         advice = _advice(late, slow, instances, limits) if is_known else ()
         return RoleDecision(move, advice, late, slow, count)
@@ -162,13 +165,13 @@ class RoleController:
         taken = sum(each.running for each in givers)
         places = sum(max(1, each.places) for each in others)
         if taken > limits.busy * places:
-            return None  # the rest could not carry it
+            return None  # the other instances could not take its load
         objective = "TTFT" if lacking == "prefill" else "TPOT"
         return RoleMove(chosen.worker_id, lacking, f"{objective} missed, {giver} has room")
 
 
 def _lacking(late: float, slow: float, limits: RoleLimits) -> Role | None:
-    """The role that lacks instances while the other has some to give."""
+    """The role that lacks instances, if the other role can give one away."""
     if late > limits.high and slow <= limits.low:
         return "prefill"
     if slow > limits.high and late <= limits.low:
@@ -179,7 +182,10 @@ def _lacking(late: float, slow: float, limits: RoleLimits) -> Role | None:
 def _advice(
     late: float, slow: float, instances: Sequence[Instance], limits: RoleLimits
 ) -> tuple[Advice, ...]:
-    """Scale out what misses its objective, scale in what idles while both objectives are met."""
+    """Add to a role that misses its objective.
+
+    Remove from an idle one if both objectives are met.
+    """
     found = []
     roles: tuple[tuple[Role, float, str, int], ...] = (
         ("prefill", late, "TTFT", limits.min_prefill),
@@ -188,12 +194,12 @@ def _advice(
     for role, violations, objective, least in roles:
         members = [each for each in instances if each.role in (role, "both")]
         if violations > limits.high:
-            # By as much as is too late: of n instances that fail a share v, n * v more.
+            # Add in proportion: n instances that miss a share v of requests need n * v more.
             more = max(1, round(len(members) * violations))
             found.append(Advice(role, more, f"{violations:.0%} of requests miss their {objective}"))
             continue
         taken = sum(each.running for each in members) / max(1, sum(i.places for i in members))
         is_well = late <= limits.low and slow <= limits.low
         if is_well and len(members) > least and taken < limits.idle:
-            found.append(Advice(role, -1, f"{taken:.0%} of its places are taken"))
+            found.append(Advice(role, -1, f"{taken:.0%} of its places are used"))
     return tuple(found)

@@ -110,7 +110,7 @@ class Estimator:
     ) -> Candidate:
         """The candidate with the reason, if any, why it may not be chosen.
 
-        The sequences that decode on the worker stand still for `stall_s`. Spread over the tokens of an answer, this
+        The sequences that decode on the worker stand still for `stall_s`. Spread over the tokens of a response, this
         must not raise their TPOT above the objective either; their objective is assumed to equal this request's.
 
         Objectives do not reject an idle worker that was hardly measured. Its predictions come from the profile, which
@@ -143,7 +143,9 @@ class Estimator:
     # ------------------------------------------------------------ order
 
     def rank(self, candidate: Candidate) -> tuple[float, int, int, str, str]:
-        """Sort key: predicted time to the whole answer and the delay of others; ties go to the longest-rested worker.
+        """Sort key: predicted time to the whole response, and the delay of others.
+
+        Ties go to the longest-rested worker.
 
         Times within a tenth of a millisecond are equal, because predictions are no better than that.
         """

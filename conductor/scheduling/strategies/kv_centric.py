@@ -14,7 +14,7 @@ from conductor.scheduling.strategies.hot_spots import prefix_replications
 
 
 class KvCentric:
-    """The candidate with the least predicted time to the whole answer, remote or local."""
+    """The candidate with the least predicted time to the whole response, remote or local."""
 
     def decide(self, request: ScheduleRequest, inputs: SchedulingInputs, now: float) -> Decision:
         choices = Choices(request, inputs, now)

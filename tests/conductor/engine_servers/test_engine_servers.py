@@ -214,7 +214,7 @@ async def test_a_server_that_is_not_well_gets_nothing_until_it_is() -> None:
         for _ in range(3):
             assert (await running.ask()).status_code == 200
         assert (len(sick.seen), len(well.seen)) == (0, 3)
-        assert running.counters["engine_servers:not_well"] > 0
+        assert running.counters["engine_servers:failed_checks"] > 0
         sick.health = 200
         await until(lambda: len(running.cluster.workers) == 2, "welcome when well")
         await running.ask(kvpool={"decode_worker": sick.worker_id})
@@ -237,7 +237,7 @@ async def test_a_servers_namespace_is_the_one_that_its_connector_registered() ->
         ) as running,
     ):
         await until(
-            lambda: running.counters.get("engine_servers:not_well", 0) > 1,
+            lambda: running.counters.get("engine_servers:failed_checks", 0) > 1,
             "nobody knows it at first",
         )
         running.cluster.register_namespace(m.RegisterNamespace(NAMESPACE, proof_of(NAMESPACE)))
@@ -268,7 +268,7 @@ async def test_of_several_namespaces_the_revision_says_which_is_a_servers() -> N
                 assert joined.descriptor.namespace == other  # type: ignore[union-attr]
             else:
                 await until(
-                    lambda: running.counters.get("engine_servers:not_well", 0) > 2, "told apart"
+                    lambda: running.counters.get("engine_servers:failed_checks", 0) > 2, "told apart"
                 )
                 assert not len(running.cluster.workers)
 
@@ -287,9 +287,9 @@ async def test_each_reason_that_keeps_a_server_away_is_logged_once_and_the_clien
         ):
 
             async def looks(more: int) -> None:
-                seen = running.counters.get("engine_servers:not_well", 0)
+                seen = running.counters.get("engine_servers:failed_checks", 0)
                 await until(
-                    lambda: running.counters.get("engine_servers:not_well", 0) >= seen + more,
+                    lambda: running.counters.get("engine_servers:failed_checks", 0) >= seen + more,
                     "it is looked at",
                 )
 
@@ -300,9 +300,9 @@ async def test_each_reason_that_keeps_a_server_away_is_logged_once_and_the_clien
             answer = await running.ask()
     assert answer.status_code == 503
     assert "conductor's log" in answer.json()["error"]["message"]
-    said = [line["error"] for line in lines if line["event"] == "engine server is not well"]
+    said = [line["error"] for line in lines if line["event"] == "engine server failed its check"]
     assert len(said) == 2
-    assert "no namespace yet" in said[0]
+    assert "knows no namespace of model" in said[0]
     assert "several namespaces" in said[1]
 
 
@@ -421,7 +421,7 @@ async def test_a_server_that_stops_altogether_is_passed_over() -> None:
         ((429, {"error": {"message": "busy"}}), 429, "busy"),
         ((500, {"error": {"message": "cuda"}}), 500, "cuda"),
         ((502, "what is this"), 503, "502"),
-        ((200, {"no": "stream"}), 503, "mid-stream"),
+        ((200, {"no": "stream"}), 503, "before the stream ended"),
     ],
 )
 async def test_what_the_only_server_refuses_reaches_the_client(
