@@ -20,7 +20,6 @@ MAX_METHODS = 25
 
 # Files over MAX_LINES: the most lines that each may have until it is split.
 LONG_FILES = {
-    "conductor/cluster/cluster.py": 508,
     "tiers/service/service.py": 582,
     "tiers/store/block_table.py": 554,
     "tiers/store/store.py": 899,
@@ -28,7 +27,7 @@ LONG_FILES = {
 
 # Classes over MAX_METHODS: the most methods that each may have until it is split.
 LARGE_CLASSES = {
-    "conductor/cluster/cluster.py::Cluster": 39,
+    "conductor/cluster/cluster.py::Cluster": 38,
     "conductor/redis/index.py::RedisIndex": 29,
     "conductor/redis/shared_state.py::SharedCluster": 37,
     "tiers/service/migrator.py::Mover": 29,
