@@ -100,7 +100,7 @@ class SharedCluster(Cluster):
             return ""
         down_s = time.monotonic() - self.redis.down_since
         return (
-            f"Redis has been down for {down_s:.0f} s; this conductor continues with local state: "
+            f"Redis is down (for {down_s:.0f} s); this conductor continues with local state: "
             f"{self.redis.why_down}"
         )
 
