@@ -268,7 +268,8 @@ async def test_of_several_namespaces_the_revision_says_which_is_a_servers() -> N
                 assert joined.descriptor.namespace == other  # type: ignore[union-attr]
             else:
                 await until(
-                    lambda: running.counters.get("engine_servers:failed_checks", 0) > 2, "told apart"
+                    lambda: running.counters.get("engine_servers:failed_checks", 0) > 2,
+                    "told apart",
                 )
                 assert not len(running.cluster.workers)
 
