@@ -37,13 +37,13 @@ from tiers.memory.hbm_arena import HBM_ARENA_ID, DeviceArena
 from tiers.memory.nixl_target import NixlTarget
 from tiers.service.drain import Drainer
 from tiers.service.gc_tuning import keep_collections_short
-from tiers.service.index_reporter import Reporter
-from tiers.service.migrator import Mover
-from tiers.service.prefetch import Prefetcher
+from tiers.service.index_reporter import IndexReporter
+from tiers.service.migrator import Migrator
+from tiers.service.prefetch import PrefetchQueue
 from tiers.service.replication import Replicator
 from tiers.service.resize import Resizer
 from tiers.service.service import NodeIdentity, NodeService
-from tiers.service.tenant_nodes import LentNodes
+from tiers.service.tenant_nodes import TenantNodes
 from tiers.store.arena_allocator import ArenaAllocator
 from tiers.store.slab_allocator import SlabAllocator
 from tiers.store.store import Store, StoreConfig
@@ -60,12 +60,12 @@ async def run_node(config: NodeConfig, ready: Ready, stop: asyncio.Event) -> Non
     quiet_grpc()
     async with contextlib.AsyncExitStack() as stack:
         node = await _Node(config, stack).start()
-        await node.lend()
+        await node.start_tenant_nodes()
         ready(node.facts())
         log.info("node ready", **node.facts())
         ended = asyncio.Event()
         drain_s = config.advanced.drain_s if config.drain_on_stop else None
-        ending = asyncio.create_task(node.drainer.end_when_told(stop, drain_s, ended))
+        ending = asyncio.create_task(node.drainer.drain_on_stop(stop, drain_s, ended))
         try:
             await wait_for_stop(ended, node.tasks)
         finally:
@@ -90,7 +90,7 @@ class _Node:
                 "node.tenant names no isolated tenant", hint="see the tokens in node.tokens_path"
             )
         self.tasks: list[asyncio.Task[None]] = []
-        self._reporter: Reporter | None = None
+        self._reporter: IndexReporter | None = None
         self._handout: ArenaServer | None = None
         self._target: NixlTarget | None = None
         self._hbm: DeviceArena | None = None
@@ -136,17 +136,17 @@ class _Node:
             ),
             hbm=SlabAllocator(hbm.size_bytes, advanced.slab_bytes, hbm.arena_id) if hbm else None,
         )
-        mover = Mover(store, arenas, devices, hbm=hbm)
-        stack.callback(mover.close)
-        service = NodeService(identity, store, arenas, mover, lambda: self._descriptor, hbm=hbm)
+        migrator = Migrator(store, arenas, devices, hbm=hbm)
+        stack.callback(migrator.close)
+        service = NodeService(identity, store, arenas, migrator, lambda: self._descriptor, hbm=hbm)
         if devices is not None:
             count = devices.recover_into(store, time.monotonic())
-            mover.counters["namespaces_not_recovered"] += len(devices.unrecovered)
+            migrator.counters["namespaces_not_recovered"] += len(devices.unrecovered)
             access_checkpoint.restore(devices, store, time.monotonic(), time.time())
             log.info("recovered blocks from NVMe", parts=count, devices=devices.states())
             self._drop_isolated(store)
-            service.on_namespace.append(mover.keep_namespace)
-            self._keep_uses(store, devices, mover)
+            service.on_namespace.append(migrator.record_namespace)
+            self._start_access_checkpoints(store, devices, migrator)
         shm_path = ""
         if "shm" in config.transports:
             shm_path = str(runtime / f"arena-{identity.epoch}.sock")
@@ -207,31 +207,31 @@ class _Node:
             config.tenant,
             list(service.ucx),
         )
-        self.tasks.append(asyncio.create_task(mover.run(), name="mover"))
+        self.tasks.append(asyncio.create_task(migrator.run(), name="migrator"))
         self.tasks += security.tasks()
         self.tasks.append(asyncio.create_task(keep_collections_short(), name="collections"))
         if config.conductor is not None:
-            self._reporter = Reporter(
+            self._reporter = IndexReporter(
                 service, config.conductor, self._descriptor, security.credentials
             )
             self._reporter.is_draining = lambda: self.drainer.is_draining
             self.tasks.append(asyncio.create_task(self._reporter.run(), name="reporter"))
         return self
 
-    async def lend(self) -> None:
+    async def start_tenant_nodes(self) -> None:
         """Start the nodes of the isolated tenants, unless this is one of them."""
         config = self._config
         if config.tenant or not self._isolated or not config.advanced.isolated_dram_bytes:
             return
-        lent = LentNodes(config, self._identity.node_id, self._isolated)
-        self.tasks += await lent.start()
-        self._stack.push_async_callback(lent.stop)
+        tenant_nodes = TenantNodes(config, self._identity.node_id, self._isolated)
+        self.tasks += await tenant_nodes.start()
+        self._stack.push_async_callback(tenant_nodes.stop)
 
-    def _keep_uses(self, store: Store, devices: Devices, mover: Mover) -> None:
+    def _start_access_checkpoints(self, store: Store, devices: Devices, migrator: Migrator) -> None:
         def count_failure() -> None:
-            mover.counters["notes_not_written"] += 1
+            migrator.counters["checkpoints_not_written"] += 1
 
-        keeper = access_checkpoint.UseKeeper(
+        keeper = access_checkpoint.AccessCheckpointer(
             store,
             devices,
             self._config.advanced.access_checkpoint_s,
@@ -239,7 +239,7 @@ class _Node:
             on_failure=count_failure,
         )
         self._stack.push_async_callback(keeper.close)
-        self.tasks.append(asyncio.create_task(keeper.run(), name="uses"))
+        self.tasks.append(asyncio.create_task(keeper.run(), name="access-checkpoints"))
 
     def _beside(self, service: NodeService, arenas: ArenaSet, wire: WireServer) -> None:
         """The parts that work beside the service: copies from other nodes, prefetch, resizing, draining."""
@@ -257,20 +257,22 @@ class _Node:
             service.store,
             arenas,
             transports,
-            service.mover.wake,
+            service.migrator.wake,
             credentials=self._security.credentials,
         )
         self._stack.push_async_callback(replicator.close)
         service.peers = replicator.peers
-        prefetcher = Prefetcher(service.store, service.mover, config.advanced.max_prefetch_blocks)
-        self.tasks.append(asyncio.create_task(prefetcher.run(), name="prefetch"))
+        prefetches = PrefetchQueue(
+            service.store, service.migrator, config.advanced.max_prefetch_blocks
+        )
+        self.tasks.append(asyncio.create_task(prefetches.run(), name="prefetch"))
         resizer = Resizer(
             service.store,
             arenas,
             lambda arena_id, size_bytes: make_arena(config, arena_id, size_bytes),
             self._announce,
-            service.mover.begin,
-            lambda: not service.mover.is_disk_failed,
+            service.migrator.begin,
+            lambda: not service.migrator.is_disk_failed,
             slab_bytes=config.advanced.slab_bytes,
             unit_bytes=arena_unit(config),
         )
@@ -285,7 +287,7 @@ class _Node:
         )
         service.refuse_writers = self.drainer.refuse_writers
         service.refuses_readers = lambda: self.drainer.refuses_readers
-        service.more_counters += [replicator.counters, prefetcher.counters]
+        service.more_counters += [replicator.counters, prefetches.counters]
 
         async def replicate(request: m.Replicate, principal: Principal) -> m.ReplicateReply:
             self.drainer.refuse_writers()
@@ -295,7 +297,7 @@ class _Node:
             return await replicator.replicate(request)
 
         wire.handle(m.Replicate, lambda r, s: replicate(r, s.principal))
-        wire.handle(m.Prefetch, lambda r, _s: prefetcher.prefetch(r))
+        wire.handle(m.Prefetch, lambda r, _s: prefetches.prefetch(r))
         wire.handle(m.ResizeDram, lambda r, _s: resizer.resize(r))
         wire.handle(m.Drain, lambda r, _s: self.drainer.drain(r))
 

@@ -30,7 +30,7 @@ LARGE_CLASSES = {
     "conductor/cluster/cluster.py::Cluster": 38,
     "conductor/redis/index.py::RedisIndex": 29,
     "conductor/redis/shared_state.py::SharedCluster": 37,
-    "tiers/service/migrator.py::Mover": 29,
+    "tiers/service/migrator.py::Migrator": 29,
     "tiers/service/service.py::NodeService": 35,
     "tiers/store/arena_allocator.py::ArenaAllocator": 27,
     "tiers/store/block_table.py::BlockTable": 41,

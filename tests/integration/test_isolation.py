@@ -203,12 +203,12 @@ def test_reading_by_address_with_anothers_metadata_gets_nothing(cluster: Cluster
 # ---------------------------------------------------------------- life
 
 
-def test_a_lent_node_that_dies_is_started_again_and_all_end_with_their_parent(
+def test_a_tenant_node_that_dies_is_started_again_and_all_end_with_their_parent(
     cluster: Cluster,
 ) -> None:
     before = described(cluster, "safe")
-    lent = _lent_processes(cluster)
-    [pid] = [pid for pid, node_id in lent.items() if node_id == before.node_id]
+    tenant_nodes = _tenant_node_processes(cluster)
+    [pid] = [pid for pid, node_id in tenant_nodes.items() if node_id == before.node_id]
     os.kill(pid, signal.SIGKILL)
 
     def is_back() -> bool:
@@ -223,7 +223,9 @@ def test_a_lent_node_that_dies_is_started_again_and_all_end_with_their_parent(
         wait_until(lambda: _stores(pool, fresh), "it takes blocks again", 60)
     cluster.kill("a")
     wait_until(
-        lambda: not _lent_processes(cluster), "the lent nodes are gone with their parent", 20
+        lambda: not _tenant_node_processes(cluster),
+        "the tenant nodes are gone with their parent",
+        20,
     )
 
 
@@ -235,7 +237,7 @@ def _stores(pool: Pool, hashes: list[bytes]) -> bool:
     return done.stored + done.existing == 1
 
 
-def _lent_processes(cluster: Cluster) -> dict[int, str]:
+def _tenant_node_processes(cluster: Cluster) -> dict[int, str]:
     """Node ids of the running processes that were started for isolated tenants, by pid."""
     found = {}
     tokens = str(cluster.directory / "tokens.yaml").encode()

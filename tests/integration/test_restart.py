@@ -47,11 +47,14 @@ def test_the_order_of_use_and_protection_outlast_a_restart(
         pool.protect(NAMESPACE, protected, ttl_s=None)
         for hashes in used:
             assert pool.get(NAMESPACE, hashes, np.zeros_like(contents(hashes))).found == 1
-    note = disk / "uses"
+    checkpoint = disk / "access_order"
     if number == signal.SIGKILL:  # what it knew a moment ago
-        since = note.stat().st_mtime_ns if note.exists() else 0
-        wait_until(lambda: note.exists() and note.stat().st_mtime_ns > since, "a later note")
-        wait_until((disk / "protected").exists, "the protections")
+        since = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
+        wait_until(
+            lambda: checkpoint.exists() and checkpoint.stat().st_mtime_ns > since,
+            "a later checkpoint",
+        )
+        wait_until((disk / "retention").exists, "the protections")
     cluster.kill("first", number)
     cluster.member("first").process.wait(20)
     cluster.start_node("second", *settings)

@@ -64,7 +64,7 @@ class NodeCollector(Collector):
             "1 when an NVMe device is used no more after an error, 0.5 when it is only read",
             labels=["directory"],
         )
-        for directory, state in self._service.mover.devices.states().items():
+        for directory, state in self._service.migrator.devices.states().items():
             failed.add_metric([directory], {"ok": 0.0, "read_only": 0.5, "failed": 1.0}[state])
         yield failed
         yield from _transports(stats)

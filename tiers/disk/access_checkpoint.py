@@ -1,8 +1,8 @@
-"""What outlasts a restart besides the blocks: in which order they were used, and which are protected until when.
+"""What survives a restart besides the blocks: the order in which they were used, and which are protected until when.
 
-Each NVMe device keeps two notes: `uses`, the order of the blocks that stand on it, now and then and at the end;
-`protected`, all protections of the node, soon after each change. What a kill takes of either is the last few
-moments: such blocks count as used when they were written.
+Each NVMe device keeps two checkpoints. `access_order` holds the order of the blocks on that device; it is written
+now and then and at the end. `retention` holds all protections of the node; it is written soon after each change. A
+kill loses the last few moments of either: such blocks count as used when they were written.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import structlog
 
 from kvpool.blocks.hashing import HASH_BYTES, unpack_hashes
-from tiers.disk.atomic_file import read_note, write_note
+from tiers.disk.atomic_file import read_atomic_file, write_atomic_file
 from tiers.disk.devices import Device, Devices
 from tiers.disk.manifest import NvmeFailed
 from tiers.store.recovery import Access, Retention
@@ -31,7 +31,7 @@ SLICE_BLOCKS = 4096  # looked at in one turn of the event loop: a few millisecon
 SETTLE_S = 0.5  # protections come in bursts
 
 
-class _Run(msgspec.Struct, array_like=True):
+class _BlockRun(msgspec.Struct, array_like=True):
     """Blocks of one namespace: packed hashes, and a packed uint64 (tick) or float64 (wall clock) for each."""
 
     namespace_id: bytes
@@ -39,17 +39,17 @@ class _Run(msgspec.Struct, array_like=True):
     values: bytes
 
 
-class _Uses(msgspec.Struct, array_like=True):
-    runs: list[_Run]
+class _AccessOrder(msgspec.Struct, array_like=True):
+    runs: list[_BlockRun]
 
 
-class _Protections(msgspec.Struct, array_like=True):
+class _Retention(msgspec.Struct, array_like=True):
     saved_at: float  # wall clock
-    runs: list[_Run]
+    runs: list[_BlockRun]
 
 
 def restore(devices: Devices, store: Store, now: float, wall: float) -> None:
-    """Give the blocks that were just recovered the order and the protections that the notes tell of.
+    """Give the blocks that were just recovered the order and the protections from the checkpoints.
 
     Args:
         now: monotonic seconds.
@@ -59,12 +59,12 @@ def restore(devices: Devices, store: Store, now: float, wall: float) -> None:
     left_s: dict[tuple[bytes, bytes], float] = {}
     latest = 0.0
     for device in devices:
-        uses = _read(device, "uses", _Uses)
-        for run in uses.runs if uses is not None else ():
+        order = _read(device, "access_order", _AccessOrder)
+        for run in order.runs if order is not None else ():
             for name, tick in _pairs(run, "<u8"):
                 key = (run.namespace_id, name)
                 ticks[key] = max(ticks.get(key, 0), int(tick))
-        saved = _read(device, "protected", _Protections)
+        saved = _read(device, "retention", _Retention)
         if saved is not None and saved.saved_at > latest:  # else that of a device that was away
             latest = saved.saved_at
             # A clock that was set back prolongs nothing beyond what was left.
@@ -80,13 +80,13 @@ def restore(devices: Devices, store: Store, now: float, wall: float) -> None:
         log.error("protections were not restored: there is no room for them", blocks=refused)
 
 
-class UseKeeper:
-    """Writes the notes of every device, beside the traffic.
+class AccessCheckpointer:
+    """Writes the checkpoints of every device, beside the traffic.
 
     Args:
         interval_s: between two looks at the order of use.
-        is_synced: notes outlast a power failure.
-        on_failure: a note was not written.
+        is_synced: checkpoints survive a power failure.
+        on_failure: called when a checkpoint was not written.
     """
 
     def __init__(
@@ -115,66 +115,70 @@ class UseKeeper:
         due = self._clock() + self._interval_s
         while True:
             await asyncio.sleep(min(SETTLE_S, self._interval_s))
-            await self._keep_protections()
+            await self._write_retention()
             if self._clock() >= due:
-                await self._keep_uses()
+                await self._write_access_order()
                 due = self._clock() + self._interval_s
 
     async def close(self) -> None:
         """Write what has changed since the last time."""
-        await self._keep_protections()
-        await self._keep_uses()
+        await self._write_retention()
+        await self._write_access_order()
 
-    async def _keep_uses(self) -> None:
+    async def _write_access_order(self) -> None:
         tick = self._store.tick
         if tick == self._saved_tick:
             return
-        noted = {device.number: _Notes() for device in self._devices}
+        by_device = {device.number: _BlockValues() for device in self._devices}
         for rows in self._store.accesses(SLICE_BLOCKS):
             for number, use in rows:
-                noted[number].add(use.namespace_id, use.block_hash, use.tick)
+                by_device[number].add(use.namespace_id, use.block_hash, use.tick)
             await asyncio.sleep(0)
         is_kept = True
         for device in self._devices:
-            content = msgspec.msgpack.encode(_Uses(noted[device.number].runs("<u8")))
-            is_kept = await self._write(device, "uses", content) and is_kept
+            content = msgspec.msgpack.encode(_AccessOrder(by_device[device.number].runs("<u8")))
+            is_kept = await self._write(device, "access_order", content) and is_kept
         if is_kept:
             self._saved_tick = tick
 
-    async def _keep_protections(self) -> None:
+    async def _write_retention(self) -> None:
         changes = self._store.retention_changes
         if changes == self._saved_protections:
             return
-        notes = _Notes()
+        values = _BlockValues()
         wall = self._wall()
         ahead = wall - self._clock()
         for number, kept in enumerate(self._store.retentions()):
-            notes.add(kept.namespace_id, kept.block_hash, kept.until + ahead)
+            values.add(kept.namespace_id, kept.block_hash, kept.until + ahead)
             if number % SLICE_BLOCKS == SLICE_BLOCKS - 1:
                 await asyncio.sleep(0)
-        content = msgspec.msgpack.encode(_Protections(wall, notes.runs("<f8")))
+        content = msgspec.msgpack.encode(_Retention(wall, values.runs("<f8")))
         is_kept = True
         for device in self._devices:
-            is_kept = await self._write(device, "protected", content) and is_kept
+            is_kept = await self._write(device, "retention", content) and is_kept
         if is_kept:
             self._saved_protections = changes
 
     async def _write(self, device: Device, name: str, content: bytes) -> bool:
-        """Write one note; False to try again. A device that takes nothing more has its last note."""
+        """Write one checkpoint; False: try again. A read-only or failed device keeps its last one."""
         if device.state != "ok":
             return True
         try:
             await asyncio.to_thread(
-                write_note, device.directory / name, VERSION, content, is_synced=self._is_synced
+                write_atomic_file,
+                device.directory / name,
+                VERSION,
+                content,
+                is_synced=self._is_synced,
             )
         except NvmeFailed as error:
             self._on_failure()
-            log.error("a note was not written", device=device.identity, error=str(error))
+            log.error("a checkpoint was not written", device=device.identity, error=str(error))
             return False
         return True
 
 
-class _Notes:
+class _BlockValues:
     """Blocks with a number each, by namespace."""
 
     def __init__(self) -> None:
@@ -185,26 +189,31 @@ class _Notes:
         hashes += block_hash
         values.append(value)
 
-    def runs(self, dtype: str) -> list[_Run]:
+    def runs(self, dtype: str) -> list[_BlockRun]:
         return [
-            _Run(namespace_id, bytes(hashes), np.array(values, dtype).tobytes())
+            _BlockRun(namespace_id, bytes(hashes), np.array(values, dtype).tobytes())
             for namespace_id, (hashes, values) in self._by_namespace.items()
         ]
 
 
 def _read(device: Device, name: str, kind: type[T]) -> T | None:
-    """A note of a device; None where it says nothing that can be believed."""
-    content = read_note(device.directory / name, VERSION)
+    """A device's checkpoint; None if it is missing or damaged."""
+    content = read_atomic_file(device.directory / name, VERSION)
     if content is None:
         return None
     try:
         return msgspec.msgpack.decode(content, type=kind)
     except msgspec.MsgspecError as error:
-        log.warning("ignored a note", directory=str(device.directory), note=name, error=str(error))
+        log.warning(
+            "ignored a damaged checkpoint",
+            directory=str(device.directory),
+            file=name,
+            error=str(error),
+        )
         return None
 
 
-def _pairs(run: _Run, dtype: str) -> Iterator[tuple[bytes, float]]:
+def _pairs(run: _BlockRun, dtype: str) -> Iterator[tuple[bytes, float]]:
     """Each hash with its number; nothing where they do not match."""
     if len(run.hashes) % HASH_BYTES or len(run.hashes) // HASH_BYTES * 8 != len(run.values):
         return iter(())

@@ -18,12 +18,11 @@ from tiers.disk.manifest import NvmeFailed, sync_directory, write_all
 log = structlog.get_logger(__name__)
 
 _HEAD = Struct("<8sIQI")  # magic, version, bytes of the content, CRC-32 of it
-_MAGIC = b"kvp-note"
-MAX_NOTE_BYTES = 1 << 32
+_MAGIC = b"kvp-file"
 
 
-def write_note(path: Path, version: int, content: bytes, *, is_synced: bool) -> None:
-    """Put `content` in place of what the note held, or leave that as it was.
+def write_atomic_file(path: Path, version: int, content: bytes, *, is_synced: bool) -> None:
+    """Put `content` in place of what the file held, or leave that as it was.
 
     Args:
         is_synced: it outlasts a power failure once this returns.
@@ -49,14 +48,14 @@ def write_note(path: Path, version: int, content: bytes, *, is_synced: bool) -> 
         raise NvmeFailed(f"cannot write {path}: {error}") from error
 
 
-def read_note(path: Path, version: int) -> bytes | None:
-    """What the note holds; None where there is none, or none that can be believed (logged)."""
+def read_atomic_file(path: Path, version: int) -> bytes | None:
+    """What the file holds; None where there is none, or none that can be believed (logged)."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:
-        log.warning("a note cannot be read", path=str(path), error=str(error))
+        log.warning("a file cannot be read", path=str(path), error=str(error))
         return None
     if len(data) >= _HEAD.size:
         magic, known, length, crc = _HEAD.unpack_from(data)
@@ -64,5 +63,5 @@ def read_note(path: Path, version: int) -> bytes | None:
         is_whole = (magic, known, length) == (_MAGIC, version, len(content))
         if is_whole and zlib.crc32(content) == crc:
             return content
-    log.warning("ignored a note that is damaged or of another version", path=str(path))
+    log.warning("ignored a file that is damaged or of another version", path=str(path))
     return None

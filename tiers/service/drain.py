@@ -33,14 +33,14 @@ ANNOUNCE_S = 4.0  # then go on: a conductor that comes back is told when the nod
 
 
 @dataclass(slots=True, frozen=True)
-class Run:
+class ChainRun:
     """Blocks that follow on each other in one chain."""
 
     parent: bytes
     hashes: tuple[bytes, ...]
 
 
-def chain_runs(parents: Mapping[bytes, bytes]) -> Iterator[Run]:
+def cut_into_runs(parents: Mapping[bytes, bytes]) -> Iterator[ChainRun]:
     """Cut a forest of blocks (hash -> parent) into runs, parents before children."""
     children: dict[bytes, list[bytes]] = {}
     for name, parent in parents.items():
@@ -53,11 +53,11 @@ def chain_runs(parents: Mapping[bytes, bytes]) -> Iterator[Run]:
             run.append(following[0])
         for start in range(0, len(run), RUN_BLOCKS):
             parent = run[start - 1] if start else parents[run[0]]
-            yield Run(parent, tuple(run[start : start + RUN_BLOCKS]))
+            yield ChainRun(parent, tuple(run[start : start + RUN_BLOCKS]))
 
 
 @dataclass(slots=True)
-class _Outcome:
+class _DrainTally:
     moved: int = 0
     elsewhere: int = 0
     lost: Counter[str] = field(default_factory=Counter)
@@ -94,7 +94,7 @@ class Drainer:
         self._clients: dict[str, WireClient] = {}
         self._to_conductor: FailoverClient | None = None
 
-    async def end_when_told(
+    async def drain_on_stop(
         self, stop: asyncio.Event, drain_s: float | None, ended: asyncio.Event
     ) -> None:
         """Set `ended` when the node shall end: it was drained, or `stop` is set.
@@ -139,13 +139,13 @@ class Drainer:
         started = self._clock()
         deadline = started + request.deadline_s
         log.info("draining", drop=request.drop, deadline_s=request.deadline_s)
-        outcome = _Outcome()
+        tally = _DrainTally()
         try:
             await self.announce(min(deadline, started + ANNOUNCE_S))
             for namespace in self._store.namespaces():
                 parents = self._store.parents(namespace.namespace_id)
-                for run in chain_runs(parents):
-                    await self._empty(namespace.namespace_id, run, request.drop, deadline, outcome)
+                for run in cut_into_runs(parents):
+                    await self._empty(namespace.namespace_id, run, request.drop, deadline, tally)
             self.refuses_readers = True
             while self._store.lease_count and self._clock() < deadline:
                 await asyncio.sleep(LEASE_POLL_S)
@@ -157,9 +157,9 @@ class Drainer:
             # After the reply: the loop runs what is scheduled now when this task's waiters have gone on.
             asyncio.get_running_loop().call_soon(self.drained.set)
         reply = m.DrainReply(
-            outcome.moved,
-            outcome.elsewhere,
-            dict(outcome.lost),
+            tally.moved,
+            tally.elsewhere,
+            dict(tally.lost),
             self._store.lease_count,
             self._clock() - started,
         )
@@ -187,15 +187,15 @@ class Drainer:
     # ------------------------------------------------------------ moving
 
     async def _empty(
-        self, namespace_id: bytes, run: Run, drop: bool, deadline: float, outcome: _Outcome
+        self, namespace_id: bytes, run: ChainRun, drop: bool, deadline: float, tally: _DrainTally
     ) -> None:
         copies = await self._copies(namespace_id, run.hashes)
-        outcome.elsewhere += sum(1 for count in copies if count)
+        tally.elsewhere += sum(1 for count in copies if count)
         for parent, hashes in _alone(run, copies):
             if drop:
-                outcome.lost["dropped"] += len(hashes)
+                tally.lost["dropped"] += len(hashes)
                 continue
-            await self._move(namespace_id, parent, hashes, deadline, outcome)
+            await self._move(namespace_id, parent, hashes, deadline, tally)
 
     async def _move(
         self,
@@ -203,7 +203,7 @@ class Drainer:
         parent: bytes,
         hashes: Sequence[bytes],
         deadline: float,
-        outcome: _Outcome,
+        tally: _DrainTally,
     ) -> None:
         """Let other nodes pull a run; the next one goes on where one has no more room."""
         reason = "no_other_node"
@@ -212,7 +212,7 @@ class Drainer:
             if left <= 0:
                 reason = "deadline"
                 break
-            target = await self._target(hashes[0], outcome)
+            target = await self._target(hashes[0], tally)
             if target is None:
                 break
             request = m.Replicate(namespace_id, pack_hashes(hashes), parent, self._describe(), left)
@@ -220,12 +220,12 @@ class Drainer:
                 reply = await self._replicate(target, request, left)
             except KvpoolError as error:
                 reason = error.code
-                outcome.full.add(target.node_id)
+                tally.full.add(target.node_id)
                 log.warning("a node takes no blocks", node=target.node_id, error=str(error))
                 continue
             dealt = reply.stored + reply.existing + reply.in_progress
-            outcome.moved += reply.stored
-            outcome.elsewhere += reply.existing + reply.in_progress
+            tally.moved += reply.stored
+            tally.elsewhere += reply.existing + reply.in_progress
             if not reply.reason:
                 return
             reason = reply.reason
@@ -234,11 +234,11 @@ class Drainer:
             if (
                 reason.startswith("source:") or reason == "checksum"
             ):  # ours is at fault: no other node will fare better
-                outcome.lost[reason] += 1
+                tally.lost[reason] += 1
                 parent, hashes = hashes[0], hashes[1:]
             else:
-                outcome.full.add(target.node_id)
-        outcome.lost[reason] += len(hashes)
+                tally.full.add(target.node_id)
+        tally.lost[reason] += len(hashes)
 
     async def _replicate(
         self, target: m.NodeDescriptor, request: m.Replicate, timeout_s: float
@@ -260,7 +260,7 @@ class Drainer:
         reply: m.ReplicateReply = await client.call(request, timeout_s + 1.0)
         return reply
 
-    async def _target(self, key: bytes, outcome: _Outcome) -> m.NodeDescriptor | None:
+    async def _target(self, key: bytes, tally: _DrainTally) -> m.NodeDescriptor | None:
         """The node that shall hold a run: live, not found full or gone, placed as a client would."""
         if self._conductor_address is None:
             return None
@@ -276,7 +276,7 @@ class Drainer:
             (
                 info.descriptor
                 for info in ranked
-                if info.descriptor.node_id != me and info.descriptor.node_id not in outcome.full
+                if info.descriptor.node_id != me and info.descriptor.node_id not in tally.full
             ),
             None,
         )
@@ -306,7 +306,7 @@ class Drainer:
         return self._to_conductor
 
 
-def _alone(run: Run, copies: bytes) -> Iterator[tuple[bytes, tuple[bytes, ...]]]:
+def _alone(run: ChainRun, copies: bytes) -> Iterator[tuple[bytes, tuple[bytes, ...]]]:
     """The stretches of a run that stand on no other node, each with its parent."""
     start: int | None = None
     for i in range(len(run.hashes) + 1):

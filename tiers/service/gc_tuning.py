@@ -14,7 +14,7 @@ import gc
 EVERY_S = 0.5  # a collection looks at what is new since then: ~5 ms at 30,000 blocks a second
 
 
-def set_aside() -> None:
+def freeze_survivors() -> None:
     """Collect what is garbage by now, and look at what is left no more."""
     gc.collect()
     gc.freeze()
@@ -23,5 +23,5 @@ def set_aside() -> None:
 async def keep_collections_short() -> None:
     """Set aside what is new, until cancelled."""
     while True:
-        set_aside()
+        freeze_survivors()
         await asyncio.sleep(EVERY_S)

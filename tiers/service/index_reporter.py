@@ -34,7 +34,7 @@ SLICE_BLOCKS = 65_536
 BATCH_RUNS = 2_048  # in one message: a conductor takes it in one go, 7 µs for each
 
 
-class Reporter:
+class IndexReporter:
     """Keeps one conductor informed: of several the first that answers, and the next when it is lost.
 
     Args:

@@ -1,7 +1,7 @@
 """Moves blocks between HBM, DRAM and NVMe beside the traffic: the store plans, threads do the I/O.
 
 Every move verifies the checksum of what it read before the copy may be read (invariant 5). A move is the
-mover's own from the moment it begins: whoever asked for it may leave, the slots stay held until the I/O is over,
+migrator's own from the moment it begins: whoever asked for it may leave, the slots stay held until the I/O is over,
 and its true result reaches the store. A device that refuses a write gets no more of them; one that refuses a read
 is given up with its blocks, and the store says so to the index. The others go on, at the end DRAM alone; nobody's
 request fails for it.
@@ -42,11 +42,11 @@ BATCH_BLOCKS = 16  # demoted together, for each device; their slots are held mea
 LOST_AT_ONCE = 4096  # slots of a lost device given up in one go: a few milliseconds
 TICK_S = 0.25
 POLL_S = 0.01  # for blocks that somebody else brings where they are wanted
-DOWN_FROM_HBM = -1  # stands for a device's number where blocks go from hbm to dram
+HBM_DEMOTIONS = -1  # stands for a device's number where blocks go from hbm to dram
 HBM_THREADS = 2  # copies to and from hbm at once; each has pinned memory of its own
 
 
-class Mover:
+class Migrator:
     """Carries out the store's moves.
 
     Args:
@@ -95,7 +95,7 @@ class Mover:
 
     # ------------------------------------------------------------ namespaces
 
-    def keep_namespace(self, namespace: Namespace) -> None:
+    def record_namespace(self, namespace: Namespace) -> None:
         """Have a namespace's definition written to the disk, so that its blocks can be found again.
 
         Returns at once. What fails is logged and counted; blocks of the namespace are not demoted before
@@ -105,17 +105,17 @@ class Mover:
             if device.state == "ok" and not device.knows(namespace.namespace_id):
                 submitted = device.writers.submit(device.record_namespace, namespace)
                 work = asyncio.wrap_future(submitted)
-                work.add_done_callback(partial(self._namespace_kept, namespace, device))
+                work.add_done_callback(partial(self._namespace_recorded, namespace, device))
 
-    def _namespace_kept(
+    def _namespace_recorded(
         self, namespace: Namespace, device: Device, work: asyncio.Future[None]
     ) -> None:
         error = None if work.cancelled() else work.exception()
         if error is None:
             return
-        self.counters["namespaces_not_kept"] += 1
+        self.counters["namespaces_not_recorded"] += 1
         log.error("a namespace was not recorded", namespace=namespace.name, error=str(error))
-        self._judge(error, device, is_read=False)
+        self._handle_io_error(error, device, is_read=False)
 
     # ------------------------------------------------------------ demotion
 
@@ -145,7 +145,7 @@ class Mover:
     def _demote(self) -> None:
         """Begin a batch for each device that has done with the one before: one that hangs holds up no other."""
         free = [d.number for d in self.devices if d.state == "ok" and not self._demotions[d.number]]
-        sources = [] if self._hbm is None or self._demotions[DOWN_FROM_HBM] else [Tier.HBM]
+        sources = [] if self._hbm is None or self._demotions[HBM_DEMOTIONS] else [Tier.HBM]
         if free:
             sources.append(Tier.DRAM)
         if not sources:
@@ -154,7 +154,7 @@ class Mover:
         batch = BATCH_BLOCKS * max(1, len(free))
         for move in self._store.plan_demotions(batch, self._clock(), sources):
             is_to_disk = move.target_tier == Tier.NVME
-            under_way = self._demotions[move.target.arena_id if is_to_disk else DOWN_FROM_HBM]
+            under_way = self._demotions[move.target.arena_id if is_to_disk else HBM_DEMOTIONS]
             under_way.add(move.migration_id)
             self._begin(move).add_done_callback(
                 partial(self._demoted, under_way, move.migration_id)
@@ -210,7 +210,7 @@ class Mover:
         """Promotions under way or waiting."""
         return self._queue.size_bytes
 
-    def waits(
+    def disk_waits(
         self, namespace_id: bytes, hashes: Sequence[bytes], tiers: Sequence[Tier]
     ) -> list[float] | None:
         """Seconds until each block of a leading run stands in DRAM, as if its promotion began now.
@@ -280,7 +280,7 @@ class Mover:
 
     def _finish(self, move: Migration, work: asyncio.Future[int]) -> None:
         now = self._clock()
-        if work.cancelled():  # it never began: the mover was closed
+        if work.cancelled():  # it never began: the migrator was closed
             self._store.cancel_migrations([move], now)
             return
         error = work.exception()
@@ -298,11 +298,11 @@ class Mover:
             self.counters["hbm_errors"] += 1
             log.error("the device refused a copy", error=str(error))
         elif Tier.NVME in (move.source_tier, move.target_tier):
-            self._judge(error, self._device(move), is_read=move.source_tier == Tier.NVME)
+            self._handle_io_error(error, self._device(move), is_read=move.source_tier == Tier.NVME)
         else:
             self._fail(error)
 
-    def _judge(self, error: BaseException, device: Device, *, is_read: bool) -> None:
+    def _handle_io_error(self, error: BaseException, device: Device, *, is_read: bool) -> None:
         if isinstance(error, NvmeFailed):
             self.counters["disk_errors"] += 1
             self._give_up(device, is_read=is_read, error=str(error))

@@ -16,7 +16,7 @@ from functools import partial
 from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument
 from kvpool.wire import messages as m
-from tiers.service.migrator import Mover
+from tiers.service.migrator import Migrator
 from tiers.store.store import Cold, PinResult, Store
 
 PROMOTING = "promoting"  # the store's reason for a pin that needs moves first
@@ -28,14 +28,14 @@ PROBE_AFTER_S = 10.0  # without a read; else a disk found slow once would be dec
 
 
 @dataclass(slots=True, frozen=True)
-class Patience:
+class WaitLimit:
     """How long a caller waits. `reason`: why what takes longer than `until` (monotonic seconds) is declined."""
 
     until: float
     reason: str  # "" when nothing is declined beforehand
 
     @classmethod
-    def of(cls, request: m.Pin, now: float) -> Patience:
+    def of(cls, request: m.Pin, now: float) -> WaitLimit:
         """What a request says.
 
         Raises:
@@ -52,7 +52,7 @@ class Patience:
 
 
 @dataclass(slots=True, frozen=True)
-class ColdAnswer:
+class TimedPin:
     """A pin's result, with what the wait was predicted to be (-1: unknown) and what it was, in seconds."""
 
     result: PinResult
@@ -61,17 +61,17 @@ class ColdAnswer:
 
 
 @dataclass(slots=True, frozen=True)
-class _Call:
+class _PendingPin:
     request: m.Pin
     hashes: list[bytes]
     client_id: str
-    patience: Patience
-    began: float
+    limit: WaitLimit
+    started: float
     wait_s: float
     tiers: list[Tier]  # where the leading blocks stood when it was asked
 
 
-class ColdPins:
+class PendingPins:
     """Answers pins for which the store alone says "promoting".
 
     Args:
@@ -81,33 +81,33 @@ class ColdPins:
     def __init__(
         self,
         store: Store,
-        mover: Mover,
+        migrator: Migrator,
         counters: Counter[str],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
-        self._mover = mover
+        self._migrator = migrator
         self._counters = counters
         self._clock = clock
 
     def pin(
         self, request: m.Pin, hashes: list[bytes], client_id: str
-    ) -> ColdAnswer | Callable[[], Awaitable[ColdAnswer]]:
+    ) -> TimedPin | Callable[[], Awaitable[TimedPin]]:
         """Answers at once where nothing is to be waited for, be it that the rest is declined.
 
         Else what must be read has been begun, and what is returned waits for it.
 
         Raises:
-            InvalidArgument: see `Patience.of`.
+            InvalidArgument: see `WaitLimit.of`.
         """
         now = self._clock()
-        patience = Patience.of(request, now)
+        limit = WaitLimit.of(request, now)
         tiers = self._store.lookup(request.namespace_id, hashes)
-        wait_s = self._wait_of(request.namespace_id, hashes, tiers)
-        call = _Call(request, hashes, client_id, patience, now, wait_s, tiers)
+        wait_s = self.disk_wait_s(request.namespace_id, hashes, tiers)
+        pending = _PendingPin(request, hashes, client_id, limit, now, wait_s, tiers)
         # Begun now: the client may be gone before the coroutine has its first turn, or any.
-        return self._advance(call) or partial(self._wait, call)
+        return self._advance(pending) or partial(self._wait, pending)
 
     def ready(self, request: m.Pin, hashes: list[bytes], client_id: str, reason: str) -> PinResult:
         """Lease what leads the run and stands in DRAM; `reason` is why the rest of it does not come."""
@@ -117,75 +117,75 @@ class ColdPins:
         self._counters[f"miss:{reason}"] += 1
         return replace(result, miss_reason=reason)
 
-    def wait_s(self, namespace_id: bytes, hashes: Sequence[bytes]) -> float:
-        """Until all that leads the run could be read; 0 when it stands in DRAM, -1 while unknown.
+    def disk_wait_s(
+        self, namespace_id: bytes, hashes: Sequence[bytes], tiers: Sequence[Tier]
+    ) -> float:
+        """Seconds until the leading run can be read; 0 if none of it is on NVMe alone, -1 while unknown.
 
-        Raises:
-            UnknownNamespace, InvalidArgument: too many hashes.
+        Args:
+            tiers: where each block of the run is, from `Store.lookup`.
         """
-        return self._wait_of(namespace_id, hashes, self._store.lookup(namespace_id, hashes))
+        if Tier.NVME not in tiers:
+            return 0.0
+        waits = self._migrator.disk_waits(namespace_id, hashes, tiers)
+        return waits[-1] if waits else UNKNOWN_S
 
     # ------------------------------------------------------------ within
 
-    def _wait_of(
-        self, namespace_id: bytes, hashes: Sequence[bytes], tiers: Sequence[Tier]
-    ) -> float:
-        if Tier.NVME not in tiers:
-            return 0.0
-        waits = self._mover.waits(namespace_id, hashes, tiers)
-        return waits[-1] if waits else UNKNOWN_S
-
-    async def _wait(self, call: _Call) -> ColdAnswer:
-        # Any number of rounds: others promote the same run, or evict of it, beside this call.
-        request = call.request
-        while (left_s := call.patience.until - self._clock()) > 0:
-            await self._mover.wait_for_run(request.namespace_id, call.hashes, left_s)
-            answer = self._advance(call)
+    async def _wait(self, pending: _PendingPin) -> TimedPin:
+        # Any number of rounds: others promote the same run, or evict of it, beside this pin.
+        request = pending.request
+        while (left_s := pending.limit.until - self._clock()) > 0:
+            await self._migrator.wait_for_run(request.namespace_id, pending.hashes, left_s)
+            answer = self._advance(pending)
             if answer is not None:
                 return answer
         reason = PROMOTING
-        if call.patience.reason == m.DECLINED_COST:
-            reason = call.patience.reason  # dearer than predicted, or nothing could be predicted
-        return self._answer(call, self.ready(request, call.hashes, call.client_id, reason))
+        if pending.limit.reason == m.DECLINED_COST:
+            reason = pending.limit.reason  # dearer than predicted, or nothing could be predicted
+        return self._timed(pending, self.ready(request, pending.hashes, pending.client_id, reason))
 
-    def _advance(self, call: _Call) -> ColdAnswer | None:
+    def _advance(self, pending: _PendingPin) -> TimedPin | None:
         """Lease the run as far as it is worth waiting for, or begin what that still needs."""
-        request, hashes, reason = call.request, call.hashes, call.patience.reason
+        request, hashes, reason = pending.request, pending.hashes, pending.limit.reason
         tiers = self._store.lookup(request.namespace_id, hashes)
-        if Tier.NVME in tiers and not self._mover.can_promote:
+        if Tier.NVME in tiers and not self._migrator.can_promote:
             count, reason = tiers.index(Tier.NVME), DISK_FAILED
         else:
-            count = self._worthwhile(call, tiers)
+            count = self._worthwhile(pending, tiers)
             if count == len(tiers):
                 count = len(hashes)  # the store says why the rest is not here
-        result = self._lease(request, hashes[:count], call.client_id)
+        result = self._lease(request, hashes[:count], pending.client_id)
         if result.miss_reason == PROMOTING:
-            self._mover.begin(result.promote)
+            self._migrator.begin(result.promote)
             return None
         if result.found == count < len(hashes):
             if reason != DISK_FAILED:
                 self._probe_if_idle(request.namespace_id, hashes[: count + 1])
             result = self._declined(result, len(hashes), reason)
-        return self._answer(call, result)
+        return self._timed(pending, result)
 
-    def _worthwhile(self, call: _Call, tiers: Sequence[Tier]) -> int:
-        """How many leading blocks can be read within the caller's patience, as far as is known."""
-        patience = call.patience
-        if not patience.reason:
+    def _worthwhile(self, pending: _PendingPin, tiers: Sequence[Tier]) -> int:
+        """How many leading blocks can be read within the caller's limit, as far as is known."""
+        limit = pending.limit
+        if not limit.reason:
             return len(tiers)
-        waits = self._mover.waits(call.request.namespace_id, call.hashes, tiers)
+        waits = self._migrator.disk_waits(pending.request.namespace_id, pending.hashes, tiers)
         if waits is None:
             return min(len(tiers), tiers.index(Tier.NVME) + PROBE_BLOCKS)
-        left_s = max(0.0, patience.until - self._clock())
+        left_s = max(0.0, limit.until - self._clock())
         return bisect.bisect_right(waits, left_s)
 
     def _probe_if_idle(self, namespace_id: bytes, hashes: Sequence[bytes]) -> None:
         """Read one declined block all the same, now and then: the disk may be faster by now."""
         now = self._clock()
-        if self._mover.queued_read_bytes or self._mover.read_speed.idle_s(now) < PROBE_AFTER_S:
+        if (
+            self._migrator.queued_read_bytes
+            or self._migrator.read_speed.idle_s(now) < PROBE_AFTER_S
+        ):
             return
         moves, _ = self._store.promote(namespace_id, hashes, now)
-        self._mover.begin(moves)
+        self._migrator.begin(moves)
         self._counters["disk_probes"] += 1
 
     def _lease(
@@ -211,12 +211,12 @@ class ColdPins:
         self._counters[f"miss:{reason}"] += 1
         return replace(result, miss_reason=reason)
 
-    def _answer(self, call: _Call, result: PinResult) -> ColdAnswer:
-        before = call.tiers
+    def _timed(self, pending: _PendingPin, result: PinResult) -> TimedPin:
+        before = pending.tiers
         if Tier.NVME in before:  # it was found there, wherever it stands by now
             found = [
                 Tier.NVME if b == Tier.NVME else t
                 for b, t in zip(before, result.tiers, strict=False)
             ]
             result = replace(result, tiers=found + result.tiers[len(found) :])
-        return ColdAnswer(result, call.wait_s, self._clock() - call.began)
+        return TimedPin(result, pending.wait_s, self._clock() - pending.started)

@@ -15,13 +15,13 @@ from kvpool.blocks.hashing import unpack_hashes
 from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument
 from kvpool.wire import messages as m
-from tiers.service.migrator import Mover
+from tiers.service.migrator import Migrator
 from tiers.store.store import Store
 
 SLICE_BLOCKS = 16  # promoted together; reads that wait for a promotion come in between
 
 
-class Prefetcher:
+class PrefetchQueue:
     """Promotes what was asked for, in the order asked, beside the traffic.
 
     Args:
@@ -31,14 +31,14 @@ class Prefetcher:
     def __init__(
         self,
         store: Store,
-        mover: Mover,
+        migrator: Migrator,
         max_blocks: int,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters: Counter[str] = Counter()
         self._store = store
-        self._mover = mover
+        self._migrator = migrator
         self._max_blocks = max_blocks
         self._clock = clock
         self._queue: deque[tuple[bytes, list[bytes], Tier]] = deque()
@@ -69,7 +69,7 @@ class Prefetcher:
             if (space, block_hash, target) in self._waiting:
                 taken += 1
                 continue
-            if tier == Tier.NVME and not self._mover.can_promote:
+            if tier == Tier.NVME and not self._migrator.can_promote:
                 reason = "disk_failed"
                 break
             if len(self._waiting) >= self._max_blocks:
@@ -100,7 +100,7 @@ class Prefetcher:
         try:
             moves, reason = self._store.promote(namespace_id, hashes, self._clock(), target)
             if moves:
-                await self._mover.promote(moves)
+                await self._migrator.promote(moves)
         finally:
             self._waiting.difference_update((namespace_id, name, target) for name in hashes)
         there = sum(target in self._store.resident_tiers(namespace_id, name) for name in hashes)

@@ -66,7 +66,7 @@ class _Tally:
 
 
 @dataclass(slots=True)
-class _Run:
+class _CopyRun:
     """Blocks being copied: what is granted here, part by part, and up to which block it goes well."""
 
     namespace: Namespace
@@ -240,7 +240,7 @@ class Replicator:
 
     def _reserve(
         self, namespace: Namespace, names: Sequence[bytes], parent: bytes, deadline: float
-    ) -> _Run:
+    ) -> _CopyRun:
         """Reserve every part of what is not here; a block without room for one part ends the run."""
         now = self._clock()
         grants = [
@@ -249,7 +249,7 @@ class Replicator:
             )
             for part in range(namespace.layout.tp_size)
         ]
-        run = _Run(namespace, names, grants, len(names), "", [])
+        run = _CopyRun(namespace, names, grants, len(names), "", [])
         for i, parts in enumerate(zip(*(grant.statuses for grant in grants), strict=True)):
             if m.BlockStatus.NO_ROOM in parts:
                 run.cut(i, "no_room")
@@ -268,7 +268,7 @@ class Replicator:
         return run
 
     async def _read(
-        self, run: _Run, link: NodeLink, first: int, last: int, deadline: float
+        self, run: _CopyRun, link: NodeLink, first: int, last: int, deadline: float
     ) -> None:
         """Read what is granted of blocks [first, last); fills `run.sums`, cuts the run where it breaks."""
         left = deadline - self._clock()
@@ -308,7 +308,7 @@ class Replicator:
             link.release(lease)
         self._verify(run, link, lease, rows, sums)
 
-    def _rows(self, run: _Run, lease: ReadLease, first: int) -> list[tuple[int, int, int, int]]:
+    def _rows(self, run: _CopyRun, lease: ReadLease, first: int) -> list[tuple[int, int, int, int]]:
         """(block, part, our address, row of the lease) of everything to be read."""
         tp_size = run.namespace.layout.tp_size
         rows = []
@@ -322,7 +322,7 @@ class Replicator:
 
     def _verify(
         self,
-        run: _Run,
+        run: _CopyRun,
         link: NodeLink,
         lease: ReadLease,
         rows: Sequence[tuple[int, int, int, int]],
@@ -340,7 +340,7 @@ class Replicator:
                 log.error("a node sent wrong bytes", source=link.node.node_id, block=block)
             run.cut(block, "checksum")
 
-    def _settle(self, run: _Run, tally: _Tally) -> None:
+    def _settle(self, run: _CopyRun, tally: _Tally) -> None:
         """Commit what was copied, give back the rest, and count."""
         now = self._clock()
         for part, grant in enumerate(run.grants):

@@ -36,14 +36,14 @@ MiB = 1 << 20
 
 
 @dataclass(slots=True, frozen=True)
-class Plan:
+class ResizePlan:
     """What to do for a target: arenas to retire, and the size of one to add (0: none)."""
 
     retire: tuple[int, ...]
     add_bytes: int
 
 
-def plan_resize(sizes: Mapping[int, int], target_bytes: int, unit_bytes: int) -> Plan:
+def plan_resize(sizes: Mapping[int, int], target_bytes: int, unit_bytes: int) -> ResizePlan:
     """How to come from arenas of these sizes, in the order they were added, to a target.
 
     Args:
@@ -60,7 +60,7 @@ def plan_resize(sizes: Mapping[int, int], target_bytes: int, unit_bytes: int) ->
         )
     excess = sum(sizes.values()) - target_bytes
     if excess <= 0:
-        return Plan((), -excess)
+        return ResizePlan((), -excess)
     retire: list[int] = []
     for arena_id in reversed(sizes):  # the last ones added are the emptiest
         if sizes[arena_id] <= excess:
@@ -68,9 +68,9 @@ def plan_resize(sizes: Mapping[int, int], target_bytes: int, unit_bytes: int) ->
             excess -= sizes[arena_id]
     kept = {arena_id: size for arena_id, size in sizes.items() if arena_id not in retire}
     if not excess:
-        return Plan(tuple(retire), 0)
+        return ResizePlan(tuple(retire), 0)
     smallest = min(kept, key=lambda arena_id: kept[arena_id])
-    return Plan((*retire, smallest), kept[smallest] - excess)
+    return ResizePlan((*retire, smallest), kept[smallest] - excess)
 
 
 class Resizer:
@@ -109,7 +109,7 @@ class Resizer:
         self._next_id = max(arenas, default=-1) + 1
         self._resizing: asyncio.Task[m.ResizeDramReply] | None = None
         self._wake = asyncio.Event()
-        self._mover = ThreadPoolExecutor(1, thread_name_prefix="kvpool-relocate")
+        self._copy_thread = ThreadPoolExecutor(1, thread_name_prefix="kvpool-relocate")
 
     async def resize(self, request: m.ResizeDram) -> m.ResizeDramReply:
         """Begin to make DRAM this large; returns when what is new can be used.
@@ -160,7 +160,7 @@ class Resizer:
 
     def close(self) -> None:
         """Wait for the copy under way; what has not begun never will."""
-        self._mover.shutdown(wait=True, cancel_futures=True)
+        self._copy_thread.shutdown(wait=True, cancel_futures=True)
 
     # ------------------------------------------------------------ within
 
@@ -208,7 +208,7 @@ class Resizer:
 
     def _begin(self, move: Migration) -> asyncio.Future[None]:
         source, target = self._arenas[move.source.arena_id], self._arenas[move.target.arena_id]
-        work = asyncio.wrap_future(self._mover.submit(_copy, move, source, target))
+        work = asyncio.wrap_future(self._copy_thread.submit(_copy, move, source, target))
         work.add_done_callback(lambda ended: self._settle(move, ended))
         return work
 

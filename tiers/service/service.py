@@ -30,8 +30,8 @@ from kvpool.wire import messages as m
 from tiers.memory.arena import Arena
 from tiers.memory.arena_set import ArenaSet
 from tiers.memory.hbm_arena import DeviceArena
-from tiers.service.migrator import Mover
-from tiers.service.pending_pins import PROMOTING, ColdAnswer, ColdPins
+from tiers.service.migrator import Migrator
+from tiers.service.pending_pins import PROMOTING, PendingPins, TimedPin
 from tiers.store.inspection import MAX_PAGE
 from tiers.store.leases import lease_over
 from tiers.store.reservation_cursors import CommitCursor, ReserveCursor
@@ -65,7 +65,7 @@ class NodeService:
         identity: node id, epoch, host label.
         store: the block state machine.
         arenas: by arena id, the memory that the store's DRAM places point into.
-        mover: carries out demotions and promotions.
+        migrator: carries out demotions and promotions.
         describe: current descriptor, for clients that connect to the node directly.
         hbm: the memory that the store's HBM places point into; None where the node has none.
     """
@@ -75,7 +75,7 @@ class NodeService:
         identity: NodeIdentity,
         store: Store,
         arenas: ArenaSet | Sequence[Arena],
-        mover: Mover,
+        migrator: Migrator,
         describe: Callable[[], m.NodeDescriptor],
         *,
         hbm: DeviceArena | None = None,
@@ -83,7 +83,7 @@ class NodeService:
     ) -> None:
         self.identity = identity
         self.store = store
-        self.mover = mover
+        self.migrator = migrator
         self.counters: Counter[str] = Counter()
         self.on_namespace: list[Callable[[Namespace], None]] = []
         self.more_counters: list[Counter[str]] = []  # of parts that work beside this service
@@ -100,11 +100,11 @@ class NodeService:
         self._started = clock()
         self._sessions: Counter[tuple[str, str]] = Counter()  # by tenant and client
         self._committing: set[asyncio.Task[m.CommitReply]] = set()
-        self._cold = ColdPins(store, mover, self.counters, clock=clock)
+        self._pending_pins = PendingPins(store, migrator, self.counters, clock=clock)
 
     def expose(self, server: WireServer) -> None:
         """Register every handler with a wire server."""
-        server.on_hello = self.client_came
+        server.on_hello = self.client_connected
         handlers: dict[type[m.Message], Callable[[Any, Session], Any]] = {
             m.Describe: lambda _r, _s: self._describe(),
             m.RegisterNamespace: lambda r, _s: self.register_namespace(r),
@@ -130,13 +130,13 @@ class NodeService:
 
     # ------------------------------------------------------------ clients
 
-    def client_came(self, session: Session) -> None:
+    def client_connected(self, session: Session) -> None:
         """A client said hello; when its last connection ends, its leases and reservations do."""
         who = (session.principal.tenant, session.client_id)
         self._sessions[who] += 1
-        session.closing.append(lambda: self._client_left(who, session.principal))
+        session.closing.append(lambda: self._client_disconnected(who, session.principal))
 
-    def _client_left(self, who: tuple[str, str], principal: Principal) -> None:
+    def _client_disconnected(self, who: tuple[str, str], principal: Principal) -> None:
         self._sessions[who] -= 1
         if self._sessions[who] <= 0:
             del self._sessions[who]
@@ -248,14 +248,14 @@ class NodeService:
             task.add_done_callback(self._committing.discard)
             return asyncio.shield(task)
         self.store.commit_some(run, SLICE)
-        self.mover.wake()
+        self.migrator.wake()
         return m.CommitReply(len(run.visible))
 
     async def _commit_slices(self, run: CommitCursor) -> m.CommitReply:
         while not run.is_done:
             self.store.commit_some(run, SLICE)
             await asyncio.sleep(0)
-        self.mover.wake()
+        self.migrator.wake()
         return m.CommitReply(len(run.visible))
 
     def abort(self, request: m.Abort, principal: Principal = ANYBODY) -> m.Ok:
@@ -283,16 +283,16 @@ class NodeService:
             cold="tell",
         )
         if result.miss_reason != PROMOTING:
-            return self._pinned(ColdAnswer(result, 0.0, 0.0), request)
-        answer = self._cold.pin(request, hashes, holder)
-        if isinstance(answer, ColdAnswer):
+            return self._pinned(TimedPin(result, 0.0, 0.0), request)
+        answer = self._pending_pins.pin(request, hashes, holder)
+        if isinstance(answer, TimedPin):
             return self._pinned(answer, request)
         return self._later(answer, request)
 
-    async def _later(self, wait: Callable[[], Awaitable[ColdAnswer]], request: m.Pin) -> m.PinReply:
+    async def _later(self, wait: Callable[[], Awaitable[TimedPin]], request: m.Pin) -> m.PinReply:
         return self._pinned(await wait(), request)
 
-    def _pinned(self, answer: ColdAnswer, request: m.Pin) -> m.PinReply:
+    def _pinned(self, answer: TimedPin, request: m.Pin) -> m.PinReply:
         if not request.is_mapped:
             self.on_grant()
         result = answer.result
@@ -356,9 +356,8 @@ class NodeService:
         """Raises UnknownNamespace. Takes no lease and leaves the order of eviction alone."""
         hashes = unpack_hashes(request.hashes)
         tiers = self.store.lookup(request.namespace_id, hashes)
-        codes = bytes(tiers)
-        wait_s = self._cold.wait_s(request.namespace_id, hashes) if Tier.NVME in tiers else 0.0
-        return m.NodeLookupReply(len(tiers), codes, wait_s)
+        wait_s = self._pending_pins.disk_wait_s(request.namespace_id, hashes, tiers)
+        return m.NodeLookupReply(len(tiers), bytes(tiers), wait_s)
 
     def protect(self, request: m.Protect) -> m.ProtectReply:
         """Raises UnknownNamespace, InvalidArgument, NoRoom."""
@@ -440,7 +439,7 @@ class NodeService:
             except KvpoolError:
                 self.store.abort(granted.reservation_id, True, self._clock())
                 raise
-            self.mover.wake()
+            self.migrator.wake()
         return m.PutInlineReply(status)
 
     async def get_inline(self, request: m.GetInline, client_id: str) -> m.GetInlineReply:
@@ -477,7 +476,7 @@ class NodeService:
         """Accounting and counters; of what others do, a tenant sees no more than the room they take."""
         counters = Counter(self.store.counters)
         counters.update(self.counters)
-        for more in (self.mover.counters, *self.more_counters):
+        for more in (self.migrator.counters, *self.more_counters):
             counters.update(more)
         stats = m.NodeStatsReply(
             self.identity.node_id,
@@ -518,9 +517,9 @@ class NodeService:
             return usage
         return msgspec.structs.replace(
             usage,
-            read_bytes_per_s=self.mover.read_speed.bytes_per_s,
-            write_bytes_per_s=self.mover.write_speed.bytes_per_s,
-            queued_read_bytes=self.mover.queued_read_bytes,
+            read_bytes_per_s=self.migrator.read_speed.bytes_per_s,
+            write_bytes_per_s=self.migrator.write_speed.bytes_per_s,
+            queued_read_bytes=self.migrator.queued_read_bytes,
         )
 
     def snapshot(self) -> dict[tuple[bytes, Tier], bytes]:

@@ -28,13 +28,13 @@ STOP_TIMEOUT_S = 8.0
 RESTART_S = 1.0
 
 
-class LentNodeFailed(KvpoolError):
+class TenantNodeFailed(KvpoolError):
     """The node of an isolated tenant did not start."""
 
-    code = "lent_node_failed"
+    code = "tenant_node_failed"
 
 
-def lent_config(config: NodeConfig, node_id: str, tenant: str) -> NodeConfig:
+def tenant_node_config(config: NodeConfig, node_id: str, tenant: str) -> NodeConfig:
     """Settings of the node that serves one isolated tenant: DRAM alone, and any free ports."""
     number = hashlib.sha256(tenant.encode()).hexdigest()[:8]  # names and paths show no tenants
     advanced = config.advanced
@@ -61,7 +61,7 @@ def lent_config(config: NodeConfig, node_id: str, tenant: str) -> NodeConfig:
     return NodeConfig(**{**dict(config), **changes})
 
 
-class LentNodes:
+class TenantNodes:
     """Runs a node for each isolated tenant.
 
     Args:
@@ -69,7 +69,7 @@ class LentNodes:
     """
 
     def __init__(self, config: NodeConfig, node_id: str, tenants: Iterable[str]) -> None:
-        self._configs = [lent_config(config, node_id, tenant) for tenant in sorted(tenants)]
+        self._configs = [tenant_node_config(config, node_id, tenant) for tenant in sorted(tenants)]
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._drain_s = config.advanced.drain_s if config.drain_on_stop else 0.0
         self._is_stopping = False
@@ -78,7 +78,7 @@ class LentNodes:
         """Start all of them; returns a task for each, which starts it again whenever it ends.
 
         Raises:
-            LentNodeFailed: one was not ready in time, and all were stopped again.
+            TenantNodeFailed: one was not ready in time, and all were stopped again.
         """
         try:
             await asyncio.gather(*(self._start(config) for config in self._configs))
@@ -86,7 +86,7 @@ class LentNodes:
             await self.stop()
             raise
         return [
-            asyncio.create_task(self._keep(config), name=f"lent {config.node_id}")
+            asyncio.create_task(self._keep(config), name=f"tenant node {config.node_id}")
             for config in self._configs
         ]
 
@@ -123,20 +123,20 @@ class LentNodes:
         except TimeoutError:
             line = b""
         if not line:
-            raise LentNodeFailed(
+            raise TenantNodeFailed(
                 f"the node {config.node_id} of an isolated tenant is not ready",
                 hint="its log is above; see node.advanced.isolated_dram_bytes",
             )
-        log.info("lent node ready", node=config.node_id, wire=json.loads(line)["wire"])
+        log.info("tenant node ready", node=config.node_id, wire=json.loads(line)["wire"])
 
     async def _keep(self, config: NodeConfig) -> None:
         while True:
             code = await self._processes[str(config.node_id)].wait()
             if self._is_stopping:
                 await asyncio.Event().wait()  # until cancelled
-            log.error("lent node ended, starting it again", node=config.node_id, status=code)
+            log.error("tenant node ended, starting it again", node=config.node_id, status=code)
             await asyncio.sleep(RESTART_S)
             try:
                 await self._start(config)
-            except LentNodeFailed as error:
-                log.error("lent node does not start", error=str(error))
+            except TenantNodeFailed as error:
+                log.error("tenant node does not start", error=str(error))

@@ -10,8 +10,8 @@ import pytest
 
 from tests.tiers.disk.test_devices import WIDE, DiskNode, disks, names, running
 from tests.tiers.service.test_migrator import until
-from tiers.disk.access_checkpoint import VERSION, UseKeeper, restore
-from tiers.disk.atomic_file import read_note, write_note
+from tiers.disk.access_checkpoint import VERSION, AccessCheckpointer, restore
+from tiers.disk.atomic_file import read_atomic_file, write_atomic_file
 
 __all__ = ["disks"]
 
@@ -22,8 +22,8 @@ ID = WIDE.namespace_id
 
 def keeper(
     n: DiskNode, interval_s: float = 60.0, *, now: float = 0.0, wall: float = 0.0
-) -> UseKeeper:
-    return UseKeeper(
+) -> AccessCheckpointer:
+    return AccessCheckpointer(
         n.store, n.devices, interval_s, is_synced=False, clock=lambda: now, wall=lambda: wall
     )
 
@@ -45,7 +45,7 @@ async def full_of(
 ) -> None:
     """One life of a node that ends well: its disks are full of `hashes`, of which `used` were read since."""
     with running(directories, **SIZES) as n:
-        task = asyncio.create_task(n.mover.run())
+        task = asyncio.create_task(n.migrator.run())
         await put_alone(n, hashes)
         await use(n, used)
         task.cancel()
@@ -54,7 +54,7 @@ async def full_of(
 
 async def survivors(n: DiskNode, hashes: Sequence[bytes], fresh: int) -> list[bytes]:
     """Those of `hashes` that still stand when so many new blocks have come."""
-    task = asyncio.create_task(n.mover.run())
+    task = asyncio.create_task(n.migrator.run())
     await put_alone(n, names(fresh, b"new"))
     task.cancel()
     return [name for name in hashes if n.tiers(WIDE, [name])]
@@ -90,31 +90,31 @@ async def test_what_a_kill_takes_of_the_order_counts_as_used_when_it_was_written
 ) -> None:
     hashes = names(BLOCKS)
     with running(disks[:1], **SIZES) as n:
-        tasks = [asyncio.create_task(n.mover.run())]
+        tasks = [asyncio.create_task(n.migrator.run())]
         await put_alone(n, hashes[:12])
         await use(n, hashes[:4])
         await keeper(n).close()
-        await put_alone(n, hashes[12:])  # after the last note; then it is killed
+        await put_alone(n, hashes[12:])  # after the last checkpoint; then it is killed
         tasks[0].cancel()
     with running(disks[:1], **SIZES) as n:
         restore(n.devices, n.store, 0.0, 0.0)
         assert await survivors(n, hashes, 8) == hashes[:4] + hashes[12:]
 
 
-async def test_notes_are_written_now_and_then_and_only_when_something_changed(
+async def test_checkpoints_are_written_now_and_then_and_only_when_something_changed(
     disks: list[Path],
 ) -> None:
     with running(disks[:1], **SIZES) as n:
-        keeping = UseKeeper(n.store, n.devices, 0.02, is_synced=False)
-        tasks = [asyncio.create_task(n.mover.run()), asyncio.create_task(keeping.run())]
+        keeping = AccessCheckpointer(n.store, n.devices, 0.02, is_synced=False)
+        tasks = [asyncio.create_task(n.migrator.run()), asyncio.create_task(keeping.run())]
         await put_alone(n, names(2))
         await until(lambda: keeping._saved_tick == n.store.tick, "the order is on disk")
-        note = disks[0] / "uses"
-        first = note.stat().st_mtime_ns
+        checkpoint = disks[0] / "access_order"
+        first = checkpoint.stat().st_mtime_ns
         changes = n.store.retention_changes
         assert n.store.retain(ID, names(1), None, 0.0) == 1
         await until(lambda: keeping._saved_protections > changes, "the protection is on disk")
-        assert note.stat().st_mtime_ns == first
+        assert checkpoint.stat().st_mtime_ns == first
         for task in tasks:
             task.cancel()
     with running(disks[:1], **SIZES) as n:
@@ -123,25 +123,30 @@ async def test_notes_are_written_now_and_then_and_only_when_something_changed(
 
 
 @pytest.mark.parametrize("harm", ["flipped", "cut", "of another version", "nonsense", "unreadable"])
-async def test_a_damaged_note_costs_the_order_and_nothing_else(
+async def test_a_damaged_checkpoint_costs_the_order_and_nothing_else(
     disks: list[Path], harm: str
 ) -> None:
     hashes = names(BLOCKS)
     await full_of(disks[:1], hashes, hashes[:8])
-    for name in ("uses", "protected"):
-        note = disks[0] / name
-        data = note.read_bytes()
+    for name in ("access_order", "retention"):
+        checkpoint = disks[0] / name
+        data = checkpoint.read_bytes()
         if harm == "flipped":
-            note.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+            checkpoint.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
         elif harm == "cut":
-            note.write_bytes(data[: len(data) // 2])
+            checkpoint.write_bytes(data[: len(data) // 2])
         elif harm == "of another version":
-            write_note(note, VERSION + 1, read_note(note, VERSION) or b"", is_synced=True)
+            write_atomic_file(
+                checkpoint,
+                VERSION + 1,
+                read_atomic_file(checkpoint, VERSION) or b"",
+                is_synced=True,
+            )
         elif harm == "nonsense":
-            write_note(note, VERSION, b"\x93\x01\x02\x03", is_synced=True)
+            write_atomic_file(checkpoint, VERSION, b"\x93\x01\x02\x03", is_synced=True)
         else:
-            note.unlink()
-            note.mkdir()
+            checkpoint.unlink()
+            checkpoint.mkdir()
     with running(disks[:1], **SIZES) as n:
         restore(n.devices, n.store, 0.0, 0.0)
         assert n.recovered == BLOCKS
@@ -150,15 +155,15 @@ async def test_a_damaged_note_costs_the_order_and_nothing_else(
             assert await survivors(n, hashes, 4) == hashes[4:]
 
 
-async def test_a_kill_in_mid_note_leaves_the_one_before(disks: list[Path]) -> None:
+async def test_a_kill_in_mid_write_leaves_the_one_before(disks: list[Path]) -> None:
     hashes = names(BLOCKS)
     await full_of(disks[:1], hashes, hashes[:8])
-    (disks[0] / "uses.new").write_bytes(b"kvp-note and then")
+    (disks[0] / "access_order.new").write_bytes(b"kvp-file and then")
     with running(disks[:1], **SIZES) as n:
         restore(n.devices, n.store, 0.0, 0.0)
         assert await survivors(n, hashes, 8) == hashes[:8]
         await keeper(n).close()
-    assert read_note(disks[0] / "uses", VERSION) is not None
+    assert read_atomic_file(disks[0] / "access_order", VERSION) is not None
 
 
 # ---------------------------------------------------------------- protection
@@ -167,7 +172,7 @@ async def test_a_kill_in_mid_note_leaves_the_one_before(disks: list[Path]) -> No
 async def protected_life(disks: Sequence[Path], hashes: Sequence[bytes]) -> None:
     """Ends at 1,000 s by its own clock and at 50,000 by the wall's: two are hard, two soft, for 100 s more."""
     with running(disks, **SIZES) as n:
-        task = asyncio.create_task(n.mover.run())
+        task = asyncio.create_task(n.migrator.run())
         await put_alone(n, hashes[:4])
         await n.put(WIDE, hashes[4:8])  # a chain, of which the head is protected for longer
         await n.cleaned(WIDE, hashes[4:8])

@@ -1,4 +1,4 @@
-"""Several NVMe devices with a real store, mover and files: spreading, restarts with other lists, devices that fail."""
+"""Several NVMe devices with a real store, migrator and files: spreading, restarts with other lists, devices that fail."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tiers.disk.devices import Device, open_devices
 from tiers.disk.manifest import NvmeFailed
 from tiers.disk.slab_file import NvmeInUse
 from tiers.memory.arena import Arena
-from tiers.service.migrator import BATCH_BLOCKS, Mover
+from tiers.service.migrator import BATCH_BLOCKS, Migrator
 from tiers.service.service import NodeIdentity, NodeService
 from tiers.store.fp8 import Encoding, decode, encode
 from tiers.store.slab_allocator import Place, SlabAllocator
@@ -69,9 +69,9 @@ class DiskNode:
                 write_through=write_through, grace_s=0.0, nvme_dtype=dtype, migration_retry_s=0.01
             ),
         )
-        self.mover = Mover(self.store, [self.arena], self.devices)
+        self.migrator = Migrator(self.store, [self.arena], self.devices)
         self.service = NodeService(
-            NodeIdentity("n", 1, "here"), self.store, [self.arena], self.mover, _no_descriptor
+            NodeIdentity("n", 1, "here"), self.store, [self.arena], self.migrator, _no_descriptor
         )
         self.recovered = self.devices.recover_into(self.store, 0.0)
         for namespace in (HALVES, WIDE):
@@ -115,7 +115,7 @@ class DiskNode:
         return {e.block_hash for e in entries if e.namespace_id == namespace.namespace_id}
 
     def close(self) -> None:
-        self.mover.close()
+        self.migrator.close()
         self.arena.close()
 
 
@@ -140,7 +140,7 @@ def disks(tmp_path: Path) -> list[Path]:
 async def stored(directories: Sequence[Path], hashes: Sequence[bytes], **settings: Any) -> None:
     """One life of a node that leaves a chain of both namespaces on its disks."""
     with running(directories, **settings) as n:
-        task = asyncio.create_task(n.mover.run())
+        task = asyncio.create_task(n.migrator.run())
         for namespace in (WIDE, HALVES):
             await n.put(namespace, hashes)
             await n.cleaned(namespace, hashes)
@@ -203,7 +203,7 @@ async def test_disks_that_cannot_follow_hold_a_bounded_number_of_slots_and_no_wr
     disks: list[Path], monkeypatch: pytest.MonkeyPatch, write_through: bool
 ) -> None:
     with running(disks[:2], disk_pages=1024, write_through=write_through) as n:
-        task = asyncio.create_task(n.mover.run())
+        task = asyncio.create_task(n.migrator.run())
         released = threading.Event()
         for device in n.devices:
 
@@ -235,7 +235,7 @@ async def test_a_device_that_hangs_in_a_write_holds_up_no_other(
     disks: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(disks[:2], disk_pages=128, dram_pages=1024) as n:  # 8 blocks on each
-        task = asyncio.create_task(n.mover.run())
+        task = asyncio.create_task(n.migrator.run())
         released = threading.Event()
         hanging = n.devices[0]
         write = hanging.files.write
@@ -319,7 +319,7 @@ async def test_a_new_device_beside_known_ones_is_used(disks: list[Path]) -> None
     chain = names(8)
     await stored(disks[:2], chain)
     with running(disks) as n:
-        task = asyncio.create_task(n.mover.run())
+        task = asyncio.create_task(n.migrator.run())
         assert is_exact(WIDE, await n.read(WIDE, chain))
         await n.put(WIDE, names(9, b"more"))
         await n.cleaned(WIDE, names(9, b"more"))
@@ -346,7 +346,7 @@ async def test_a_namespace_that_fits_no_more_is_left_out_and_stops_no_start(
     with running(disks[:2]) as n:
         assert n.recovered == 3 * len(hashes)
         assert sorted(n.devices.unrecovered) == sorted([clashing.name, too_large.name])
-        task = asyncio.create_task(n.mover.run())
+        task = asyncio.create_task(n.migrator.run())
         assert is_exact(WIDE, await n.read(WIDE, hashes))
         n.store.check_integrity()
         task.cancel()
@@ -396,7 +396,7 @@ async def test_a_device_that_cannot_be_read_loses_its_blocks_and_the_others_go_o
     chain = names(12)
     await stored(disks, chain)
     with running(disks) as n:
-        task = asyncio.create_task(n.mover.run())
+        task = asyncio.create_task(n.migrator.run())
         n.store.take_events()
         of_b = n.on(1)
         fail(n.devices[1], monkeypatch, reads=True, writes=True)
@@ -412,7 +412,7 @@ async def test_a_device_that_cannot_be_read_loses_its_blocks_and_the_others_go_o
         assert n.devices.states() == {
             str(d): state for d, state in zip(disks, ("ok", "failed", "ok"), strict=True)
         }
-        assert n.mover.counters["devices_lost"] == 1
+        assert n.migrator.counters["devices_lost"] == 1
         await until(lambda: n.store.migration_count == 0, "the reads are over")
         n.store.check_integrity()
         # What is stored again goes to the others.
@@ -435,7 +435,7 @@ async def test_a_device_that_cannot_be_written_is_still_read(
     chain = names(6)
     await stored(disks[:2], chain)
     with running(disks[:2]) as n:
-        task = asyncio.create_task(n.mover.run())
+        task = asyncio.create_task(n.migrator.run())
         fail(n.devices[0], monkeypatch, reads=False, writes=True)
         more = names(6, b"more")
         await n.put(WIDE, more)
@@ -453,13 +453,13 @@ async def test_when_all_devices_fail_the_node_goes_on_with_dram(
     chain = names(6)
     await stored(disks[:2], chain)
     with running(disks[:2]) as n:
-        task = asyncio.create_task(n.mover.run())
+        task = asyncio.create_task(n.migrator.run())
         for device in n.devices:
             fail(device, monkeypatch, reads=True, writes=True)
         for name in chain:
             assert (await n.pin(WIDE, [name])).found == 0
-        assert n.mover.is_disk_failed
-        assert not n.mover.can_promote
+        assert n.migrator.is_disk_failed
+        assert not n.migrator.can_promote
         assert n.store.usage()[1].capacity_bytes == 0
         for i in range(20):  # chains of 80 pages, in 512
             more = names(10, b"more%d" % i)
@@ -475,7 +475,7 @@ async def test_a_write_that_ends_after_its_device_was_lost_makes_nothing_visible
     disks: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(disks[:1]) as n:
-        task = asyncio.create_task(n.mover.run())
+        task = asyncio.create_task(n.migrator.run())
         real, going, may_end = n.devices[0].files.write, threading.Event(), threading.Event()
 
         def late(place: Place, data: Any) -> None:
@@ -486,7 +486,7 @@ async def test_a_write_that_ends_after_its_device_was_lost_makes_nothing_visible
         monkeypatch.setattr(n.devices[0].files, "write", late)
         await n.put(HALVES, names(1))
         await until(going.is_set, "a write is under way")
-        n.mover._give_up(n.devices[0], is_read=True, error="pulled out")
+        n.migrator._give_up(n.devices[0], is_read=True, error="pulled out")
         may_end.set()
         await until(lambda: n.store.migration_count == 0, "all moves are over")
         assert n.tiers(HALVES, names(1)) == [Tier.DRAM]
@@ -503,7 +503,7 @@ async def test_fp8_parts_take_half_the_room_and_come_back_as_they_were_decoded(
 ) -> None:
     chain = names(6)
     with running(disks[:2], dtype="fp8") as n:
-        task = asyncio.create_task(n.mover.run())
+        task = asyncio.create_task(n.migrator.run())
         await n.put(WIDE, chain)
         await n.cleaned(WIDE, chain)
         assert n.store.usage()[1].committed_bytes == 6 * 5 * PAGE
@@ -527,7 +527,7 @@ async def test_old_blocks_are_read_after_the_setting_changed(
     chain, more = names(6), names(6, b"more")
     await stored(disks[:2], chain, dtype=before)
     with running(disks[:2], dtype=after) as n:
-        task = asyncio.create_task(n.mover.run())
+        task = asyncio.create_task(n.migrator.run())
         await n.put(WIDE, more)
         await n.cleaned(WIDE, more)
         assert n.store.usage()[1].committed_bytes > 6 * (5 + 8) * PAGE  # both kinds, and HALVES
@@ -544,13 +544,13 @@ async def test_old_blocks_are_read_after_the_setting_changed(
 async def test_a_full_disk_of_old_blocks_gives_way_to_new_ones(disks: list[Path]) -> None:
     chain, more = names(8), names(12, b"more")
     with running(disks[:1], disk_pages=64) as n:
-        task = asyncio.create_task(n.mover.run())
+        task = asyncio.create_task(n.migrator.run())
         await n.put(WIDE, chain)
         await n.cleaned(WIDE, chain)
         assert n.store.usage()[1].free_bytes == 0
         task.cancel()
     with running(disks[:1], disk_pages=64, dtype="fp8") as n:
-        task = asyncio.create_task(n.mover.run())
+        task = asyncio.create_task(n.migrator.run())
         assert n.tiers(WIDE, chain) == [Tier.NVME] * 8
         await n.put(WIDE, more)
         await n.cleaned(WIDE, more)  # three slots of five pages in each of four slabs
@@ -571,4 +571,4 @@ async def test_a_flipped_bit_of_an_encoded_part_is_a_miss(disks: list[Path]) -> 
             slabs.write(bytes([byte ^ 1]))
         reply = await n.pin(WIDE, names(1))
         assert (reply.found, reply.miss_reason) == (0, "checksum")
-        assert n.mover.counters["corrupt_blocks"] == 1
+        assert n.migrator.counters["corrupt_blocks"] == 1

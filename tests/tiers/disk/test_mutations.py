@@ -102,7 +102,7 @@ def target(number: int) -> Place:
 
 
 def write_until_the_crash(directory: Path, writes: CrashingWrites) -> int:
-    """Write blocks as the mover's threads do; returns how many were confirmed."""
+    """Write blocks as the migrator's threads do; returns how many were confirmed."""
     confirmed = 0
     with pytest.MonkeyPatch.context() as patch:
         device = Device(0, NvmeFiles(directory, PLACES * PART, fsync="never"))

@@ -12,7 +12,7 @@ from kvpool.blocks.layout import Layout, Namespace
 from kvpool.blocks.tier import Tier
 from kvpool.errors import NoRoom, ReservationGone, UnknownNamespace
 from kvpool.wire import messages as m
-from tiers.service.migrator import Mover
+from tiers.service.migrator import Migrator
 from tiers.service.service import NodeIdentity, NodeService
 from tiers.store.slab_allocator import SlabAllocator
 from tiers.store.store import Store, StoreConfig
@@ -31,9 +31,9 @@ class Full:
         config = replace(StoreConfig(), max_namespaces=4)
         self.store = Store(SlabAllocator(1 << 20, 1 << 18, 0), None, config)
         nobody = m.NodeDescriptor("n", 1, "h", "h:1")
-        mover = Mover(self.store, [], None)
+        migrator = Migrator(self.store, [], None)
         self.service = NodeService(
-            NodeIdentity("n", 1, "h"), self.store, [], mover, lambda: nobody, clock=lambda: 1.0
+            NodeIdentity("n", 1, "h"), self.store, [], migrator, lambda: nobody, clock=lambda: 1.0
         )
         self.ids = [self.register(namespace(n, tenant if n else "")) for n in range(4)]
 

@@ -15,8 +15,8 @@ from kvpool.wire import WireClient, WireServer
 from kvpool.wire import messages as m
 from tests.support.waiting import until
 from tests.tiers.service.test_long_runs import Room, chain
-from tiers.service.gc_tuning import keep_collections_short, set_aside
-from tiers.service.migrator import Mover
+from tiers.service.gc_tuning import freeze_survivors, keep_collections_short
+from tiers.service.migrator import Migrator
 from tiers.service.service import NodeIdentity, NodeService
 
 
@@ -53,7 +53,7 @@ async def test_what_comes_and_goes_in_a_node_forms_no_cycle() -> None:
     room = Room(1_000)
     nobody = m.NodeDescriptor("n", 1, "h", "h:1")
     service = NodeService(
-        NodeIdentity("n", 1, "h"), room.store, [], Mover(room.store, [], None), lambda: nobody
+        NodeIdentity("n", 1, "h"), room.store, [], Migrator(room.store, [], None), lambda: nobody
     )
     server = WireServer("node", "n", 1)
     service.expose(server)
@@ -70,7 +70,7 @@ async def test_what_comes_and_goes_in_a_node_forms_no_cycle() -> None:
         assert pinned.found == 600
         await client.call(m.Release([pinned.lease_id]), 10)
         await client.call(reserve, 10)
-        set_aside()  # from here on nobody looks at what there is now
+        freeze_survivors()  # from here on nobody looks at what there is now
         with pytest.raises(KvpoolError):
             await client.call(m.Commit(999, b""), 10)
         await client.close()

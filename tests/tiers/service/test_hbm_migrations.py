@@ -1,4 +1,4 @@
-"""The mover and the service with a store, a dram arena and hbm on cpu: what wrong bytes and failing devices do."""
+"""The migrator and the service with a store, a dram arena and hbm on cpu: what wrong bytes and failing devices do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpool.wire import messages as m
 from tests.support import waiting
 from tiers.memory.arena import Arena
 from tiers.memory.hbm_arena import HBM_ARENA_ID, DeviceArena, DeviceFailed
-from tiers.service.migrator import Mover
+from tiers.service.migrator import Migrator
 from tiers.service.service import NodeIdentity, NodeService
 from tiers.store.slab_allocator import SlabAllocator
 from tiers.store.store import Store, StoreConfig
@@ -48,12 +48,12 @@ class Node:
             config=StoreConfig(grace_s=0.0, migration_retry_s=0.0),
             hbm=SlabAllocator(SLAB, SLAB, HBM_ARENA_ID),
         )
-        self.mover = Mover(self.store, [self.arena], None, hbm=self.hbm)
+        self.migrator = Migrator(self.store, [self.arena], None, hbm=self.hbm)
         self.service = NodeService(
             NodeIdentity("n", 1, "here"),
             self.store,
             [self.arena],
-            self.mover,
+            self.migrator,
             _no_descriptor,
             hbm=self.hbm,
         )
@@ -83,7 +83,7 @@ class Node:
         return answer if isinstance(answer, m.PinReply) else await answer
 
     def close(self) -> None:
-        self.mover.close()
+        self.migrator.close()
         self.hbm.close()
         self.arena.close()
 
@@ -107,7 +107,7 @@ async def test_a_default_pin_waits_for_the_copy_down_and_reads_right_bytes(node:
     for i, (arena_id, offset) in enumerate(places.tolist()):
         assert arena_id == 0
         assert (node.arena.view(offset, PAGE) == content(i)).all()
-    assert node.mover.counters["bytes_demoted"] == 3 * PAGE
+    assert node.migrator.counters["bytes_demoted"] == 3 * PAGE
 
 
 async def test_wrong_bytes_in_hbm_are_dropped_and_never_copied_down(node: Node) -> None:
@@ -115,7 +115,7 @@ async def test_wrong_bytes_in_hbm_are_dropped_and_never_copied_down(node: Node) 
     node.spoil_hbm(1)
     reply = await node.pin(3)
     assert (reply.found, reply.miss_reason) == (1, "checksum")
-    assert node.mover.counters["corrupt_blocks"] == 1
+    assert node.migrator.counters["corrupt_blocks"] == 1
     node.store.check_integrity()
 
 
@@ -132,7 +132,7 @@ async def test_a_report_of_wrong_bytes_is_verified_in_hbm_too(node: Node) -> Non
 async def test_prefetched_bytes_are_right_in_hbm(node: Node) -> None:
     node.put(2, tier=Tier.DRAM)
     moves, _ = node.store.promote(ID, [name(0), name(1)], 0.0, Tier.HBM)
-    await node.mover.promote(moves)
+    await node.migrator.promote(moves)
     leased = node.store.pin(ID, [name(0), name(1)], "c", 1.0, 0.0, None, Tier.HBM)
     assert leased.tiers == [Tier.HBM] * 2
     out = np.empty(PAGE, np.uint8)
@@ -143,7 +143,7 @@ async def test_prefetched_bytes_are_right_in_hbm(node: Node) -> None:
 
 async def test_cold_blocks_go_down_beside_the_traffic_without_a_disk(node: Node) -> None:
     node.put(16)  # all of hbm, and more than its high watermark
-    running = asyncio.create_task(node.mover.run())
+    running = asyncio.create_task(node.migrator.run())
     try:
         await until(lambda: node.store.counters.get("demoted:dram", 0) >= 5, "copied down")
         assert node.store.lookup(ID, [name(i) for i in range(16)]) == [Tier.HBM] * 16
@@ -163,8 +163,8 @@ async def test_a_device_that_fails_costs_the_wait_and_nothing_else(
     with monkeypatch.context() as patch:
         patch.setattr(node.hbm, "read_into", fail)
         moves = node.store.pin(ID, [name(0)], "c", 1.0, 0.0).promote
-        await node.mover.promote(moves)
-        assert node.mover.counters["hbm_errors"] == 1
+        await node.migrator.promote(moves)
+        assert node.migrator.counters["hbm_errors"] == 1
         assert node.store.lookup(ID, [name(0)]) == [Tier.HBM]
     assert (await node.pin(1)).found == 1
     node.store.check_integrity()

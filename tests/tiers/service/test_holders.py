@@ -8,7 +8,7 @@ from kvpool.errors import LeaseExpired, ReservationGone
 from kvpool.security.tokens import Principal, Scope
 from kvpool.wire import messages as m
 from tests.support.process_cluster import LAYOUT, NAMESPACE
-from tiers.service.migrator import Mover
+from tiers.service.migrator import Migrator
 from tiers.service.replication import WRITER
 from tiers.service.service import OURSELVES, NodeIdentity, NodeService
 from tiers.store.slab_allocator import SlabAllocator
@@ -25,7 +25,7 @@ def test_no_tenant_can_renew_end_or_commit_what_the_node_holds(tenant: str) -> N
         NodeIdentity("n", 1, "h"),
         store,
         [],
-        Mover(store, [], None),
+        Migrator(store, [], None),
         lambda: nobody,
         clock=lambda: 1.0,
     )

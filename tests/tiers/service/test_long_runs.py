@@ -17,7 +17,7 @@ from kvpool.wire import messages as m
 from kvpool.wire.messages import BlockStatus
 from tests.support import pool_model
 from tests.support.pool_model import random_walk
-from tiers.service.migrator import Mover
+from tiers.service.migrator import Migrator
 from tiers.service.service import SLICE, NodeIdentity, NodeService
 from tiers.store.blocks import Reservation
 from tiers.store.slab_allocator import SlabAllocator
@@ -178,7 +178,7 @@ async def test_a_node_answers_others_while_it_reserves_commits_and_drops_16_000_
     room.put(small)
     nobody = m.NodeDescriptor("n", 1, "h", "h:1")
     service = NodeService(
-        NodeIdentity("n", 1, "h"), room.store, [], Mover(room.store, [], None), lambda: nobody
+        NodeIdentity("n", 1, "h"), room.store, [], Migrator(room.store, [], None), lambda: nobody
     )
     server = WireServer("node", "n", 1)
     service.expose(server)

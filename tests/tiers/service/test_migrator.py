@@ -1,4 +1,4 @@
-"""The mover with a real store, arena and files: who waits for moves, who leaves, and what disks do to them."""
+"""The migrator with a real store, arena and files: who waits for moves, who leaves, and what disks do to them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tiers.disk.slab_file import NvmeFiles
 from tiers.memory.arena import Arena
 from tiers.service import pending_pins
 from tiers.service import service as node_service
-from tiers.service.migrator import Mover
+from tiers.service.migrator import Migrator
 from tiers.service.service import NodeIdentity, NodeService
 from tiers.store.slab_allocator import Place, SlabAllocator
 from tiers.store.store import Store, StoreConfig
@@ -63,9 +63,9 @@ class Node:
             StoreConfig(write_through=write_through, grace_s=0.0),
         )
         self.devices = Devices([Device(0, self.files)])
-        self.mover = Mover(self.store, [self.arena], self.devices)
+        self.migrator = Migrator(self.store, [self.arena], self.devices)
         self.service = NodeService(
-            NodeIdentity("n", 1, "here"), self.store, [self.arena], self.mover, _no_descriptor
+            NodeIdentity("n", 1, "here"), self.store, [self.arena], self.migrator, _no_descriptor
         )
         self.chain = names(cold)
         self.store.register_namespace(NAMESPACE, 0.0)
@@ -95,7 +95,7 @@ class Node:
         return {entry.block_hash for entry in self.files.recover()}
 
     def close(self) -> None:
-        self.mover.close()
+        self.migrator.close()
         self.files.close()
         self.arena.close()
 
@@ -226,9 +226,9 @@ async def test_a_block_whose_bytes_changed_on_disk_is_dropped_as_such(tmp_path: 
         os.close(slabs)
         reply = await n.pin(n.chain)
         assert (reply.found, reply.miss_reason) == (2, "checksum")
-        assert n.mover.counters["corrupt_blocks"] == 1
+        assert n.migrator.counters["corrupt_blocks"] == 1
         assert n.recorded() == {*n.chain[:2], n.chain[3]}
-        assert not n.mover.is_disk_failed
+        assert not n.migrator.is_disk_failed
 
 
 async def test_blocks_of_a_disk_that_cannot_be_read_are_hidden_and_hold_nobody_up(
@@ -246,8 +246,8 @@ async def test_blocks_of_a_disk_that_cannot_be_read_are_hidden_and_hold_nobody_u
         gone = [(e.kind, e.block_hash, e.tier) for e in n.store.take_events()]
         assert sorted(gone) == [("removed", name, Tier.NVME) for name in n.chain]
         assert n.recorded() == set(n.chain)  # a restart tries again
-        assert n.mover.counters["corrupt_blocks"] == 0
-        assert n.mover.is_disk_failed
+        assert n.migrator.counters["corrupt_blocks"] == 0
+        assert n.migrator.is_disk_failed
         await until(n.has_moves(0), "all reads are over")
         assert n.store.usage()[1].committed_bytes == n.store.usage()[1].capacity_bytes == 0
         n.store.check_integrity()
@@ -257,10 +257,10 @@ async def test_after_a_failed_write_what_stands_on_the_disk_is_still_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(tmp_path, 2) as n:
-        task = asyncio.create_task(n.mover.run())
+        task = asyncio.create_task(n.migrator.run())
         monkeypatch.setattr(os, "pwritev", failing(errno.EIO))
         await n.put(b"w" * 16)
-        await until(lambda: n.mover.is_disk_failed, "the write failed")
+        await until(lambda: n.migrator.is_disk_failed, "the write failed")
         assert (await n.pin(n.chain)).found == 2
         assert n.tiers([b"w" * 16]) == [Tier.DRAM]
         task.cancel()
@@ -272,7 +272,7 @@ async def test_promotions_do_not_queue_behind_demotions(
     with running(tmp_path, 8) as n:
         gate = Gate(n.files.write)
         monkeypatch.setattr(n.files, "write", gate)
-        task = asyncio.create_task(n.mover.run())
+        task = asyncio.create_task(n.migrator.run())
         try:
             for i, name in enumerate(names(20, b"w")):
                 await n.put(name, seed=i)
@@ -295,21 +295,21 @@ async def test_a_block_that_rotted_in_dram_is_dropped_when_it_is_to_be_written(
         await n.put(b"w" * 16)
         [offset] = np.frombuffer(n.pin([b"w" * 16]).places, "<i8")[1:]
         n.arena.view(int(offset), 1)[0] ^= 1
-        task = asyncio.create_task(n.mover.run())
-        await until(lambda: n.mover.counters["corrupt_blocks"], "the demotion looks at it")
+        task = asyncio.create_task(n.migrator.run())
+        await until(lambda: n.migrator.counters["corrupt_blocks"], "the demotion looks at it")
         assert n.pin([b"w" * 16]).miss_reason == "checksum"
         assert n.recorded() == set()
         task.cancel()
 
 
-async def test_a_defect_in_a_promotion_ends_the_mover_where_its_owner_sees_it(
+async def test_a_defect_in_a_promotion_ends_the_migrator_where_its_owner_sees_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def explode(*args: object) -> None:
         raise RuntimeError("a defect")
 
     with running(tmp_path, 1) as n:
-        task = asyncio.create_task(n.mover.run())
+        task = asyncio.create_task(n.migrator.run())
         monkeypatch.setattr(n.files, "read", explode)
         assert (await n.pin(n.chain)).found == 0
         with pytest.raises(RuntimeError, match="a defect"):
@@ -325,8 +325,8 @@ async def test_a_namespace_is_recorded_beside_the_event_loop_and_before_its_bloc
     with running(tmp_path) as n:
         gate = Gate(n.files.record_namespace)
         monkeypatch.setattr(n.files, "record_namespace", gate)
-        n.service.on_namespace.append(n.mover.keep_namespace)
-        task = asyncio.create_task(n.mover.run())
+        n.service.on_namespace.append(n.migrator.record_namespace)
+        task = asyncio.create_task(n.migrator.run())
         try:
             n.service.register_namespace(m.RegisterNamespace(NAMESPACE))  # returns before the gate
             for i, name in enumerate(names(8)):
@@ -345,7 +345,7 @@ async def test_a_namespace_that_nobody_announced_is_recorded_with_its_first_bloc
     tmp_path: Path,
 ) -> None:
     with running(tmp_path) as n:
-        task = asyncio.create_task(n.mover.run())
+        task = asyncio.create_task(n.migrator.run())
         await n.put(b"w" * 16)
         await until(n.recorded, "the block is written")
         assert n.files.namespaces() == [NAMESPACE]
@@ -361,13 +361,13 @@ async def test_a_namespace_that_cannot_be_recorded_is_counted_and_fails_nobody(
 
     with running(tmp_path) as n:
         monkeypatch.setattr(n.files, "record_namespace", refuse)
-        n.service.on_namespace.append(n.mover.keep_namespace)
+        n.service.on_namespace.append(n.migrator.record_namespace)
         n.service.register_namespace(m.RegisterNamespace(NAMESPACE))
-        await until(lambda: n.mover.counters["namespaces_not_kept"] == 1, "it is counted")
-        assert n.mover.is_disk_failed == isinstance(error, NvmeFailed)
+        await until(lambda: n.migrator.counters["namespaces_not_recorded"] == 1, "it is counted")
+        assert n.migrator.is_disk_failed == isinstance(error, NvmeFailed)
         await n.put(b"w" * 16)
-        task = asyncio.create_task(n.mover.run())
-        if not n.mover.is_disk_failed:
+        task = asyncio.create_task(n.migrator.run())
+        if not n.migrator.is_disk_failed:
             await until(
                 lambda: n.store.counters.get("migrations_failed"), "its block is not written"
             )

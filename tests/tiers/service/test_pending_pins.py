@@ -26,7 +26,9 @@ def teach(n: Node, pages_per_s: float, *, ago_s: float = 0.0) -> None:
     """Let the node believe that it has read at this rate, last `ago_s` ago."""
     seconds = pending_pins.PROBE_BLOCKS / pages_per_s
     start = time.monotonic() - ago_s - seconds
-    drive(n.mover.read_speed, pending_pins.PROBE_BLOCKS, pages_per_s * PAGE, size=PAGE, start=start)
+    drive(
+        n.migrator.read_speed, pending_pins.PROBE_BLOCKS, pages_per_s * PAGE, size=PAGE, start=start
+    )
 
 
 async def test_what_takes_longer_than_its_worth_is_declined_at_once_and_not_promoted(
@@ -110,7 +112,7 @@ async def test_of_an_unknown_disk_a_few_blocks_are_read_to_know_it(
             gate.open()
         reply = await call
         assert (reply.found, reply.miss_reason, reply.wait_s) == (64, "", -1.0)
-        assert n.mover.read_speed.bytes_per_s > 0
+        assert n.migrator.read_speed.bytes_per_s > 0
 
 
 async def test_an_unknown_disk_that_hangs_costs_no_more_than_the_limit(
@@ -150,17 +152,17 @@ async def test_promotions_of_others_lie_ahead(
         monkeypatch.setattr(n.files, "read", gate)
         try:
             first = pin(n, n.chain[:6])
-            assert n.mover.queued_read_bytes == 6 * PAGE
-            waits = n.mover.waits(ID, n.chain, n.tiers(n.chain))
+            assert n.migrator.queued_read_bytes == 6 * PAGE
+            waits = n.migrator.disk_waits(ID, n.chain, n.tiers(n.chain))
             assert waits == pytest.approx([1, 2, 3, 4, 5, 6, 7, 8], rel=0.1)
-            rest = n.mover.waits(ID, n.chain[6:], [Tier.NVME] * 2)
+            rest = n.migrator.disk_waits(ID, n.chain[6:], [Tier.NVME] * 2)
             assert rest == pytest.approx([7, 8], rel=0.1)
             declined = pin(n, n.chain[6:], max_wait_s=4)
             assert declined.miss_reason == "declined_cost"
         finally:
             gate.open()
         assert (await first).found == 6
-        assert n.mover.queued_read_bytes == 0
+        assert n.migrator.queued_read_bytes == 0
 
 
 async def test_lookup_and_stats_say_what_is_known(tmp_path: Path) -> None:

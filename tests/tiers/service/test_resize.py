@@ -14,7 +14,7 @@ from kvpool.errors import InvalidArgument, NoRoom, NoSharedMemory, Unavailable
 from kvpool.wire import messages as m
 from tiers.memory.arena import Arena
 from tiers.memory.arena_set import ArenaSet
-from tiers.service.resize import Plan, Resizer, plan_resize
+from tiers.service.resize import ResizePlan, Resizer, plan_resize
 from tiers.store.slab_allocator import SlabAllocator
 from tiers.store.store import Store
 
@@ -22,18 +22,18 @@ SLAB = 1 << 20
 
 
 def test_growing_adds_what_is_missing() -> None:
-    assert plan_resize({0: 8, 1: 8}, 27, 2) == Plan((), 10)
-    assert plan_resize({0: 8}, 8, 2) == Plan((), 0)
+    assert plan_resize({0: 8, 1: 8}, 27, 2) == ResizePlan((), 10)
+    assert plan_resize({0: 8}, 8, 2) == ResizePlan((), 0)
 
 
 def test_shrinking_retires_the_newest_arenas_that_can_go_whole() -> None:
-    assert plan_resize({0: 8, 1: 8, 2: 4}, 8, 2) == Plan((2, 1), 0)
-    assert plan_resize({0: 8, 1: 4, 2: 8}, 16, 2) == Plan((1,), 0)
+    assert plan_resize({0: 8, 1: 8, 2: 4}, 8, 2) == ResizePlan((2, 1), 0)
+    assert plan_resize({0: 8, 1: 4, 2: 8}, 16, 2) == ResizePlan((1,), 0)
 
 
 def test_an_arena_in_which_the_target_lies_is_replaced_by_a_smaller() -> None:
-    assert plan_resize({0: 16}, 6, 2) == Plan((0,), 6)
-    assert plan_resize({0: 16, 1: 8}, 14, 2) == Plan((1, 0), 14)
+    assert plan_resize({0: 16}, 6, 2) == ResizePlan((0,), 6)
+    assert plan_resize({0: 16, 1: 8}, 14, 2) == ResizePlan((1, 0), 14)
 
 
 def test_less_than_one_slab_is_refused() -> None:
