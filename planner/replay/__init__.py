@@ -1,7 +1,4 @@
-"""Traces of requests: read, made up, described, and replayed against the node's eviction policies.
-
-No node, no wire, no clock: the real policies on recorded requests.
-"""
+"""Generates traces, describes them, and replays them against the node's own eviction policies."""
 
 from planner.replay.belady import belady_hits
 from planner.replay.compact_trace import CompactTrace, compact, load_trace

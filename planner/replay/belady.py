@@ -1,7 +1,7 @@
-"""Belady's optimum: what a cache that knows the future would hit, as the ceiling for every policy.
+"""Belady's optimum: the hits of a cache that knows the future, the upper bound for every policy.
 
-Of the blocks in the cache the one whose next use lies farthest ahead goes. Blocks of one prompt are next used
-together, head first, so that tails go before heads, as prefix hits want it.
+It evicts the block whose next use is farthest ahead. The blocks of one prompt are next used together, head
+first, so it evicts tails before heads, which suits prefix hits.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from planner.replay.compact_trace import NEVER, CompactTrace
 
 
 def belady_hits(trace: CompactTrace, capacity_blocks: int) -> list[int]:
-    """Leading blocks that each request would find; its blocks are taken in after it.
+    """The leading blocks that each request finds. Its blocks are added afterwards.
 
-    Memory: the cache, and one entry for each of its blocks' uses that is not cleared away yet.
+    Memory: the cache, and one entry for each use of its blocks that is not cleared away yet.
     """
     next_uses = trace.next_uses()
     resident: dict[int, int] = {}  # id -> position of its next use
-    queue: list[tuple[int, int]] = []  # (minus the next use, id); some of uses that are over
+    queue: list[tuple[int, int]] = []  # (minus the next use, id); also of uses that are over
     hits: list[int] = []
     for span in trace.spans():
         base = span.first_block
@@ -33,7 +33,7 @@ def belady_hits(trace: CompactTrace, capacity_blocks: int) -> list[int]:
             hits.append(found - start)
             for at in range(start, end):
                 ident, use = ids[at], following[at]
-                if use == NEVER:  # takes no room: nothing can be gained by it
+                if use == NEVER:  # keeping it gains nothing
                     resident.pop(ident, None)
                     continue
                 resident[ident] = use

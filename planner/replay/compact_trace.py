@@ -1,6 +1,6 @@
 """A trace as flat arrays in temporary files: read once, replayed many times, in bounded memory.
 
-24 bytes a request and 8 a block (16 with the next uses), wherever `tempfile` puts its files (`TMPDIR`).
+The files take 24 bytes per request and 8 per block (16 with the next uses), in `TMPDIR`.
 """
 
 from __future__ import annotations
@@ -36,22 +36,21 @@ Numbers = npt.NDArray[Any]
 
 @dataclass(slots=True, frozen=True)
 class Span:
-    """Consecutive requests of a trace, as plain lists: the fastest that Python can walk through."""
+    """Consecutive requests of a trace, as plain lists, which Python iterates fastest."""
 
-    first_request: int
     times_s: list[float]
     input_tokens: list[int]
     output_tokens: list[int]
-    ends: list[int]  # of each request's blocks, counted from the start of the trace
+    ends: list[int]  # where each request's blocks end, counted from the start of the trace
     first_block: int
 
 
 class CompactTrace:
-    """The requests of a trace in the order of time. Close it (or use `with`) to give its files back.
+    """The requests of a trace in the order of time. `close` it, or use `with`, to remove its files.
 
     Attributes:
-        requests, blocks: how many.
-        block_tokens: tokens of a block.
+        requests, blocks: their numbers.
+        block_tokens: tokens per block.
     """
 
     def __init__(self, directory: tempfile.TemporaryDirectory[str], block_tokens: int) -> None:
@@ -79,17 +78,17 @@ class CompactTrace:
 
     @property
     def ids(self) -> Numbers:
-        """Block ids of all requests, one after another."""
+        """The block ids of all requests, one after another."""
         return self._ids
 
     @property
     def lengths(self) -> Numbers:
-        """Blocks of each request."""
+        """The number of blocks of each request."""
         return self._lengths
 
     @property
     def times_s(self) -> Numbers:
-        """When each request came."""
+        """The arrival time of each request."""
         return self._times
 
     @property
@@ -108,7 +107,7 @@ class CompactTrace:
         return float(self._times[0]), float(self._times[-1])
 
     def spans(self, blocks: int = 1 << 18) -> Iterator[Span]:
-        """The requests in pieces of about so many blocks, at least one request each."""
+        """The requests in pieces of about `blocks` blocks, and of at least one request."""
         start, first_block = 0, 0
         while start < self.requests:
             lengths = self._lengths[start : start + max(1, blocks // 8)]
@@ -116,7 +115,6 @@ class CompactTrace:
             count = max(1, int(np.searchsorted(ends, first_block + blocks, side="right")))
             stop = start + count
             yield Span(
-                start,
                 self._times[start:stop].tolist(),
                 self._inputs[start:stop].tolist(),
                 self._outputs[start:stop].tolist(),
@@ -136,9 +134,9 @@ class CompactTrace:
                 start = end
 
     def next_uses(self) -> Numbers:
-        """For each block use, the position of the next use of the same block, `NEVER` if there is none.
+        """For each use of a block, the position of its next use, or `NEVER`.
 
-        Found once, in buckets of ids that fit into memory.
+        Computed once, in buckets of ids that fit into memory.
         """
         if self._next is None:
             path = Path(self._directory.name) / "next"
@@ -180,10 +178,11 @@ def load_trace(
 def compact(
     requests: Iterable[TraceRequest], block_tokens: int = MOONCAKE_BLOCK_TOKENS
 ) -> CompactTrace:
-    """Write requests down; they are sorted by time where they are not already.
+    """Write requests to temporary files, sorted by time.
 
     Raises:
-        EmptyTrace: there is none. KvpoolError: the temporary files cannot be written.
+        EmptyTrace: there is no request.
+        KvpoolError: the temporary files cannot be written.
     """
     directory = tempfile.TemporaryDirectory(prefix="kvpool-trace-", ignore_cleanup_errors=True)
     try:
@@ -196,7 +195,7 @@ def compact(
         directory.cleanup()
         raise KvpoolError(
             f"cannot write temporary files to {tempfile.gettempdir()}: {error.strerror or error}",
-            hint="name a directory with more room in TMPDIR",
+            hint="set TMPDIR to a directory with more space",
         ) from error
     except BaseException:
         directory.cleanup()
@@ -240,7 +239,7 @@ def _flush(columns: dict[str, array[Any]], files: dict[str, Any]) -> None:
 
 
 def _sorted(trace: CompactTrace) -> CompactTrace:
-    """The same requests by time; those of one moment keep their order."""
+    """The same requests by time. Requests with equal times keep their order."""
     order = np.argsort(trace.times_s, kind="stable")
     starts = np.cumsum(trace.lengths) - trace.lengths
 

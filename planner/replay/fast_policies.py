@@ -1,7 +1,7 @@
-"""The textbook policies over bare block ids: what `BlockCache` gives for blocks of one size, many times as fast.
+"""Fast textbook policies over bare block ids, for blocks of one size.
 
-They exist for their speed alone; a property test holds each to its namesake in `tiers.policies`. A prompt's blocks
-are used head first, and any block may go for any other.
+Each gives the same hits as its namesake in `tiers.policies` under `BlockCache`, many times as fast; a property
+test checks this. A prompt's blocks are used head first, and any block may be evicted for any other.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class PlainCache(ABC):
     """At most `capacity` ids under one policy.
 
     Attributes:
-        resident: the ids that are here.
-        evicted: those that left to make room in the last access, in order.
+        resident: the ids in the cache.
+        evicted: the ids that the last access evicted, in order.
     """
 
     name: ClassVar[str]
@@ -30,7 +30,7 @@ class PlainCache(ABC):
         self.evicted: list[int] = []
 
     def access(self, chain: Sequence[int]) -> int:
-        """How many leading ids of a prompt were here; then use them all."""
+        """Use a prompt's ids. Returns how many leading ones were in the cache."""
         resident = self.resident
         found = 0
         for ident in chain:
@@ -43,7 +43,7 @@ class PlainCache(ABC):
 
     @abstractmethod
     def use(self, chain: Sequence[int]) -> None:
-        """Use each id, taking in those that are missing."""
+        """Use each id, and add those that are missing."""
 
 
 class PlainLru(PlainCache):
@@ -56,7 +56,6 @@ class PlainLru(PlainCache):
         self.resident: OrderedDict[int, None] = OrderedDict()
 
     def use(self, chain: Sequence[int]) -> None:
-        """See `PlainCache`."""
         resident, evicted = self.resident, self.evicted
         renew = resident.move_to_end
         room = self.capacity - len(resident)
@@ -72,7 +71,7 @@ class PlainLru(PlainCache):
 
 
 class PlainFifo(PlainCache):
-    """A dict in the order of arrival."""
+    """A dict in the order of insertion."""
 
     name = "fifo"
 
@@ -81,7 +80,6 @@ class PlainFifo(PlainCache):
         self.resident: OrderedDict[int, None] = OrderedDict()
 
     def use(self, chain: Sequence[int]) -> None:
-        """See `PlainCache`."""
         resident, evicted = self.resident, self.evicted
         room = self.capacity - len(resident)
         for ident in chain:
@@ -94,7 +92,7 @@ class PlainFifo(PlainCache):
 
 
 class PlainLfu(PlainCache):
-    """A queue by recency for each number of uses since arrival."""
+    """For each number of uses since insertion, a queue by recency."""
 
     name = "lfu"
 
@@ -102,10 +100,9 @@ class PlainLfu(PlainCache):
         super().__init__(capacity)
         self.resident: dict[int, int] = {}
         self._queues: list[OrderedDict[int, None]] = [OrderedDict()]
-        self._fewest = 0  # no queue before it holds anything
+        self._fewest = 0  # all queues before this one are empty
 
     def use(self, chain: Sequence[int]) -> None:
-        """See `PlainCache`."""
         resident, queues = self.resident, self._queues
         for ident in chain:
             uses = resident.get(ident)
@@ -127,19 +124,18 @@ class PlainLfu(PlainCache):
 
 
 class PlainS3Fifo(PlainCache):
-    """Two queues and a memory of what left through the small one."""
+    """Two queues, and ghosts of the ids that were evicted from the small one."""
 
     name = "s3fifo"
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self.resident: dict[int, int] = {}  # uses since the id stands at its place
+        self.resident: dict[int, int] = {}  # uses since the id took its place in a queue
         self._small: deque[int] = deque()
         self._main: deque[int] = deque()
         self._ghosts: OrderedDict[int, None] = OrderedDict()
 
     def use(self, chain: Sequence[int]) -> None:
-        """See `PlainCache`."""
         resident, ghosts = self.resident, self._ghosts
         for ident in chain:
             uses = resident.get(ident)
@@ -178,7 +174,7 @@ class PlainS3Fifo(PlainCache):
                 ghosts.popitem(last=False)
 
     def _promote(self) -> None:
-        """Move what was used on from the head of the small queue."""
+        """Move used ids from the head of the small queue to the main queue."""
         resident, small = self.resident, self._small
         while small and resident[small[0]] >= WORTHY_USES:
             ident = small.popleft()
@@ -186,7 +182,7 @@ class PlainS3Fifo(PlainCache):
             self._main.append(ident)
 
     def _turn_main(self) -> bool:
-        """Bring an unused id to the head of the main queue; False when that is empty."""
+        """Bring an unused id to the head of the main queue. Returns False if it is empty."""
         resident, main = self.resident, self._main
         while main and resident[main[0]]:
             resident[main[0]] -= 1
@@ -195,7 +191,7 @@ class PlainS3Fifo(PlainCache):
 
 
 class PlainArc(PlainCache):
-    """Two orders of recency, and two of ghosts; see `tiers.policies.arc` for what differs from the paper."""
+    """Two queues by recency, each with ghosts. `tiers.policies.arc` says what differs from the paper."""
 
     name = "arc"
 
@@ -209,7 +205,6 @@ class PlainArc(PlainCache):
         self._target = 0.0
 
     def use(self, chain: Sequence[int]) -> None:
-        """See `PlainCache`."""
         resident, once, again = self.resident, self._once, self._again
         for ident in chain:
             is_again = resident.get(ident)

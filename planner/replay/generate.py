@@ -1,8 +1,8 @@
-"""Made-up traces in Mooncake's format, the same for the same seed: for tests, demos and what-ifs.
+"""Generates traces in Mooncake's format from a seed.
 
-Kinds: `chat` (sessions of several turns behind one system prompt), `agents` (tools: many short calls in a row
-behind a few long shared prefixes), `documents` (questions on documents by Zipf's law), `scan` (prompts that never
-come again, between chats), `shift` (chat whose habits change halfway), `mixed` (all at once).
+Kinds: `chat` (sessions of several turns behind one system prompt), `agents` (many short calls in a row behind a
+few long shared prefixes), `documents` (questions on documents, whose popularity follows Zipf's law), `scan`
+(prompts that never come again, between chats), `shift` (chat whose habits change halfway), `mixed` (all at once).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class _Turn:
     serial: int
     kind: str = field(compare=False)
     turns_left: int = field(compare=False)
-    ids: list[int] = field(compare=False)  # of full blocks, all of them shared with the turn before
-    tail_tokens: int = field(compare=False)  # of the last block, not full
+    ids: list[int] = field(compare=False)  # full blocks; the turn before has them as well
+    tail_tokens: int = field(compare=False)  # tokens of the last, partly filled block
 
 
 class _Maker:
@@ -47,7 +47,7 @@ class _Maker:
         heappush(self.queue, _Turn(time_s, self.serial, kind, turns, ids, tail))
 
     def shared(self, kind: str, count: int, blocks: int) -> list[list[int]]:
-        """The beginnings that prompts of a kind share."""
+        """The prefixes that prompts of a kind share."""
         if kind not in self.systems:
             self.systems[kind] = [self.fresh(1 + self.rng.randrange(blocks)) for _ in range(count)]
         return self.systems[kind]
@@ -57,7 +57,7 @@ class _Maker:
         return min(count - 1, int(count ** self.rng.random()) - 1)
 
     def begin(self, kind: str, now: float) -> None:
-        """A new session."""
+        """Start a session."""
         rng = self.rng
         if kind == "chat":
             longer = 2.0 if self.is_shifted else 1.0
@@ -76,7 +76,7 @@ class _Maker:
             self.push(now, kind, 1, self.fresh(20 + rng.randrange(60)), rng.randrange(512))
 
     def follow(self, turn: _Turn, output: int) -> None:
-        """The next turn of a session, if it has one."""
+        """Queue the next turn of a session, if there is one."""
         if turn.turns_left < 2:
             return
         rng = self.rng
@@ -101,15 +101,18 @@ KINDS = tuple(_MIXES)
 def generate(
     kind: str, requests: int, *, seed: int = 0, sessions_per_s: float = 2.0
 ) -> Iterator[TraceRequest]:
-    """So many requests of a kind, in the order of time, with blocks of 512 tokens.
+    """Requests of a kind in the order of time, with blocks of 512 tokens.
 
     Raises:
-        ConfigError: there is no such kind, or nothing to make.
+        ConfigError: the kind is unknown, or a number is not positive.
     """
     if kind not in _MIXES:
-        raise ConfigError(f"unknown kind of trace {kind!r}", hint=f"one of {', '.join(KINDS)}")
+        raise ConfigError(f"unknown kind of trace {kind!r}", hint=f"use {', '.join(KINDS)}")
     if requests < 1 or not sessions_per_s > 0:
-        raise ConfigError(f"a trace of {requests} requests, {sessions_per_s} sessions a second")
+        raise ConfigError(
+            f"cannot generate {requests} requests from {sessions_per_s} sessions per second",
+            hint="both must be positive",
+        )
     return _requests(kind, requests, _Maker(seed, sessions_per_s))
 
 

@@ -1,13 +1,13 @@
-"""`hazard` with a net under it: a cache that leaves it for a plain policy that would have found clearly more.
+"""`guarded`: a cache that follows `hazard`, and switches to a plain policy that would have found clearly more.
 
-Six policies run beside the cache over ids alone. The cache follows one of them, its leader, by making room from what
-the leader has let go; so it holds what the leader holds as soon as it has seen as much. A rival takes over once what
-it has found beyond the leader's finds pays for the change: as many blocks as the rival holds and the cache does not,
-each of which may have to be computed once more. That is renting until the rent equals the price (ski rental: at most
-twice the cost of the better choice), and following contents rather than orders is how caches are built that regret
-little against several experts (Blum and Burch, "On-line Learning and the Metrical Task System Problem", 2000).
+Six policies run beside the cache over ids alone. The cache follows one of them, its leader: it evicts what the
+leader has evicted, so it soon holds what the leader holds. Another policy becomes the leader once its lead in blocks
+found pays for the switch. The price is the number of blocks that it holds and the cache does not, because each may
+have to be computed again. This is the ski-rental rule: rent until the rent equals the price; the cost is at most twice
+that of the better choice. Following contents instead of eviction orders bounds the regret against several experts
+(Blum and Burch, "On-line Learning and the Metrical Task System Problem", 2000).
 
-For replays only, as `hazard` is.
+For replays only, like `hazard`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import ClassVar, Protocol
 from planner.replay.fast_policies import PLAIN
 from planner.replay.hazard import HazardCache
 
-_GROWTH = 1.3  # a rival's lead grows by so much before the price is counted again
+_GROWTH = 1.3  # a lead must grow by this factor before the price is counted again
 
 
 class _Shadow(Protocol):
-    """What the guard needs of a policy."""
+    """The part of a policy that the guard uses."""
 
     evicted: list[int]
 
@@ -35,8 +35,8 @@ class GuardedCache:
     """A cache of `capacity` blocks, by their ids.
 
     Attributes:
-        leader: the policy that is followed now.
-        changes: how often that was another one.
+        leader: the policy that the cache follows now.
+        changes: how often the leader changed.
     """
 
     name: ClassVar[str] = "guarded"
@@ -46,13 +46,13 @@ class GuardedCache:
         self._plain = {name: make(capacity) for name, make in PLAIN.items()}
         self._hazard = HazardCache(capacity, block_tokens)
         self._shadows: dict[str, _Shadow] = {**self._plain, HazardCache.name: self._hazard}
-        self.leader = HazardCache.name  # untaught it does as LRU does
+        self.leader = HazardCache.name  # which acts as LRU before it has learned
         self.changes = 0
-        # By rival: blocks found beyond the leader's finds, not below zero, and the lead that is to be weighed next.
+        # By policy: blocks found beyond those of the leader (at least 0), and the lead to compare with the price next.
         self._lead = dict.fromkeys(self._shadows, 0)
         self._weigh_at = dict.fromkeys(self._shadows, 1.0)
         self._resident: set[int] = set()
-        # What stands here and not with the leader, oldest first; some may have come back to it since.
+        # Blocks that the cache holds and the leader does not, oldest first; the leader may hold some again.
         self._surplus: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -62,7 +62,7 @@ class GuardedCache:
         return ident in self._resident
 
     def access(self, ids: list[int], now_s: float, input_tokens: int, output_tokens: int) -> int:
-        """Use a prompt's blocks; returns how many leading ones were here."""
+        """Use a prompt's blocks. Returns how many leading ones were in the cache."""
         resident = self._resident
         found = 0
         for ident in ids:
@@ -101,7 +101,7 @@ class GuardedCache:
             if ident in resident and ident not in held:
                 surplus[ident] = None
         while len(resident) > self._capacity:
-            # The leader holds no more than this cache may, so something here is surplus.
+            # The leader holds at most `capacity` blocks, so this cache has a surplus.
             ident = surplus.popitem(last=False)[0]
             if ident not in held:
                 resident.discard(ident)

@@ -1,11 +1,12 @@
-"""Evict what promises the fewest hits per second of room, by what is known of the requests.
+"""`hazard`: evicts the blocks that promise the fewest hits per second in the cache, learned from the requests.
 
-Blocks last used together form a record, and share their fate: a further turn of the conversation asks for all of
-them, head first, so tails go before heads. What branches often (a system prompt, a document) is a record of its
-own. How soon records like it have returned (`HazardModel`) gives each its index, and the lowest goes first.
+Blocks last used together form a record and are treated alike: the next turn of the conversation asks for all of
+them, head first, so tails are evicted before heads. A prefix that branches often (a system prompt, a document) is a
+record of its own. Each record has an index, from how soon similar records have returned (`HazardModel`); the
+lowest index is evicted first.
 
-Driven prompt by prompt with the request's facts, which a node's store does not hand to its policies; so this is
-a cache for replays, not one of `POLICIES`. No I/O, no clock, no randomness. See docs/eviction.md.
+It needs facts about each request that a node's store does not give to its policies. So it is a cache for
+replays, not one of `POLICIES`. docs/eviction.md describes it.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from planner.replay.hazard_model import BINS, EDGES_S, HazardModel, age_bins
 
 _HUB_BRANCHES = 2  # prompts that went on differently behind a block, before it counts as shared
 _BATCH = 256  # outcomes that one step of learning takes
-_FEW = 1 / 512  # share of the records that one look at all of them readies for eviction
-# Rows of the model's weights: own and shared records by turn (or use), new tokens, answer, pause, prompt.
+_FEW = 1 / 512  # share of the records that one look queues for eviction
+# Rows of the model's weights: own and shared records by turn (or use), new tokens, output, pause, prompt.
 _TURN, _SHARED, _NEW, _OUTPUT, _GAP, _INPUT = 0, 8, 16, 30, 42, 54
 _ROWS = 66
 
 
 class Record:
-    """Blocks last used together; those not taken over by a later record, and not evicted, stand."""
+    """Blocks last used together. Later records take over some; the rest stay until they are evicted."""
 
     __slots__ = (
         "end",
@@ -45,13 +46,13 @@ class Record:
 
     def __init__(self, time_s: float, ids: list[int], features: tuple[int, ...], turn: int) -> None:
         self.time_s = time_s
-        self.ids = ids  # the last `left` were not looked at yet
+        self.ids = ids  # the first `left` are not evicted yet
         self.left = len(ids)
         self.features = features
         self.turn = turn
         self.returned_s: float | None = None
         self.slot = -1
-        self.is_shared = False  # the rest of its prompt is the next record
+        self.is_shared = False  # then the next record holds the rest of its prompt
         self.input_tokens = self.output_tokens = 0
 
 
@@ -59,8 +60,8 @@ class HazardCache:
     """A cache of `capacity` blocks, by their ids.
 
     Attributes:
-        resident: the ids that are here.
-        evicted: those that left to make room in the last access.
+        resident: the ids in the cache, each with its record.
+        evicted: the ids that the last access evicted.
     """
 
     name: ClassVar[str] = "hazard"
@@ -71,20 +72,20 @@ class HazardCache:
         self._model = HazardModel(_ROWS)
         self.resident: dict[int, Record] = {}
         self.evicted: list[int] = []
-        # What is remembered beyond the cache, the oldest forgotten first: evicted blocks, the last full
-        # blocks of prompts, and blocks behind which prompts went on differently (how often, last record).
+        # Remembered beyond the cache, the oldest forgotten first: evicted blocks, the last full blocks of
+        # prompts, and blocks after which prompts differed (how often, and the last record).
         self._ghosts: OrderedDict[int, None] = OrderedDict()
         self._ends: OrderedDict[int, Record] = OrderedDict()
         self._branches: OrderedDict[int, int] = OrderedDict()
         self._hubs: dict[int, Record] = {}
         self._remembered = max(1 << 14, 8 * capacity)
-        # The records that may hold blocks, by slot, so that all are looked at in one pass of numpy.
+        # The records that may hold blocks, by slot, so that one pass of numpy looks at all.
         self._records: list[Record | None] = []
         self._free: list[int] = []
         self._times = np.zeros(64)
         self._indices = np.full((64, BINS), np.inf)
         self._fresh: list[Record] = []
-        self._tails: list[Record] = []  # whose last block is not full: hardly ever asked again
+        self._tails: list[Record] = []  # whose last block is not full: it is hardly ever used again
         self._queue: list[Record] = []  # next to go at the end
         self._requests_since_look = 0
         self._renewed = 0  # slots of this round
@@ -98,7 +99,7 @@ class HazardCache:
         return ident in self.resident
 
     def access(self, ids: list[int], now_s: float, input_tokens: int, output_tokens: int) -> int:
-        """Use a prompt's blocks; returns how many leading ones were here."""
+        """Use a prompt's blocks. Returns how many leading ones were in the cache."""
         resident = self.resident
         found = 0
         for ident in ids:
@@ -155,7 +156,7 @@ class HazardCache:
                 self._ends.popitem(last=False)
 
     def _turn_before(self, ids: list[int], known: int) -> Record | None:
-        """The record of the request that this one goes on from: it begins with all its full blocks."""
+        """The record of the request that this one continues: the prompt begins with all its full blocks."""
         ends = self._ends
         for at in range(known - 1, -1, -1):
             record = ends.get(ids[at])
@@ -170,7 +171,7 @@ class HazardCache:
             self._hubs.pop(self._branches.popitem(last=False)[0], None)
 
     def _take_hubs(self, ids: list[int], known: int, now_s: float) -> int:
-        """Make records of the shared parts of a prompt; returns where its own part starts."""
+        """Make records of the shared parts of a prompt. Returns where its own part starts."""
         start = 0
         branches = self._branches
         for at in range(known if branches else 0):
@@ -191,7 +192,7 @@ class HazardCache:
         return start
 
     def _supersede(self, record: Record, gap_s: float) -> None:
-        """A later prompt went on from it; what that one left behind is of no more use."""
+        """A later prompt continued this record, so the blocks that remain in it are useless."""
         if record.returned_s is None:
             record.returned_s = gap_s
         if record.ids:
@@ -248,20 +249,20 @@ class HazardCache:
                 self._ghosts.popitem(last=False)
 
     def _retire(self, record: Record) -> None:
-        """Its blocks are gone; what it teaches is still to come."""
+        """Free the slot of a record without blocks. The model still learns from its return."""
         record.ids = []
         self._records[record.slot] = None
         self._indices[record.slot] = np.inf
         self._free.append(record.slot)
 
     def _look(self, now_s: float) -> None:
-        """Ready the records of the lowest index for eviction, and learn from what has come to pass."""
+        """Queue the records with the lowest indices for eviction, and learn from the known outcomes."""
         self._learn(now_s)
         self._renew()
         if self._fresh:
             over = [record.returned_s is not None for record in self._fresh]
             rows = self._model.indices([record.features for record in self._fresh])
-            # A prompt's shared parts are worth at least what is built on them, which came with them.
+            # A shared part is worth at least as much as the records after it, which came with it.
             for at in range(len(rows) - 2, -1, -1):
                 if self._fresh[at].is_shared:
                     np.maximum(rows[at], rows[at + 1], out=rows[at])
@@ -278,7 +279,7 @@ class HazardCache:
         self._requests_since_look = 0
 
     def _renew(self) -> None:
-        """Bring the indices of a few records, in turn, up to what has been learned since they came."""
+        """Update the indices of a few records, in turn, with what was learned since they were made."""
         end = min(len(self._records), self._renewed + 4 + len(self._records) // 128)
         records = [r for r in self._records[self._renewed : end] if r and r.returned_s is None]
         self._renewed = end if end < len(self._records) else 0
@@ -286,7 +287,7 @@ class HazardCache:
             return
         rows = self._model.indices([record.features for record in records])
         for record, row in zip(records, rows, strict=True):
-            if record.is_shared:  # of what is built on it only the index of old is known
+            if record.is_shared:  # the records after it count with their old index
                 np.maximum(row, self._indices[record.slot], out=row)
         self._indices[[record.slot for record in records]] = rows
 

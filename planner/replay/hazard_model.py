@@ -1,8 +1,8 @@
-"""When will this be asked again: a hazard by age, learned on line from what is known of each use.
+"""Predicts when a record will be used again: a hazard rate by age, learned online.
 
-The chance that a record (blocks last used together) returns within an age bin, given that it has not yet, is a
-logistic function of a base by age and of a few weights by feature, themselves smooth in log age. Every outcome
-teaches, those of records evicted long ago included. Pure numbers; knows nothing of blocks.
+A record is a set of blocks last used together. The chance that it returns within an age bin, given that it has not
+returned before, is a logistic function of a base by age and of weights by feature, which are smooth in log age. The
+model learns from every outcome, also from those of records evicted long ago.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EDGES_S = np.array(
         *(205, 250, 310, 390, 500, 700, 1000, 1400, 2000),
     ],
     np.float64,
-)  # of the age bins; finer than human pauses vary, coarse enough to learn from few
+)  # of the age bins; finer than human pauses vary, coarse enough to learn from few samples
 BINS = len(EDGES_S) - 1
 _WIDTHS_S = np.diff(EDGES_S)
 _KNOTS_S = np.array(
@@ -29,15 +29,15 @@ _KNOTS_S = np.array(
 )  # where a feature's effect may change with age
 _STEP = 0.25  # of AdaGrad
 _BASE_STEP = 0.15
-# Before anything is learned the hazard falls with age, which makes the order that of recency.
+# Before anything is learned, the hazard falls with age, so the order is that of recency.
 _PRIOR, _PRIOR_AGE_S = 0.25, 20.0
 
 
 class HazardModel:
-    """Additive in the features, which are given as one row number of the weights each.
+    """Additive in the features. Each feature is given as a row number of the weights.
 
     Args:
-        rows: how many there are.
+        rows: of the weights.
     """
 
     def __init__(self, rows: int) -> None:
@@ -57,7 +57,7 @@ class HazardModel:
     def learn(
         self, features: Sequence[tuple[int, ...]], bins: Sequence[int], returned: Sequence[bool]
     ) -> None:
-        """Records that reached these bins, and whether they returned within them: one step of AdaGrad."""
+        """Take one step of AdaGrad on records that reached these bins, and whether they returned in them."""
         chosen = np.array(features)
         at = np.array(bins)
         basis = self._basis[at]
@@ -75,10 +75,10 @@ class HazardModel:
         self._weights -= _STEP * step / np.sqrt(self._weight_norms)
 
     def indices(self, features: Sequence[tuple[int, ...]]) -> Floats:
-        """For each record and age bin: the best return per second of room that keeping it can give.
+        """For each record and age bin, the most returns per second in the cache that keeping it can give.
 
-        A Gittins index: the largest, over all horizons, of the chance to return by then over the time held
-        until the return or the horizon. Shape (records, BINS).
+        A Gittins index: the maximum over all horizons of the chance to return by then, divided by the
+        expected time until the return or the horizon. Shape (records, BINS).
         """
         hazard = _logistic(self._weights[np.array(features)].sum(1) @ self._basis.T + self._base)
         count = len(hazard)
@@ -93,11 +93,11 @@ class HazardModel:
 
 
 def age_bins(ages_s: Floats) -> npt.NDArray[Any]:
-    """The bin of each age; the last one holds all that are older."""
+    """The bin of each age. The last bin also holds all larger ages."""
     return np.minimum(np.searchsorted(EDGES_S, ages_s, side="right") - 1, BINS - 1)
 
 
 def _logistic(logits: Floats) -> Floats:
-    # Far outside, where nothing is left to tell, exp would overflow.
+    # exp would overflow far outside, where the result no longer changes.
     result: Floats = 1.0 / (1.0 + np.exp(-np.clip(logits, -30.0, 30.0)))
     return result

@@ -1,7 +1,4 @@
-"""One policy driven alone, as a cache over opaque block ids: what a replayed trace would have hit.
-
-No bytes, no leases, no tiers: those are the store's. No I/O, no clock.
-"""
+"""A cache over opaque block ids under one of the node's eviction policies: no bytes, leases or tiers."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ Id = TypeVar("Id", bound=Hashable)
 
 
 class CachedBlock(Generic[Id]):
-    """A block in the cache: a `Candidate`."""
+    """A block in the cache, as the policies see it (`Candidate`)."""
 
     __slots__ = ("cost", "ident", "last_use", "parent", "size_bytes")
 
@@ -36,15 +33,16 @@ class BlockCache(Generic[Id]):
     """A cache of bounded bytes under one policy.
 
     Args:
-        policy: its name (see `POLICIES`).
-        capacity_bytes: what it may hold.
-        is_leaves_only: a parent stays while a child does (invariant 6); None: as the policy wants it alone.
-            True is what a node does.
-        make: another way to make the policy, for one with arguments.
-        on_evicted: told of each block that left to make room, and of its parent, size and cost.
+        policy: a name in `POLICIES`.
+        capacity_bytes: the most that it holds.
+        is_leaves_only: keep a parent while a child is in the cache, as a node does (invariant 6); None: as
+            the policy itself says.
+        make: makes the policy instead, e.g. one with arguments.
+        on_evicted: called with each evicted block's id, parent, size and cost.
 
     Raises:
-        ConfigError: no policy has that name. InvalidArgument: the capacity is not positive.
+        ConfigError: no policy has that name.
+        InvalidArgument: the capacity is not positive.
     """
 
     def __init__(
@@ -67,10 +65,10 @@ class BlockCache(Generic[Id]):
         self.is_leaves_only = is_leaves_only
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
-        self.hits = self.misses = self.evictions = 0
+        self.hits = self.evictions = 0
         self._blocks: dict[Id, CachedBlock[Id]] = {}
         self._children: Counter[Id] = Counter()
-        self._shielded: set[Id] = set()  # needed by the access under way
+        self._shielded: set[Id] = set()  # which the current access needs
         self._parked: list[CachedBlock[Id]] = []
         self._tick = 0
         self._on_evicted = on_evicted
@@ -84,9 +82,9 @@ class BlockCache(Generic[Id]):
     def access(
         self, ident: Id, parent: Id | None = None, size_bytes: int = 1, cost: float = 1.0
     ) -> bool:
-        """Use one block, taking it in where it is missing; returns whether it was here.
+        """Use one block, and add it if it is missing. Returns whether it was in the cache.
 
-        One that finds no room (too large, or nothing may go) stays outside.
+        A block is not added if it is too large, or if nothing may be evicted for it.
         """
         self._tick += 1
         self._shielded = {ident} if parent is None else {ident, parent}
@@ -95,9 +93,9 @@ class BlockCache(Generic[Id]):
         return is_hit
 
     def access_chain(self, chain: Sequence[Id], size_bytes: int = 1, block_tokens: int = 64) -> int:
-        """Use a prompt's blocks in order; returns how many leading ones were here (a prefix hit).
+        """Use a prompt's blocks in order. Returns how many leading ones were in the cache (a prefix hit).
 
-        As in a node, the head counts as the most recent, and no block of the chain goes for another.
+        As in a node, the head counts as the most recent, and no block of the chain is evicted for another.
         """
         self._tick += len(chain)
         self._shielded = set(chain)
@@ -112,9 +110,9 @@ class BlockCache(Generic[Id]):
         return prefix
 
     def touch_chain(self, chain: Sequence[Id], size_bytes: int = 1, block_tokens: int = 64) -> int:
-        """The same for a cache that knows nothing of prompts: block after block, the tail the most recent.
+        """The same for a cache without prompts: block after block, so the tail is the most recent.
 
-        Any block may go for any other, so a prompt larger than the cache leaves only its tail there.
+        Any block may be evicted for any other: of a prompt larger than the cache only the tail remains.
         """
         prefix = 0
         for ident in chain:
@@ -129,15 +127,14 @@ class BlockCache(Generic[Id]):
         return prefix
 
     def insert(self, ident: Id, parent: Id | None, size_bytes: int, cost: float) -> None:
-        """Take in a block that is not here without counting a use, as what another tier let go."""
+        """Add a block that another tier evicted."""
         self._tick += 1
         self._shielded = set() if parent is None else {parent}
         self._use(ident, parent, size_bytes, cost, self._tick)
-        self.misses -= 1
         self._end_access()
 
     def remove(self, ident: Id) -> bool:
-        """Take a block out for a reason other than room; False when it is not here."""
+        """Remove a block without evicting it. Returns False if it is not in the cache."""
         block = self._blocks.get(ident)
         if block is None:
             return False
@@ -154,7 +151,6 @@ class BlockCache(Generic[Id]):
             block.last_use = tick
             self.policy.used(block)
             return True
-        self.misses += 1
         while self.used_bytes + size_bytes > self.capacity_bytes:
             victim = self.policy.victim() if size_bytes <= self.capacity_bytes else None
             if victim is None:

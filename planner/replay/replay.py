@@ -1,7 +1,7 @@
-"""One policy on one trace: what a cache of a given size would have found of each prompt.
+"""Replays a trace against one policy: how many blocks of each prompt a cache of a given size would have found.
 
-A request finds the leading blocks that stand in the cache; then its blocks are taken in, head first. Sizes are
-in blocks. The policies are the node's own (`tiers.policies`), driven by `BlockCache`.
+A request finds the leading blocks that are in the cache; then its blocks are added, head first. Sizes are in
+blocks. The policies are the node's own (`tiers.policies`), in a `BlockCache`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from planner.replay.hazard import HazardCache
 from planner.replay.policy_cache import BlockCache
 from tiers.policies import POLICIES, policy_class
 
-# These want to know of requests what a node's store does not tell its policies.
+# These need facts about requests that a node's store does not give to its policies.
 OF_REQUESTS: dict[str, type[HazardCache] | type[GuardedCache]] = {
     HazardCache.name: HazardCache,
     GuardedCache.name: GuardedCache,
@@ -39,7 +39,7 @@ class TierSize:
 
 @dataclass(slots=True)
 class Replay:
-    """What came of it, request by request (`found`), and in sum."""
+    """The result: in total, and the blocks found by each request (`found`)."""
 
     policy: str
     capacity_blocks: int
@@ -48,22 +48,22 @@ class Replay:
     blocks: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    tier_hits: dict[str, int] = field(default_factory=dict)  # blocks, by the tier they stood in
+    tier_hits: dict[str, int] = field(default_factory=dict)  # blocks found, by tier
     found: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @property
     def hit_ratio(self) -> float:
-        """Leading blocks found, of all blocks."""
+        """Leading blocks found, divided by all blocks."""
         return self.hit_blocks / self.blocks if self.blocks else 0.0
 
     @property
     def token_hit_ratio(self) -> float:
-        """Tokens of the leading blocks found, of all input tokens."""
+        """Tokens of the leading blocks found, divided by all input tokens."""
         return self.hit_tokens / self.tokens if self.tokens else 0.0
 
     @property
     def ops_per_s(self) -> float:
-        """Block uses replayed a second of this machine's time."""
+        """Block uses replayed per second of wall time."""
         return self.blocks / self.seconds if self.seconds > 0 else 0.0
 
 
@@ -79,21 +79,24 @@ def replay(
 
     Args:
         policy: one of `REPLAYABLE`.
-        capacity_blocks: of the cache; the sum of the tiers where there are any.
-        is_as_node: no parent leaves before its child and none of a prompt's blocks for another of them, as
-            in a node whatever the policy; False: each policy as it is in its textbook.
-        tiers: levels of the cache, each under the policy: what the first lets go falls to the next one, and a
-            hit there brings it back up.
+        capacity_blocks: of the cache; with tiers, their sum.
+        is_as_node: evict no parent before its child, and no block of a prompt for another block of it, as a
+            node does under every policy; False: each policy as in its textbook.
+        tiers: levels of the cache, each under the policy. A block that one level evicts falls to the next, and
+            a hit there brings it back up.
 
     Raises:
-        ConfigError: no policy has that name, a capacity is not positive, or the policy knows nothing of tiers.
+        ConfigError: no policy has that name, a capacity is not positive, or the policy does not support tiers.
     """
     for size in [capacity_blocks, *(tier.capacity_blocks for tier in tiers)]:
         if size < 1:
-            raise ConfigError(f"a cache of {size} blocks", hint="capacities are positive")
+            raise ConfigError(f"a cache of {size} blocks is too small", hint="give 1 or more")
     is_of_requests = policy in OF_REQUESTS
     if is_of_requests and (tiers or is_as_node):
-        raise ConfigError(f"{policy} is replayed in one tier, as it is", hint="leave it out here")
+        raise ConfigError(
+            f"{policy} supports neither tiers nor --as-node",
+            hint="leave it out, or leave those out",
+        )
     is_leaves_only = is_as_node or (not is_of_requests and policy_class(policy).is_leaves_only)
     result = Replay(policy, capacity_blocks)
     started = perf_counter()
@@ -115,13 +118,13 @@ def replay(
 
 
 def hit_tokens(trace: CompactTrace, found: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Tokens of the leading blocks found, request by request; a partly filled tail counts as it is."""
+    """Tokens of the leading blocks found, by request. A partly filled tail counts with its own tokens."""
     return np.minimum(found * trace.block_tokens, trace.input_tokens)
 
 
 @dataclass(slots=True, frozen=True)
 class Window:
-    """A stretch of the trace's time."""
+    """An interval of the trace's time."""
 
     from_s: float  # since its first request
     blocks: int
@@ -130,7 +133,7 @@ class Window:
 
 
 def over_time(trace: CompactTrace, found: npt.NDArray[np.int64], window_s: float) -> list[Window]:
-    """Hit ratios by windows of time; those without a block are left out."""
+    """Hit ratios by windows of time. Windows without a block are left out."""
     number = ((trace.times_s - trace.times_s[0]) // window_s).astype(np.int64)
     _, first = np.unique(number, return_index=True)
     sums = [

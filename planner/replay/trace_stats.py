@@ -1,7 +1,7 @@
-"""What a trace is like: lengths, turns, sessions, and how far apart the uses of a block lie.
+"""Describes a trace: lengths, turns, sessions, and the distances between uses of a block.
 
-A request is a further turn of a session when it begins with everything that the session's last request
-named, a partly filled tail excepted; then prompts that merely share a beginning are sessions of their own.
+A request is the next turn of a session if it begins with all full blocks of the session's last request. Prompts
+that only share a shorter prefix are sessions of their own.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import numpy.typing as npt
 from planner.replay.compact_trace import NEVER, CompactTrace
 
 PERCENTILES = (50, 90, 99, 100)
-DISTANCES_OF = 4_000_000  # block uses at most of which reuse distances are found, the first ones
+DISTANCES_OF = 4_000_000  # reuse distances are computed for at most the first so many block uses
 
 Summary = dict[str, float]
 
 
 @dataclass(slots=True, frozen=True)
 class TraceStats:
-    """Figures of a trace; distributions as mean, percentiles and maximum ("p50", "p90", "p99", "max")."""
+    """Figures of a trace. Distributions have the keys "mean", "p50", "p90", "p99" and "max"."""
 
     requests: int
     span_s: float
     blocks: int
     unique_blocks: int
     block_tokens: int
-    unbounded_hit_ratio: float  # what an endless cache would find
+    unbounded_hit_ratio: float  # of an unbounded cache
     input_tokens: Summary
     output_tokens: Summary
     chain_blocks: Summary
@@ -38,12 +38,14 @@ class TraceStats:
     turns: Summary  # by session
     turn_gap_s: Summary  # from one turn of a session to the next
     reuse_gap_s: Summary  # from one use of a block to the next
-    reuse_distance_blocks: Summary  # different blocks used in between: the LRU that would have it
-    uses: int  # block uses that the last distribution is of
+    reuse_distance_blocks: (
+        Summary  # different blocks used in between: the size of LRU that would hit
+    )
+    uses: int  # block uses in the last distribution
 
 
 def trace_stats(trace: CompactTrace) -> TraceStats:
-    """Describe a trace. Holds one entry a different block, and some arrays of `DISTANCES_OF` numbers."""
+    """Describe a trace. Memory: one entry per distinct block, and arrays of `DISTANCES_OF` numbers."""
     turns, gaps, endless, unique = _walk(trace)
     next_uses = trace.next_uses()[:DISTANCES_OF]
     owner = np.repeat(np.arange(trace.requests), trace.lengths)[: len(next_uses)]
@@ -70,7 +72,7 @@ def trace_stats(trace: CompactTrace) -> TraceStats:
 
 
 def summary(values: npt.NDArray[Any]) -> Summary:
-    """Mean, percentiles and maximum; empty where there is nothing."""
+    """Mean, percentiles and maximum; empty if there are no values."""
     if not len(values):
         return {}
     names = ("p50", "p90", "p99", "max")
@@ -79,18 +81,18 @@ def summary(values: npt.NDArray[Any]) -> Summary:
 
 
 def reuse_distances(next_uses: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """For each use that is not a block's first: how many different blocks were used since the one before."""
+    """For each use that is not a block's first, the number of distinct blocks used since its last use."""
     count = len(next_uses)
     previous = np.full(count, -1, np.int64)
     again = np.flatnonzero(next_uses < min(count, NEVER))
     previous[next_uses[again]] = again
-    # Different blocks between p and i are the uses there whose own previous one is not after p; and all
-    # up to p are such.
+    # The distinct blocks between p and i are the uses there whose own previous use is not after p. All uses up
+    # to p have this property as well, so they are subtracted.
     return (_earlier_not_larger(previous) - previous - 1)[previous >= 0]
 
 
 def _earlier_not_larger(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """For each position, how many earlier values are not larger: merge sort by levels, counting."""
+    """For each position, how many earlier values are not larger: a merge sort by levels that counts."""
     count = len(values)
     found = np.zeros(count, np.int64)
     positions = np.arange(count)
@@ -108,7 +110,7 @@ def _earlier_not_larger(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def _walk(trace: CompactTrace) -> tuple[list[int], list[float], int, int]:
-    """Turns of each session, gaps between turns, leading blocks that an endless cache finds, blocks."""
+    """Turns of each session, gaps between turns, hits of an unbounded cache, and distinct blocks."""
     seen: set[int] = set()
     ends: dict[int, tuple[int, int, float]] = {}  # last full block -> session, blocks, time
     turns: Counter[int] = Counter()
@@ -132,6 +134,6 @@ def _walk(trace: CompactTrace) -> tuple[list[int], list[float], int, int]:
                 break
         turns[session] += 1
         full = min(len(chain), int(tokens) // trace.block_tokens)
-        if full > 1:  # the first block is often everybody's
+        if full > 1:  # many sessions share the first block
             ends[chain[full - 1]] = (session, full, now)
     return list(turns.values()), gaps, endless, len(seen)
