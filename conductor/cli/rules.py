@@ -1,4 +1,4 @@
-"""`kvpool rules`: check routing rules, put them in force, roll back to aggregated serving, explain a request."""
+"""`kvpool rules`: check, show, apply, roll back and explain the routing rules."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Admits a request now, after a wait in the queue, or refuses it with a reason.
 
-`conductor.gateway.admission_queue` orders the queue and the scheduler chooses the workers. This module holds the
-slots, the futures and the task that serves the queue; the task runs only while requests wait.
+`conductor.gateway.admission_queue` orders the queue and the scheduler chooses the workers. This
+module holds the slots, the futures and the task that serves the queue; the task runs only while
+requests wait.
 """
 
 from __future__ import annotations

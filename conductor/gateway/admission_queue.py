@@ -1,7 +1,10 @@
-"""The gateway's queue: which requests wait, in which order and for how long. Pure; `now` is monotonic seconds.
+"""The gateway's queue: which requests wait, in which order and for how long.
 
-A request that cannot start now waits if it is predicted to start in time. Requests leave the queue by priority
-class, then by arrival. If the queue is full, a request of a higher class displaces the last one of a lower class.
+Pure; `now` is monotonic seconds.
+
+A request that cannot start now waits if it is predicted to start in time. Requests leave the queue
+by priority class, then by arrival. If the queue is full, a request of a higher class displaces the
+last one of a lower class.
 """
 
 from __future__ import annotations
@@ -45,8 +48,8 @@ class Ticket:
 class EnqueueResult:
     """The result of `AdmissionQueue.enqueue`.
 
-    `refused` is "" if the request waits, otherwise "queue_full" or "queue_slow". `displaced` is the request that
-    left the queue for it. `retry_after_s` is when a place is expected.
+    `refused` is "" if the request waits, otherwise "queue_full" or "queue_slow". `displaced` is the
+    request that left the queue for it. `retry_after_s` is when a place is expected.
     """
 
     refused: str = ""
@@ -100,7 +103,7 @@ class AdmissionQueue:
         return EnqueueResult(displaced=displaced)
 
     def has_place(self, priority: Priority) -> bool:
-        """Whether a request of this class would get a place, if need be by displacing one of a lower class."""
+        """Whether a request of this class gets a place, if need be from one of a lower class."""
         if len(self._order) < self._capacity:
             return True
         return bool(self._order) and -self._order[-1][0] < PRIORITIES.index(priority)
@@ -110,7 +113,7 @@ class AdmissionQueue:
         return not self._order or -self._order[0][0] < PRIORITIES.index(priority)
 
     def wait_s(self, priority: Priority) -> float:
-        """Predicted wait of a new request of this class, from the recent pace; 0 while the pace is unknown."""
+        """Predicted wait of a new request of this class; 0 while the pace is unknown."""
         ahead = bisect_left(self._order, (-PRIORITIES.index(priority) + 1,))
         return (ahead + 1) * self._interval_s
 

@@ -1,4 +1,4 @@
-"""Streams a generation from a decode worker and records what the worker reports: tokens, times, unreadable blocks.
+"""Streams a generation from a decode worker, and records the worker's report.
 
 It streams to the end or raises. The gateway decides which worker to try next.
 """
@@ -52,7 +52,8 @@ class Decoding:
 
         Args:
             segments: the blocks of the prompt that the worker should read.
-            is_last: no other worker would be tried, so this attempt may use all the time that is left.
+            is_last: no other worker would be tried, so this attempt may use all the time that is
+                left.
 
         Raises:
             Unavailable, EngineFailed, Overloaded, DeadlineExceeded: the response is not complete.

@@ -1,8 +1,8 @@
 """Runs one request: decide, reserve, prefill, decode, stream; fall back if a step fails.
 
-KV does not pass through the gateway. The gateway plans which worker reads and writes which blocks, and relays
-tokens. If a step fails before the response is complete, a decode worker alone continues from the tokens already
-sent to the client, so no request is lost.
+KV does not pass through the gateway. The gateway plans which worker reads and writes which blocks,
+and relays tokens. If a step fails before the response is complete, a decode worker alone continues
+from the tokens already sent to the client, so no request is lost.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Gateway:
         return self.admission.active
 
     async def close(self) -> None:
-        """Refuse queued requests, cancel background work, and close connections to workers and nodes."""
+        """Refuse queued requests, cancel background work, and close all connections."""
         await self.admission.close()
         await self.prefetch.close()
         await self._hot_replication.close()
@@ -116,7 +116,9 @@ class Gateway:
         await self.connections.close()
 
     async def admit(self, request: GenerationRequest, result: GenerationResult) -> Decision:
-        """Decide where the request runs, before anything is sent to the client. It may wait in the queue.
+        """Decide where the request runs, before anything is sent to the client.
+
+        It may wait in the queue.
 
         The request holds a slot until `run` ends or `release` is called.
 
@@ -162,7 +164,8 @@ class Gateway:
         Closing the stream early cancels the request, unless `result.stop()` was called before.
 
         Raises:
-            DeadlineExceeded, Unavailable, EngineFailed: every attempt failed; this is the last failure.
+            DeadlineExceeded, Unavailable, EngineFailed: every attempt failed; this is the last
+                failure.
         """
         status = "cancelled"
         self._slo.began(request.request_id, result, request.received_at)
@@ -224,7 +227,8 @@ class Gateway:
                 now = time.monotonic()
                 if failures == MAX_ATTEMPTS or now >= min(request.deadline, full_until):
                     raise
-                # Continue after the tokens that the client already has, on another worker if possible.
+                # Continue after the tokens that the client already has, on another worker if
+                # possible.
                 request.pin_decode = None
                 retry = await self._decide_retry(request, tried, min(request.deadline, full_until))
                 if retry.is_refused:
@@ -234,7 +238,10 @@ class Gateway:
     async def _decide_retry(
         self, request: GenerationRequest, tried: set[str], until: float
     ) -> Decision:
-        """Choose a worker that was not tried; if there is none, wait until `until` for any that has a place."""
+        """Choose a worker that was not tried.
+
+        If there is none, wait until `until` for any that has a place.
+        """
         retry = await self._decide(request, frozenset(tried), mode="local")
         if not retry.is_refused:
             return retry
@@ -249,7 +256,10 @@ class Gateway:
     async def _segments_to_read(
         self, request: GenerationRequest, decision: Decision, result: GenerationResult
     ) -> list[m.Segment]:
-        """Run the remote prefill if there is one; return the blocks that the decode worker should read."""
+        """Run the remote prefill if there is one.
+
+        Return the blocks that the decode worker should read.
+        """
         assert decision.decode is not None
         if request.pool != "on":
             return []
@@ -291,7 +301,7 @@ class Gateway:
         )
 
     def record_overdue_slo(self) -> None:
-        """Record requests that still wait for their first token after the TTFT objective as late."""
+        """Record requests without a token after the TTFT objective as late."""
         self._slo.record_overdue()
 
     # ------------------------------------------------------------ deciding
@@ -306,7 +316,8 @@ class Gateway:
 
         Args:
             excluded: workers that may not decode.
-            mode: "local" or "disaggregated" overrides the request and the routing rules; "" does not.
+            mode: "local" or "disaggregated" overrides the request and the routing rules; "" does
+                not.
         """
         if not request.hashes:
             request.hashes = hash_chain(request.namespace, request.prompt)
@@ -340,7 +351,7 @@ class Gateway:
         return schedule(schedule_request, inputs, self.cluster.clock())
 
     def _routed_mode(self, request: GenerationRequest, inputs: SchedulingInputs) -> str:
-        """The mode set by the request or by the routing rules; "" leaves the choice to the scheduler."""
+        """The mode that the request or the routing rules set; "" lets the scheduler choose."""
         if request.pool != "on":
             return "local"
         facts = Facts(

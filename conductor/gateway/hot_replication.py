@@ -1,6 +1,7 @@
-"""Hot replication: has nodes copy the hot prefixes that decisions name, in the background, a few at a time.
+"""Hot replication: has nodes copy the hot prefixes that decisions name.
 
-No request waits for a copy. A copy that fails is counted and forgotten.
+Copies run in the background, a few at a time. No request waits for a copy. A copy that fails is
+counted and forgotten.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from kvpool.wire import messages as m
 log = structlog.get_logger(__name__)
 
 COPY_TIMEOUT_S = 30.0
-ANSWER_MARGIN_S = 2.0
+REPLY_MARGIN_S = 2.0
 
 
 class HotReplication:
     """Carries out `Decision.replicate`.
 
     Args:
-        at_once: maximum number of concurrent copies; 0 turns replication off. Further copies are declined, because
-            the next request asks again.
+        at_once: maximum number of concurrent copies; 0 turns replication off. Further copies are
+            declined, because the next request asks again.
     """
 
     def __init__(self, cluster: Cluster, connections: Connections, at_once: int) -> None:
@@ -41,7 +42,7 @@ class HotReplication:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def offer(self, request: GenerationRequest, decision: Decision) -> None:
-        """Start the copies that this decision asks for and that earlier decisions asked for, too."""
+        """Start the copies of this decision whose blocks are hot."""
         for copy in decision.replicate if self._at_once else ():
             run = request.hashes[copy.start : copy.start + copy.count]
             now = self._cluster.clock()
@@ -82,10 +83,10 @@ class HotReplication:
             await self._connections.call_node(
                 target,
                 m.RegisterNamespace(request.namespace, proof_of(request.namespace)),
-                ANSWER_MARGIN_S,
+                REPLY_MARGIN_S,
             )
             reply: m.ReplicateReply = await self._connections.call_node(
-                target, message, COPY_TIMEOUT_S + ANSWER_MARGIN_S
+                target, message, COPY_TIMEOUT_S + REPLY_MARGIN_S
             )
         except KvpoolError as error:
             counters["replications:failed"] += 1

@@ -41,13 +41,13 @@ class RequestMetrics:
         )
         self._source = Counter(
             "kvpool_prompt_tokens",
-            "Prompt tokens by source of their KV: a tier of the pool, the engine's own cache, or computed",
+            "Prompt tokens by source of their KV: a tier, the engine's own cache, or computed",
             ["source"],
             registry=registry,
         )
         self._error = Histogram(
             "kvpool_prediction_error_ratio",
-            "Predicted over measured time: 1 is exact, 2 means that the prediction was twice the measured time",
+            "Predicted over measured time; 2: the prediction was twice the measured time",
             ["what"],
             buckets=(0.1, 0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0, 10.0),
             registry=registry,

@@ -1,7 +1,7 @@
 """Why blocks of a prompt were not reused: a reason for each block that had to be computed. Pure.
 
     never_stored      no node ever reported the block, or too long ago to remember
-    other_namespace   the pool has the same tokens under another revision, layout or hash algorithm of this model
+    other_namespace   the pool has the same tokens under another revision, layout or hash algorithm
     evicted           the node evicted the block
     node_gone         the node that had the block left, went silent or could not be reached
     suspect           a read of the block failed recently, so it is not planned again yet
@@ -78,7 +78,10 @@ def of_unknown_blocks(
 
 
 def in_other_namespace(misses: Sequence[Miss], fields: str) -> list[Miss]:
-    """Replace "never_stored" by "other_namespace"; `fields` names how the other namespace differs."""
+    """Replace "never_stored" by "other_namespace".
+
+    `fields` names how the other namespace differs.
+    """
     return [
         Miss("other_namespace", miss.blocks, fields) if miss.reason == "never_stored" else miss
         for miss in misses

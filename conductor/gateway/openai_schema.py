@@ -1,7 +1,7 @@
 """The OpenAI-compatible requests and responses of the gateway.
 
-msgspec decodes requests and stops at the first mistake, so a body full of mistakes costs no more than a body with
-one, and the error does not quote the body.
+msgspec decodes requests and stops at the first mistake, so a body full of mistakes costs no more
+than a body with one, and the error does not quote the body.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ Natural = Annotated[int, Meta(ge=0)]
 class PoolOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The `kvpool` field of a request: how to use the pool for it.
 
-    `pool`: "on" (default) uses the pool; "off" recomputes everything; "local" uses the decode engine's own prefix
-    cache instead (a baseline), at most `local_prefix_tokens` of it unless that is 0.
-    `prefill`: "remote" or "local" overrides the scheduler.
-    `decode_worker`: overrides the scheduler's choice.
-    `priority`: class in the admission queue, limited to the tenant's class if it has one.
+    Args:
+        pool: "on" (default) uses the pool; "off" recomputes everything; "local" uses the decode
+            engine's own prefix cache instead (a baseline).
+        prefill: "remote" or "local" overrides the scheduler.
+        decode_worker: overrides the scheduler's choice.
+        local_prefix_tokens: limit for "local"; 0 means none.
+        return_token_ids: whether the report has the token ids.
+        priority: class in the admission queue, limited to the tenant's class if it has one.
     """
 
     pool: Literal["on", "off", "local"] = "on"
@@ -137,8 +140,8 @@ def read_prompt(raw: msgspec.Raw, max_tokens: int) -> str | list[int]:
     """Decode a completion's prompt: text, a list with one text, or token ids.
 
     Raises:
-        InvalidArgument: the prompt is something else, several texts, or more than `max_tokens` ids. If one item of
-            the list is wrong, the error names it.
+        InvalidArgument: the prompt is something else, several texts, or more than `max_tokens` ids.
+            If one item of the list is wrong, the error names it.
     """
     prompt = bytes(raw)
     if prompt[:1] == b'"':

@@ -1,8 +1,11 @@
-"""Session prefetch: moves blocks toward the worker that will read them, before it asks. No request waits for it.
+"""Session prefetch: moves blocks toward the worker that will read them, before it asks.
 
-At decision time it promotes the blocks of a request's plan that are on disk, if there is time before the read. On a
-hint it promotes the blocks that would be cheaper to read than to compute, and copies them toward the host of the
-worker that the scheduler would choose. Every block that is not moved is counted with a reason.
+No request waits for it.
+
+At decision time it promotes the blocks of a request's plan that are on disk, if there is time
+before the read. On a hint it promotes the blocks that would be cheaper to read than to compute, and
+copies them toward the host of the worker that the scheduler would choose. Every block that is not
+moved is counted with a reason.
 """
 
 from __future__ import annotations
@@ -42,7 +45,9 @@ Node = Member[m.NodeDescriptor, m.NodeStatsReply]
 
 @dataclass(slots=True)
 class PrefetchReport:
-    """The result of a hint. Each block counts once: blocks = resident + promoting + copying + declined.
+    """The result of a hint.
+
+    Each block counts once: blocks = resident + promoting + copying + declined.
 
     `reasons` counts the declined blocks by reason, including those that the pool does not have.
     """
@@ -100,7 +105,8 @@ class SessionPrefetch:
             return
         chosen = decision.candidates[0]
         reader = self._cluster.workers.get(decision.prefills_on or "")
-        # Our workers pin their blocks when the request arrives; other engines pin when the request is scheduled.
+        # Our workers pin their blocks when the request arrives; other engines pin when the request
+        # is scheduled.
         reads_late = reader is not None and is_engine_server(reader.descriptor)
         if reads_late and chosen.queue_s >= MIN_LEAD_S:
             self._promote_for(request, decision.prefills_on or "", decision.reuse_blocks)
@@ -152,7 +158,7 @@ class SessionPrefetch:
     def _reader(
         self, namespace: Namespace, hashes: Sequence[bytes], segments_at: Any
     ) -> tuple[Member[m.WorkerDescriptor, m.WorkerLoad] | None, int]:
-        """The worker that would read this prompt if its blocks were in memory, and how many blocks it would read."""
+        """The worker that would read this prompt from memory, and how many blocks it would read."""
         inputs = self._cluster.scheduling_inputs()
         layout = namespace.layout
         hosts = {worker.host for worker in inputs.workers.values()}

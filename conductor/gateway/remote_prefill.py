@@ -1,6 +1,7 @@
-"""Remote prefill: reserve slots near the decode worker, then have the prefill worker compute into them.
+"""Remote prefill: reserve slots near the decode worker, then compute into them elsewhere.
 
-It returns the blocks that the decode worker should read, or raises. The gateway handles the fallback.
+It returns the blocks that the decode worker should read, or raises. The gateway handles the
+fallback.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class RemotePrefill:
     """Runs the prefill on the worker that the decision names.
 
     Args:
-        timeout_s: longest wait for a prefill. Half of the request's time is always kept for the fallback.
+        timeout_s: longest wait for a prefill. Half of the request's time is always kept for the
+            fallback.
     """
 
     def __init__(self, cluster: Cluster, connections: Connections, timeout_s: float) -> None:
@@ -61,7 +63,8 @@ class RemotePrefill:
             The blocks that the decode worker should read, and the prefill worker's report.
 
         Raises:
-            DeadlineExceeded, Unavailable: the prefill is not done in time; the reservation is aborted.
+            DeadlineExceeded, Unavailable: the prefill is not done in time; the reservation is
+                aborted.
             KvpoolError: the node or the worker failed.
         """
         if decision.target_node is None or decision.prefill is None:
@@ -82,7 +85,8 @@ class RemotePrefill:
         deadline = time.monotonic() + within_s
         asked = time.monotonic()
         grant, existing = await self._reserve(request, prefiller.member_id, target, have, within_s)
-        # If another request writes part of this chain now, plan only with the blocks before that part.
+        # If another request writes part of this chain now, plan only with the blocks before that
+        # part.
         granted = set(np.frombuffer(grant.indices, dtype="<u4").tolist()) if grant else set()
         within_s = max(0.0, deadline - time.monotonic())
         if grant is not None:
@@ -125,7 +129,10 @@ class RemotePrefill:
         decode_host: str,
         result: GenerationResult,
     ) -> tuple[list[m.Segment], m.PrefillReply]:
-        """Prefill on an engine server, whose connector reserves, writes and commits; wait for the blocks in the index."""
+        """Prefill on an engine server, whose connector reserves, writes and commits.
+
+        Wait for the blocks in the index.
+        """
         namespace_id = request.namespace.namespace_id
         within_s = min(
             self._timeout_s, request.left_s() / 2, request.transfer_timeout_s or self._timeout_s
@@ -158,7 +165,7 @@ class RemotePrefill:
     async def _reserve(
         self, request: GenerationRequest, writer_id: str, node: Node, have: int, within_s: float
     ) -> tuple[m.Grant | None, list[int]]:
-        """Reserve slots for the blocks from `have` on; also return those that the node already holds.
+        """Reserve slots for the blocks from `have` on; return the grant and the blocks that exist.
 
         Raises:
             NoRoom, Unavailable, DeadlineExceeded: the node granted no reservation.

@@ -86,7 +86,8 @@ class GenerationResult:
     def prediction_errors(self) -> tuple[float, float]:
         """Predicted over measured TTFT and TPOT; 0 if they cannot be compared.
 
-        The prediction covers the time after the decision. After a fallback the predicted plan did not happen.
+        The prediction covers the time after the decision. After a fallback the predicted plan did
+        not happen.
         """
         decision = self.decision
         if decision is None or self.fallback_reason.startswith(("decode:", "prefill:")):
@@ -155,7 +156,8 @@ def check_prompt(prompt: Sequence[int], max_prompt_tokens: int, max_new: int, li
     """Check that a prompt is within the limits.
 
     Raises:
-        InvalidArgument: the prompt is empty, over the configured limit, or over the model's context.
+        InvalidArgument: the prompt is empty, over the configured limit, or over the model's
+            context.
     """
     if not prompt:
         raise InvalidArgument("the prompt is empty")

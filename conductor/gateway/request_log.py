@@ -1,4 +1,7 @@
-"""The last requests with their decisions and measured outcomes, for `kvpool explain`. `now` is monotonic seconds."""
+"""The last requests with their decisions and measured outcomes, for `kvpool explain`.
+
+`now` is monotonic seconds.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Records each request: its decision, its miss reasons and its measurements.
 
-It feeds the request log, the counters and the log line. It never delays a request or changes how it is served.
+It feeds the request log, the counters and the log line. It never delays a request or changes how it
+is served.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ class RequestRecorder:
     ) -> None:
         """Record the decision and the miss reasons of a request that is about to run.
 
-        The reasons are taken now, because the request itself will soon store the missing blocks. The look-up in
-        other namespaces goes on in the background; a request that ends first keeps "never_stored".
+        The reasons are taken now, because the request itself will soon store the missing blocks.
+        The look-up in other namespaces goes on in the background; a request that ends first keeps
+        "never_stored".
         """
         self._write(request, decision)
         if request.pool != "on":

@@ -1,4 +1,4 @@
-"""The response to one request: its tokens as text, streamed or whole, with a report on what the pool did."""
+"""The response to one request: text, streamed or whole, and a report on what the pool did."""
 
 from __future__ import annotations
 
@@ -69,7 +69,10 @@ class CompletionResponse:
         }
 
     async def events(self) -> AsyncGenerator[str, None]:
-        """Stream server-sent events. Closing the iterator cancels the request and its reservations."""
+        """Stream server-sent events.
+
+        Closing the iterator cancels the request and its reservations.
+        """
         is_first = True
         try:
             async with contextlib.aclosing(self._pieces()) as pieces:
@@ -186,7 +189,7 @@ class EventStreamResponse(StreamingResponse):
 
 
 async def unless_disconnected(http_request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """Return the result of `work`, or None if the client disconnects first; `work` is then cancelled.
+    """Return the result of `work`. If the client disconnects first, cancel it and return None.
 
     Call it after the request's body was read: it consumes the server's next messages.
     """

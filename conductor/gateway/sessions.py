@@ -1,7 +1,9 @@
-"""The last chain of blocks of each conversation, by the key in its requests. Pure; `now` is monotonic seconds.
+"""The last chain of blocks of each conversation, by the key in its requests.
 
-The table is soft state, bounded in sessions, blocks and age; the session idle longest is dropped first. It holds
-hashes only: the blocks themselves may be gone.
+Pure; `now` is monotonic seconds.
+
+The table is soft state, bounded in sessions, blocks and age; the session idle longest is dropped
+first. It holds hashes only: the blocks themselves may be gone.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class Sessions:
         self._blocks = 0
 
     def record(self, namespace_id: bytes, key: str, hashes: Sequence[bytes], now: float) -> None:
-        """Remember the chain of a request that is being served, in place of the session's earlier one.
+        """Replace the session's chain by that of a request that is being served.
 
         An empty key is no session.
         """

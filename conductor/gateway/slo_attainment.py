@@ -1,4 +1,4 @@
-"""SLO attainment: whether prefill and decode met the objectives of each request, for the role controller."""
+"""SLO attainment: whether prefill and decode met each request's objectives."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class SloAttainment:
     def record(self, result: GenerationResult, *, is_late: bool = False) -> None:
         """Report which role met its objective, once per request.
 
-        If a decode worker prefilled by itself and was late, decode missed its objective, not prefill.
+        If a decode worker prefilled by itself and was late, decode missed its objective, not
+        prefill.
         """
         if result.is_slo_recorded:
             return

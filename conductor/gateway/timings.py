@@ -1,9 +1,10 @@
 """The phases of a request, in order. Pure.
 
-Workers measure their own work. This module merges their figures so that each second counts once. A prompt
-computed by a prefill worker and its tail computed by the decode worker are both `prefill_compute_time`. The wait
-for the decode worker's engine is `request_queue_wait` if that worker also prefills, otherwise `decode_queue_wait`.
-Work that overlaps with computation (sending every layer but the last) is in no phase.
+Workers measure their own work. This module merges their figures so that each second counts once. A
+prompt computed by a prefill worker and its tail computed by the decode worker are both
+`prefill_compute_time`. The wait for the decode worker's engine is `request_queue_wait` if that
+worker also prefills, otherwise `decode_queue_wait`. Work that overlaps with computation (sending
+every layer but the last) is in no phase.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ PHASES = (
     "request_queue_wait",  # in the conductor's queue, and for the engine that computes the prompt
     "prefill_compute_time",
     "kv_cache_pack_time",  # copying the engine's KV into blocks
-    "kv_cache_transfer_time",  # reading blocks (including waits for a disk) and sending the last layer
+    # reading blocks (including waits for a disk) and sending the last layer
+    "kv_cache_transfer_time",
     "kv_cache_unpack_time",  # copying blocks into the engine
     "decode_queue_wait",  # for the engine of the decode worker
     "first_token_emit_time",  # sampling the first token

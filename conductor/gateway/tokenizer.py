@@ -57,7 +57,7 @@ class Tokenizer:
         return ids
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation in the model's chat template, up to where the response starts.
+        """Token ids of a conversation in the model's chat template, up to the response.
 
         Raises:
             InvalidArgument: the model has no chat template, or it refuses these messages.
@@ -84,7 +84,8 @@ class Tokenizer:
         chats = [
             self.encode_chat([system, {"role": "user", "content": word}]) for word in _FIRST_WORDS
         ]
-        # A tokenizer may merge the prompt's end with the text after it, so compare token ids, not text.
+        # A tokenizer may merge the prompt's end with the text after it, so compare token ids, not
+        # text.
         same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*chats, strict=False))
         return [token for token, _ in same]
 

@@ -109,7 +109,7 @@ class EngineBlocks:
         return True
 
     def _share(self, page_hash: PageHash | None, block: bytes, tokens: int, page: int) -> None:
-        """Add a block to each earlier page that holds a part of it: removing the page removes it."""
+        """Add a block to each earlier page with a part of it, so that their removal removes it."""
         while tokens > 0 and page_hash is not None:
             known = self._pages.get(page_hash)
             if known is None:

@@ -1,8 +1,9 @@
 """Routing rules: an operator decides which requests are served disaggregated and which aggregated.
 
-The rules apply before the scheduler and narrow its choice to "local" (aggregated: the decode worker prefills)
-or "disaggregated"; "" leaves the choice to cost. The rules are a YAML document, described in docs/routing.md.
-A canary depends on the request's key only, so that equal keys are always treated alike.
+The rules apply before the scheduler and narrow its choice to "local" (aggregated: the decode worker
+prefills) or "disaggregated"; "" leaves the choice to cost. The rules are a YAML document, described
+in docs/routing.md. A canary depends on the request's key only, so that equal keys are always
+treated alike.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class RemotePrefill(_Part):
     min_output_tokens: Tokens = Field(0, description="expected output tokens")
     min_decode_pressure: Share = Field(
         0.0,
-        description="share of the decode workers' slots in use; below it a local prefill delays few requests",
+        description="share of the decode workers' slots in use; below it a local prefill delays"
+        " few requests",
     )
 
 
@@ -56,7 +58,7 @@ class Fallback(_Part):
 
     transfer_timeout_s: Annotated[float, Field(gt=0, le=3600)] | None = Field(
         None,
-        description="longest wait for the prefill and its blocks; then the decode worker computes the prompt",
+        description="longest wait for the prefill and its blocks; then the decode worker prefills",
     )
     max_prefill_queue_tokens: Tokens | None = Field(
         None, description="prefill locally if every prefill worker has more tokens queued"
@@ -86,7 +88,7 @@ class Rule(_Part):
     match: Match = Match()
     percent: Annotated[float, Field(gt=0, le=100)] = Field(
         100.0,
-        description="share of the matching requests, chosen by the hash of their key, so that it is sticky",
+        description="share of the matching requests, chosen by the hash of their key (sticky)",
     )
     mode: Literal["auto", "disaggregated", "aggregated"] = "auto"
     remote_prefill: RemotePrefill | None = Field(
@@ -162,7 +164,8 @@ def parse_rules(text: str, source: str = "the routing rules") -> RoutingRules:
     """Parse rules from YAML.
 
     Raises:
-        ConfigError: names each unknown key with the nearest known one, and each wrong value with what is allowed.
+        ConfigError: names each unknown key with the nearest known one, and each wrong value with
+            what is allowed.
     """
     document = parse_yaml(text, source)
     if document is None:

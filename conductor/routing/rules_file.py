@@ -1,4 +1,4 @@
-"""The routing rules in force: read from a file, replaced by an operator, suspended by a rollback."""
+"""The routing rules in force: read from a file, or replaced by an operator."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class RulesFile:
     """Holds the last valid rules. A request keeps the choice that was made when it arrived.
 
     Args:
-        path: YAML file for `load` and `watch`; None means that there is no file. The rules are empty at first.
+        path: YAML file for `load` and `watch`; None means that there is no file. The rules are
+            empty at first.
         counters: where events are counted.
     """
 
@@ -62,7 +63,10 @@ class RulesFile:
         self.counters["routing:replaced"] += 1
 
     async def reload_if_changed(self) -> None:
-        """Read the file again if it changed. Invalid rules are logged once, and the old ones stay in force."""
+        """Read the file again if it changed.
+
+        Invalid rules are logged once, and the old ones stay in force.
+        """
         if self._path is None or await _stamp(self._path) == self._seen:
             return
         try:

@@ -1,13 +1,14 @@
 """Predicts seconds for prefill, decode steps and transfers, with fits that learn from measurements.
 
-    prefill   a + b * new + c * new * (reused + new / 2)      linear work, and attention over the prefix
-    TPOT      d + e * context + f * batch                     KV read in a step, and work per sequence
-    transfer  latency + bytes / bandwidth                     per (same host or other, transport), and tier
+    prefill   a + b * new + c * new * (reused + new / 2)   linear work, attention over the prefix
+    TPOT      d + e * context + f * batch                  KV read in a step, work per sequence
+    transfer  latency + bytes / bandwidth                  per (same host or other, transport), tier
 
-The prefill form is DistServe's (OSDI'24, latency model: GEMMs linear, attention quadratic in length),
-extended by a reused prefix as in Mooncake's EstimatePrefillExecutionTime (FAST'25, Algorithm 1). The TPOT
-form follows Splitwise's and DistServe's decode models (memory-bound: linear in KV read and in batch).
-Transfer is the usual alpha-beta model, Algorithm 1's EstimateKVCacheTransferTime without its queue.
+The prefill form is DistServe's (OSDI'24, latency model: GEMMs linear, attention quadratic in
+length), extended by a reused prefix as in Mooncake's EstimatePrefillExecutionTime (FAST'25,
+Algorithm 1). The TPOT form follows Splitwise's and DistServe's decode models (memory-bound: linear
+in KV read and in batch). Transfer is the usual alpha-beta model, Algorithm 1's
+EstimateKVCacheTransferTime without its queue.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ class LinkProfile:
 class Profile:
     """Starting values of the fits: seconds per unit, all positive.
 
-    The defaults describe a small model on a CPU (SmolLM2-135M: 735 tokens/s at 1k, 515 at 4k) and NIXL without
-    RDMA. They must be right within an order of magnitude only; measurements correct them.
+    The defaults describe a small model on a CPU (SmolLM2-135M: 735 tokens/s at 1k, 515 at 4k) and
+    NIXL without RDMA. They must be right within an order of magnitude only; measurements correct
+    them.
 
     Raises:
         InvalidArgument: a figure is not positive and finite.
@@ -69,12 +71,13 @@ class Profile:
 
 
 class OnlineFit:
-    """y = sum(weight[i] * seed[i] * x[i]), fitted by exponentially weighted recursive least squares.
+    """A fit of y = sum(weight[i] * seed[i] * x[i]) by weighted recursive least squares.
 
-    Errors are relative to the prediction, so that a short prompt counts as much as a long one. An error is
-    clipped at three times the usual one (Huber), so that an outlier moves little. Four clipped errors in a row
-    with the same sign are a change and not outliers; the fit then follows at full gain. Weights start at 1
-    (the seed) and stay positive, and so do predictions.
+    Weights of observations decrease exponentially. Errors are relative to the prediction, so that a
+    short prompt counts as much as a long one. An error is clipped at three times the usual one
+    (Huber), so that an outlier moves little. Four clipped errors in a row with the same sign are a
+    change and not outliers; the fit then follows at full gain. Weights start at 1 (the seed) and
+    stay positive, and so do predictions.
 
     Args:
         seed: positive coefficients to start from.
@@ -177,7 +180,7 @@ class CostModel:
     # ------------------------------------------------------------ predictions, in seconds
 
     def prefill_s(self, worker_id: str, new_tokens: int, reused_tokens: int = 0) -> float:
-        """Time to compute `new_tokens` that follow `reused_tokens` whose KV is present. 0 for no tokens."""
+        """Time to compute `new_tokens` after `reused_tokens` whose KV is present; 0 for none."""
         if new_tokens <= 0:
             return 0.0
         fit = self._prefill.get(worker_id) or self._fresh_prefill
@@ -197,14 +200,17 @@ class CostModel:
         return self.prefill_s(worker_id, probe) * queued_tokens / probe
 
     def tpot_s(self, worker_id: str, context_tokens: float, batch: float) -> float:
-        """Time of one decode step over `batch` sequences that hold `context_tokens` of KV in total."""
+        """Time of a decode step over `batch` sequences with `context_tokens` of KV in total."""
         fit = self._tpot.get(worker_id) or self._fresh_tpot
         return fit.predict((1.0, max(0.0, context_tokens), max(0.0, batch)))
 
     def transfer_s(
         self, size_bytes: float, *, same_host: bool, transport: str = "", tier: Tier = Tier.DRAM
     ) -> float:
-        """Time to move `size_bytes` in one transfer. A slow tier is read first, at its own rate. 0 for no bytes."""
+        """Time to move `size_bytes` in one transfer.
+
+        A slow tier is read first, at its own rate. The time is 0 for no bytes.
+        """
         if size_bytes <= 0:
             return 0.0
         fit = self._links.get((same_host, transport)) or self._fresh_links[same_host]
@@ -271,7 +277,7 @@ class CostModel:
         fit.observe((1.0, size_bytes), link_s)
 
     def prefill_samples(self, worker_id: str) -> int:
-        """Number of prefills of this worker that the fit learned from; 0 means that the profile predicts."""
+        """Number of prefills that the worker's fit learned from; 0: the profile predicts."""
         fit = self._prefill.get(worker_id)
         return fit.observations if fit is not None else 0
 
@@ -313,10 +319,10 @@ def _prefill_features(new_tokens: int, reused_tokens: int) -> tuple[float, float
 
 
 def exposed_s(prefill_s: float, transfer_s: float, layers: int) -> float:
-    """The part of a layer-wise transfer that does not overlap with the prefill: at least the last layer's.
+    """The part of a layer-wise transfer after the prefill: at least the last layer.
 
-    Layers are equal. A layer is sent once it is computed and once the layer before it has left. If the link is
-    slower than the prefill, its whole backlog is exposed.
+    Layers are equal. A layer is sent once it is computed and once the layer before it has left. If
+    the link is slower than the prefill, its whole backlog is exposed.
     """
     slowest_is_link = prefill_s / layers + transfer_s
     slowest_is_compute = prefill_s + transfer_s / layers

@@ -49,7 +49,8 @@ def read_profile(path: Path) -> Profile:
     """Read the profile in a YAML or JSON file.
 
     Raises:
-        ConfigError: the file cannot be read, is not a profile, or holds a figure that is not positive.
+        ConfigError: the file cannot be read, is not a profile, or holds a figure that is not
+            positive.
     """
     return profile_from_file(read_profile_file(path), str(path))
 

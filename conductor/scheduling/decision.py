@@ -12,9 +12,9 @@ Mode = Literal["disaggregated", "local", "refused"]
 class Candidate:
     """One way to serve the request, with every part of its predicted TTFT in seconds.
 
-    `prefill` is None if the decode worker prefills. `rejected` says why the candidate may not be chosen:
-    "ttft_slo", "tpot_slo", "no_room" (no space in the pool) or "no_kv_room" (no space in the engine).
-    It is "" if the candidate may be chosen.
+    `prefill` is None if the decode worker prefills. `rejected` says why the candidate may not be
+    chosen: "ttft_slo", "tpot_slo", "no_room" (no space in the pool) or "no_kv_room" (no space in
+    the engine). It is "" if the candidate may be chosen.
     """
 
     mode: Mode
@@ -52,10 +52,11 @@ class PrefixReplication:
 class Decision:
     """What the scheduler decided for one request.
 
-    `reason` says why the request was refused, or why this mode was chosen. `retry_after_s` says when a refused
-    caller may try again. `target_node` is the node on which to reserve the blocks that are still to be computed;
-    it is set only if another worker prefills. `replicate` are copies worth making in the background, because
-    the prefix is far from the worker. This request does not wait for them.
+    `reason` says why the request was refused, or why this mode was chosen. `retry_after_s` says
+    when a refused caller may try again. `target_node` is the node on which to reserve the blocks
+    that are still to be computed; it is set only if another worker prefills. `replicate` are copies
+    worth making in the background, because the prefix is far from the worker. This request does not
+    wait for them.
     """
 
     request_id: str

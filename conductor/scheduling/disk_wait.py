@@ -1,4 +1,4 @@
-"""How long reads from the nodes' disks take, and how long they may take, by what nodes and workers reported."""
+"""How long reads from the nodes' disks take, and how long they may take to be worthwhile."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tiers(report: m.NodeStatsReply | None) -> Sequence[m.TierUsage]:
 
 
 def wait_s(nodes: Nodes, namespace: Namespace, segments: Sequence[m.Segment]) -> float:
-    """Seconds until the nodes have read the blocks on disks into memory; -1 if a node does not know its rate."""
+    """Seconds to read the blocks on disks into memory; -1 if a node does not know its rate."""
     slow_bytes: Counter[str] = Counter()
     for segment in segments:
         if segment.tier == Tier.NVME:
@@ -48,7 +48,7 @@ def worthwhile_s(
     tokens: int,
     segments: Sequence[m.Segment],
 ) -> float:
-    """How long this worker should wait for a disk before computing is faster; 0: no limit is known."""
+    """How long this worker should wait for a disk before computing is faster; 0: unknown."""
     layout = namespace.layout
     link_s = 0.0
     for segment in segments:

@@ -1,9 +1,11 @@
-"""Predicts TTFT, TPOT and side effects of every way to serve one request. Strategies choose by them.
+"""Predicts TTFT, TPOT and side effects of every way to serve one request.
 
-TTFT = queue + fetch of the blocks that the pool has and the worker lacks + prefill of the rest. For a prefill
-on another worker it also includes the exposed transfer, the decode worker's read, and its tail. Blocks are
-not reused if fetching them costs more than computing them (Mooncake's Algorithm 1, by cost instead of by a
-threshold). TPOT is predicted for the moment at which the prefill ends.
+Strategies choose by them.
+
+TTFT = queue + fetch of the blocks that the pool has and the worker lacks + prefill of the rest. For
+a prefill on another worker it also includes the exposed transfer, the decode worker's read, and its
+tail. Blocks are not reused if fetching them costs more than computing them (Mooncake's Algorithm 1,
+by cost instead of by a threshold). TPOT is predicted for the moment at which the prefill ends.
 """
 
 from __future__ import annotations
@@ -58,7 +60,10 @@ class Estimator:
         return self._checked(candidate, worker, True, prefill_s if others else 0.0)
 
     def remote(self, prefiller: WorkerStatus, decoder: WorkerStatus) -> Candidate | None:
-        """Compute full blocks at `prefiller`, the tail at `decoder`. None if there is nothing to compute remotely."""
+        """Compute full blocks at `prefiller`, the tail at `decoder`.
+
+        None if there is nothing to compute remotely.
+        """
         request = self.request
         full_tokens = request.full_blocks * request.block_tokens
         if prefiller.worker_id == decoder.worker_id or full_tokens == 0:
@@ -110,11 +115,12 @@ class Estimator:
     ) -> Candidate:
         """The candidate with the reason, if any, why it may not be chosen.
 
-        The sequences that decode on the worker stand still for `stall_s`. Spread over the tokens of a response, this
-        must not raise their TPOT above the objective either; their objective is assumed to equal this request's.
+        The sequences that decode on the worker stand still for `stall_s`. Spread over the tokens of
+        a response, this must not raise their TPOT above the objective either; their objective is
+        assumed to equal this request's.
 
-        Objectives do not reject an idle worker that was hardly measured. Its predictions come from the profile, which
-        may be far off, and only work can correct them.
+        Objectives do not reject an idle worker that was hardly measured. Its predictions come from
+        the profile, which may be far off, and only work can correct them.
         """
         request, cost = self.request, self.inputs.cost
         admission = self.inputs.config.admission
@@ -147,7 +153,8 @@ class Estimator:
 
         Ties go to the longest-rested worker.
 
-        Times within a tenth of a millisecond are equal, because predictions are no better than that.
+        Times within a tenth of a millisecond are equal, because predictions are no better than
+        that.
         """
         total_s = candidate.ttft_s + self.request.output_tokens * candidate.tpot_s
         total_s += self.inputs.config.stall_weight * candidate.stalls_s
@@ -170,9 +177,9 @@ class Estimator:
     # ------------------------------------------------------------ parts
 
     def target_node(self, host: str, blocks: int) -> NodeStatus | None:
-        """Where to reserve `blocks`: the live node on `host` with the most space, or any node if that one lacks space.
+        """The node on which to reserve `blocks`: the one with the most space on `host`.
 
-        If all nodes lack space, the returned node lacks space too.
+        If that one lacks space, it is the live node with the most space, which may lack space too.
         """
         key = (host, blocks)
         if key not in self._targets:
@@ -191,9 +198,10 @@ class Estimator:
         return self._targets[key]
 
     def queue_s(self, worker: WorkerStatus) -> float:
-        """Seconds of prefill ahead of this request: the worker's report less the time since, and requests we sent.
+        """Seconds of prefill ahead of this request.
 
-        A request that we sent before the report may not have arrived by then, hence the maximum of both sums.
+        They are the worker's report less the time since, and the requests that we sent. A request
+        that we sent before the report may not have arrived by then, hence the maximum of both sums.
         """
         known = self._queues.get(worker.worker_id)
         if known is not None:
@@ -248,7 +256,10 @@ class Estimator:
         return known
 
     def _tail_s(self, decoder: WorkerStatus, full_tokens: int) -> float:
-        """Time to compute the tail. The last token is always computed, because its logits are needed."""
+        """Time to compute the tail.
+
+        The last token is always computed, because its logits are needed.
+        """
         known = self._tails.get(decoder.worker_id)
         if known is None:
             tokens = self.request.prompt_tokens
@@ -258,21 +269,21 @@ class Estimator:
         return known
 
     def tpot_s(self, worker: WorkerStatus, after_s: float) -> tuple[int, float]:
-        """Sequences and TPOT at `worker` once this request decodes there too, `after_s` from now."""
+        """Sequences and TPOT at `worker`, `after_s` from now, with this request among them."""
         sequences, context = self.decode_load(worker, after_s)
         context += self.request.prompt_tokens + self.request.output_tokens / 2
         tpot_s = self.inputs.cost.tpot_s(worker.worker_id, context, sequences + 1)
         return sequences + 1, tpot_s
 
     def decode_load(self, worker: WorkerStatus, after_s: float) -> tuple[int, float]:
-        """Sequences and tokens of KV after `after_s`: those that the worker reported, and ours as predicted."""
+        """Sequences and tokens of KV after `after_s`: others' as reported, ours as predicted."""
         others, others_context = self._of_others(worker)
         in_flight = self.inputs.in_flight
         then, context = in_flight.decoding(worker.worker_id, self.now + after_s, self.now)
         return others + then, others_context + context
 
     def _of_others(self, worker: WorkerStatus) -> tuple[int, float]:
-        """Sequences and tokens of KV that the worker reported and that this conductor did not send."""
+        """Reported sequences and tokens of KV that this conductor did not send."""
         known = self._loads.get(worker.worker_id)
         if known is None:
             load = worker.load
@@ -290,10 +301,11 @@ class Estimator:
         return context + needed <= worker.kv_capacity_tokens
 
     def _best_reuse(self, worker: WorkerStatus, tokens: int) -> tuple[int, float, float]:
-        """How many leading blocks to reuse for the first `tokens`, with the seconds of fetch and prefill.
+        """How many blocks to reuse for the first `tokens`, with the seconds of fetch and prefill.
 
-        Each further block saves more prefill time, and the cost of fetching is linear within a segment's part in one
-        tier. So the sum is concave within such a part and lowest at one of its ends; only the ends are tried.
+        Each further block saves more prefill time, and the cost of fetching is linear within a
+        segment's part in one tier. So the sum is concave within such a part and lowest at one of
+        its ends; only the ends are tried.
         """
         key = (worker.worker_id, tokens)
         known = self._prefills.get(key)
@@ -308,7 +320,8 @@ class Estimator:
         for segment in request.segments_at(worker.host):
             node = self.inputs.nodes.get(segment.node_id)
             if node is None or node.state is State.SUSPECT:
-                break  # the node fell silent or left since the lookup: later blocks lack their prefix
+                # the node fell silent or left since the lookup: later blocks lack their prefix
+                break
             cuts.add(min(most, max(own, segment.start + segment.ready)))
             cuts.add(min(most, max(own, segment.start + segment.count)))
         best: tuple[int, float, float] | None = None

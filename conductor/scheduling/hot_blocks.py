@@ -1,4 +1,7 @@
-"""Finds hot blocks: those requested near a node more than once. A request's own blocks are not hot."""
+"""Finds hot blocks: those requested near a node more than once.
+
+A request's own blocks are not hot.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ class HotBlocks:
     """Counts requests for a block near a node, and remembers which copies were started lately.
 
     Args:
-        capacity: (node, block) pairs to remember. The pairs requested longest ago are dropped first.
+        capacity: (node, block) pairs to remember. The pairs requested longest ago are dropped
+            first.
         rest_s: how long to wait before a copy is started again.
 
     Raises:
@@ -29,8 +33,8 @@ class HotBlocks:
         """Count one more request for a run of blocks near a node.
 
         Returns:
-            The part of the run to copy now: index of its first block, and count. The part follows the
-            blocks whose copies were started lately, and every block of it is hot.
+            The part of the run to copy now: index of its first block, and count. The part follows
+            the blocks whose copies were started lately, and every block of it is hot.
         """
         counts = []
         for block_hash in hashes:

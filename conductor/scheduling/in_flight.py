@@ -1,7 +1,7 @@
 """The requests that this conductor has sent to workers and that have not finished.
 
-The gateway adds and ends them; the scheduler reads them, because workers report their load with a delay.
-`now` is monotonic seconds.
+The gateway adds and ends them; the scheduler reads them, because workers report their load with a
+delay. `now` is monotonic seconds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ class _Assignment:
 
 
 class _Decoding:
-    """Counts the sequences that decode on one worker at any time. One lookup per candidate, not one scan."""
+    """Counts the sequences that decode on one worker at any time.
+
+    One lookup per candidate, not one scan.
+    """
 
     __slots__ = ("_begins", "_context_begun", "_context_ended", "_ends")
 
@@ -42,8 +45,9 @@ class _Decoding:
         self._context_ended = list(accumulate((tokens for _, tokens in ends), initial=0.0))
 
     def at(self, when: float, now: float) -> tuple[int, float]:
-        """Sequences and their context at `when`: those that began by then and did not end between `now` and then.
+        """Sequences and their context at `when`.
 
+        They began by then and did not end between `now` and then.
         A sequence that ended had also begun, so the two counts can be subtracted.
         """
         begun = bisect_right(self._begins, when)
@@ -95,7 +99,7 @@ class InFlight:
             self._last_order[worker_id] = self._orders
 
     def prefilled(self, request_id: str, now: float) -> None:
-        """Record that a prefill has ended: the request leaves the prefill queue and decodes from now on."""
+        """Record that a prefill has ended: the request decodes from now on."""
         request = self._requests.get(request_id)
         if request is not None and not request.is_prefilled:
             request.decode_end += now - request.prefill_end
@@ -114,7 +118,7 @@ class InFlight:
         _discard(self._prefills, request.prefills_on, request_id)
 
     def expire(self, older_than: float) -> list[str]:
-        """Drop the requests assigned before `older_than`, which were never reported as ended; returns their ids."""
+        """Drop the requests assigned before `older_than` that did not end; return their ids."""
         old = [r for r, a in self._requests.items() if a.assigned_at < older_than]
         for request_id in old:
             self.finished(request_id)
@@ -125,9 +129,10 @@ class InFlight:
         self._last_order.pop(worker_id, None)
 
     def backlog_s(self, worker_id: str, now: float, since: float = float("-inf")) -> float:
-        """Seconds of prefill that the worker still has to do of the requests assigned after `since`.
+        """Seconds of prefill left on the worker for the requests assigned after `since`.
 
-        A prefill whose predicted end has passed counts nothing; the worker's own report is more accurate.
+        A prefill whose predicted end has passed counts nothing; the worker's own report is more
+        accurate.
         """
         total = 0.0
         for request in self._on(self._prefills, worker_id):
@@ -136,7 +141,7 @@ class InFlight:
         return total
 
     def decoding(self, worker_id: str, when: float, now: float) -> tuple[int, float]:
-        """Sequences that will decode on the worker at `when` (>= now), and their tokens of KV in total.
+        """Sequences that will decode on the worker at `when` (>= now), and their tokens of KV.
 
         A sequence whose predicted end lies before `now` has not finished yet, and still counts.
         """
@@ -153,11 +158,14 @@ class InFlight:
         return len(self._decodes.get(worker_id, ())) + elsewhere
 
     def prefill_tokens(self, worker_id: str) -> int:
-        """Prompt tokens, reused ones included, of the requests whose prefill on the worker has not ended."""
+        """Prompt tokens, including reused ones, of the unfinished prefills on the worker."""
         return sum(r.prompt_tokens for r in self._on(self._prefills, worker_id))
 
     def last_assigned(self, worker_id: str) -> int:
-        """A number that grows with each assignment; 0 if the worker never got a request. Used to rotate among equals."""
+        """A number that grows with each assignment; 0 if the worker never got a request.
+
+        Used to rotate among equals.
+        """
         return self._last_order.get(worker_id, 0)
 
     def __len__(self) -> int:

@@ -21,11 +21,13 @@ IDLE = WorkerLoad(0, 0, 0, 0, 0.0, 0.0)
 
 @dataclass(slots=True, frozen=True)
 class ScheduleRequest:
-    """What the scheduler needs to know of a request. Sizes are in bytes and tokens, times in seconds.
+    """What the scheduler needs to know of a request.
+
+    Sizes are in bytes and tokens, times in seconds.
 
     Args:
-        segments: host -> segments that cover the leading blocks in the pool, as they are best read from
-            that host. The key "" serves hosts that are not named.
+        segments: host -> segments that cover the leading blocks in the pool, as they are best read
+            from that host. The key "" serves hosts that are not named.
         engine_blocks: worker id -> leading blocks in that engine's own prefix cache.
         output_tokens: expected number of output tokens.
         ttft_s, tpot_s: objectives; 0 means none.
@@ -93,7 +95,8 @@ class NodeStatus:
     """One pool node.
 
     Args:
-        available_bytes: what a reservation could get, by eviction too. Excludes pinned and held blocks.
+        available_bytes: what a reservation could get, by eviction too. Excludes pinned and held
+            blocks.
         read_bytes_per_s: read rate by tier, as the node measured it.
         queued_read_bytes: bytes that the node's disk reads before a new request.
     """
@@ -115,10 +118,11 @@ class DynamoOptions:
 
     Args:
         engine_credit: share of a block's prefill saved if the block is in the engine's own cache.
-        host_credit, remote_credit, disk_credit: the same in memory of the worker's host, in memory of
-            another host, and on a disk.
+        host_credit, remote_credit, disk_credit: the same in memory of the worker's host, in memory
+            of another host, and on a disk.
         prefill_scale: weight of the blocks to prefill against the blocks in use by decodes.
-        temperature: 0 takes the cheapest worker; more spreads requests, by softmax over normalised costs.
+        temperature: 0 takes the cheapest worker; more spreads requests, by softmax over normalised
+            costs.
     """
 
     engine_credit: float = 1.0
@@ -148,19 +152,24 @@ class SchedulerConfig:
 
     Args:
         strategy: name of the strategy that decides (`conductor.scheduling.strategies`).
-        admission: "none" refuses only if there is no space, "arrival" by objectives under the present load,
-            "predicted" by objectives under the load predicted for the end of the prefill.
+        admission: "none" refuses only if there is no space, "arrival" by objectives under the
+            present load, "predicted" by objectives under the load predicted for the end of the
+            prefill.
         seed: of the strategies that draw at random.
-        min_remote_prefill_tokens: with fewer tokens left to compute, prefill locally; 0: by cost only.
-        balancing_threshold: replicate a prefix toward the chosen worker's host if the pool has more than
-            this many times the blocks that are near that worker; 0: never (strategy `kv-centric`).
+        min_remote_prefill_tokens: with fewer tokens left to compute, prefill locally; 0: by cost
+            only.
+        balancing_threshold: replicate a prefix toward the chosen worker's host if the pool has more
+            than this many times the blocks that are near that worker; 0: never (strategy
+            `kv-centric`).
         retry_after_s, max_retry_after_s: bounds of the delay that a refused caller gets.
-        decode_shortlist: number of decode workers, best by TPOT, that are paired with every prefill worker.
-            The other decode workers are tried only if no pair of these meets the objectives.
+        decode_shortlist: number of decode workers, best by TPOT, that are paired with every prefill
+            worker. The other decode workers are tried only if no pair of these meets the
+            objectives.
         max_candidates: candidates kept in the decision, best first.
-        stall_weight: weight of one second of delay of a decoding sequence, against one second of this
-            request's own time (strategy `kv-centric`); 0 ignores the delay of others.
-        always_reuse: read every block that the pool has, even if computing it is predicted to be faster.
+        stall_weight: weight of one second of delay of a decoding sequence, against one second of
+            this request's own time (strategy `kv-centric`); 0 ignores the delay of others.
+        always_reuse: read every block that the pool has, even if computing it is predicted to be
+            faster.
     """
 
     strategy: str = "kv-centric"

@@ -1,8 +1,9 @@
-"""The scheduler: where to prefill, where to decode, what to reuse, and what to refuse, for one request.
+"""The scheduler: where to prefill and decode one request, what to reuse, what to refuse.
 
-A strategy (`conductor.scheduling.strategies`) makes the choice. The default is Mooncake's Algorithm 1 by
-predicted cost. Under every strategy, a request that no choice would serve within its objectives is refused
-on arrival and not after its prefill (early rejection). The load predicted for the end of the prefill decides.
+A strategy (`conductor.scheduling.strategies`) makes the choice. The default is Mooncake's Algorithm
+1 by predicted cost. Under every strategy, a request that no choice would serve within its
+objectives is refused on arrival and not after its prefill (early rejection). The load predicted for
+the end of the prefill decides.
 
 The simulator runs this code too.
 """
@@ -48,7 +49,9 @@ __all__ = [
 
 
 def schedule(request: ScheduleRequest, inputs: SchedulingInputs, now: float) -> Decision:
-    """Decide with the configured strategy. Changes nothing; `InFlight.assigned` records the decision.
+    """Decide with the configured strategy.
+
+    Changes nothing; `InFlight.assigned` records the decision.
 
     Raises:
         ConfigError: no such strategy.

@@ -11,8 +11,8 @@ from conductor.scheduling.inputs import ScheduleRequest, SchedulingInputs
 class Strategy(Protocol):
     """A way to decide for one request.
 
-    Implementations depend on their arguments only. They serve the request, or refuse it with a reason; a lack
-    of workers raises nothing.
+    Implementations depend on their arguments only. They serve the request, or refuse it with a
+    reason; a lack of workers raises nothing.
     """
 
     def decide(

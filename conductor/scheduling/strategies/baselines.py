@@ -12,7 +12,10 @@ from conductor.scheduling.strategies.ranked import Ranked, Stage
 
 
 def load(choices: Choices, worker: WorkerStatus, stage: Stage) -> tuple[float, float, int, str]:
-    """Sort key by load: seconds of queued prefill, then outstanding requests; for decode: sequences, then KV tokens.
+    """Sort key by load.
+
+    For prefill: seconds of queued prefill, then outstanding requests. For decode: sequences, then
+    tokens of KV.
 
     Queues within a tenth of a millisecond are equal. Ties go to the longest-rested worker.
     """
@@ -24,7 +27,7 @@ def load(choices: Choices, worker: WorkerStatus, stage: Stage) -> tuple[float, f
 
 
 class LeastLoaded(Ranked):
-    """The worker with the shortest prefill queue, and the one with the fewest decoding sequences."""
+    """The worker with the shortest prefill queue, and the one with the fewest sequences."""
 
     def order(
         self, choices: Choices, workers: Sequence[WorkerStatus], stage: Stage
@@ -42,7 +45,10 @@ class RoundRobin(Ranked):
 
 
 class RandomChoice(Ranked):
-    """A uniformly random worker. The seed and the request's id determine it, so that a run can be repeated."""
+    """A uniformly random worker.
+
+    The seed and the request's id determine it, so that a run can be repeated.
+    """
 
     def order(
         self, choices: Choices, workers: Sequence[WorkerStatus], stage: Stage
@@ -54,6 +60,6 @@ class RandomChoice(Ranked):
 
 
 def draw(seed: int, *names: str) -> float:
-    """A number in (0, 1), uniform over the names, and the same in every process and on every machine."""
+    """A number in (0, 1), uniform over the names, and the same on every machine."""
     text = "\x1f".join((str(seed), *names)).encode("utf-8", "surrogatepass")
     return ((xxhash.xxh3_64_intdigest(text) >> 11) + 0.5) / (1 << 53)

@@ -11,9 +11,10 @@ from conductor.scheduling.strategies.ranked import Ranked, Stage
 
 
 class CacheAware(Ranked):
-    """The longest prefix in the engine or on a node of its host; then the most blocks in the engine; then load.
+    """Order by the longest prefix near the worker, then by blocks in its engine, then by load.
 
-    Workers that only decode are chosen by load: they read blocks that were just written near them.
+    Near means in the engine or on a node of its host. Workers that only decode are chosen by load:
+    they read blocks that were just written near them.
     """
 
     def order(

@@ -1,7 +1,7 @@
-"""What all strategies share: which workers may serve a request, and how candidates become a decision.
+"""What all strategies share: which workers are eligible, and how candidates become a decision.
 
-Eligibility (live, right namespace, long enough context, not excluded, as pinned), capacity and early rejection by
-objectives are the same under every strategy. A strategy only orders the rest.
+Eligibility (live, right namespace, long enough context, not excluded, as pinned), capacity and
+early rejection by objectives are the same under every strategy. A strategy only orders the rest.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Choices:
         return not candidate.rejected and rest < self.inputs.config.min_remote_prefill_tokens
 
     def when_nothing_is_remote(self) -> list[Candidate]:
-        """Local candidates for a forced remote prefill that has nothing to compute, or no worker to compute it."""
+        """Local candidates for a forced remote prefill without work or without a worker."""
         if self.request.mode != "disaggregated" or self.request.pin_prefill is not None:
             return []
         return [self.estimate.local(worker) for worker in self.decoders]
@@ -94,7 +94,7 @@ class Choices:
         return near
 
     def _has_place(self, worker: WorkerStatus) -> bool:
-        """Whether the worker would accept one more request, by our own count: its report lags behind."""
+        """Whether the worker would accept one more request, by our own count."""
         places = worker.load.places
         return not places or self.inputs.in_flight.outstanding(worker.worker_id) < places
 

@@ -1,11 +1,13 @@
 """`dynamo`: a cost in blocks, after NVIDIA Dynamo's KV router.
 
-    cost = prefill_scale * (blocks to prefill there - credit for blocks found there) + blocks in use by decodes
+    cost = prefill_scale * (blocks to prefill there - credit for blocks found there)
+           + blocks in use by decodes
 
-The credit of a block depends on where it is: in the engine, in memory of the host, in memory of another host,
-or on a disk. Costs are normalised to [0, 1] over the workers. A temperature above 0 draws the order by softmax
-of -cost / temperature, seeded by the request. Prefill workers are ordered by the first term and decode workers
-by the second, as Dynamo does when it serves disaggregated.
+The credit of a block depends on where it is: in the engine, in memory of the host, in memory of
+another host, or on a disk. Costs are normalised to [0, 1] over the workers. A temperature above 0
+draws the order by softmax of -cost / temperature, seeded by the request. Prefill workers are
+ordered by the first term and decode workers by the second, as Dynamo does when it serves
+disaggregated.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class Dynamo(Ranked):
             return sorted(workers, key=lambda w: (costs[w.worker_id], *choices.rested(w)))
 
         def drawn(worker: WorkerStatus) -> tuple[float, str]:
-            # Gumbel's trick: sorting by cost / temperature + noise draws by softmax without replacement.
+            # Gumbel's trick: sorting by cost / temperature + noise draws by softmax without
+            # replacement.
             normal = (costs[worker.worker_id] - least) / (most - least)
             noise = math.log(-math.log(draw(config.seed, request_id, stage, worker.worker_id)))
             return normal / temperature + noise, worker.worker_id

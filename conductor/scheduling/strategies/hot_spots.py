@@ -1,8 +1,9 @@
-"""Proposes copies of hot prefixes toward workers that have time for them: Mooncake's hot-spot migration.
+"""Proposes copies of hot prefixes toward idle workers: Mooncake's hot-spot migration.
 
-Mooncake's Algorithm 1 moves the best-matching prefix to the chosen instance if that instance's own prefix is
-shorter by more than a balancing threshold. Here the request itself reads the blocks from where they are, and
-the copy serves later requests. The gateway decides which of the proposed copies it makes.
+Mooncake's Algorithm 1 moves the best-matching prefix to the chosen instance if that instance's own
+prefix is shorter by more than a balancing threshold. Here the request itself reads the blocks from
+where they are, and the copy serves later requests. The gateway decides which of the proposed copies
+it makes.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ MAX_RUNS = 4  # copies per chain, each from another source
 def prefix_replications(choices: Choices, best: Candidate) -> tuple[PrefixReplication, ...]:
     """Copies toward the host of the worker that prefills; none if they would not pay.
 
-    They pay if three conditions hold: the pool has more than `balancing_threshold` times the blocks near that
-    worker; the blocks are reused in spite of the distance; and fetching them is predicted to take less time
-    than the queue avoided at the workers near the prefix.
+    They pay if three conditions hold: the pool has more than `balancing_threshold` times the blocks
+    near that worker; the blocks are reused in spite of the distance; and fetching them is predicted
+    to take less time than the queue avoided at the workers near the prefix.
     """
     threshold = choices.inputs.config.balancing_threshold
     worker = choices.inputs.workers[best.prefill or best.decode]

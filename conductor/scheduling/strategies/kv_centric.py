@@ -1,8 +1,9 @@
 """`kv-centric`, the default: Mooncake's Algorithm 1 (FAST'25) with choices by predicted cost.
 
-For every prefill worker, TTFT = queue + fetch of the blocks that the pool has and the worker lacks + prefill of
-the rest. Blocks are not reused if fetching them costs more than computing them. Local prefill on each decode
-worker is compared with these. Decode workers are ranked by the TPOT predicted for the end of the prefill.
+For every prefill worker, TTFT = queue + fetch of the blocks that the pool has and the worker lacks
++ prefill of the rest. Blocks are not reused if fetching them costs more than computing them. Local
+prefill on each decode worker is compared with these. Decode workers are ranked by the TPOT
+predicted for the end of the prefill.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ class KvCentric:
 
 
 def _remote(choices: Choices) -> list[Candidate]:
-    """Remote candidates: every prefill worker with the best decode workers, and with all of them if none is allowed."""
+    """Remote candidates: every prefill worker with the best decode workers.
+
+    If all of these are rejected, it is every prefill worker with every decode worker.
+    """
     ranked = sorted(choices.decoders, key=choices.estimate.decode_rank)
     cut = choices.inputs.config.decode_shortlist
     found: list[Candidate] = []

@@ -1,7 +1,7 @@
 """Base of the strategies that order workers by a rule of their own and not by predicted time.
 
-The rule orders prefill workers and decode workers. The first pair that capacity and objectives allow is taken.
-Predictions serve only admission and the record.
+The rule orders prefill workers and decode workers. The first pair that capacity and objectives
+allow is taken. Predictions serve only admission and the record.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ SHOWN = 8  # candidates always predicted, so that `kvpool explain` can show alte
 class Ranked(ABC):
     """A strategy that only orders workers.
 
-    A request is prefilled remotely if there are workers for prefill only and the rest to compute is not short.
-    Otherwise one worker does all of it. If no pair of one kind is allowed, the other kind is tried, unless
-    the request forbids it.
+    A request is prefilled remotely if there are workers for prefill only and the rest to compute is
+    not short. Otherwise one worker does all of it. If no pair of one kind is allowed, the other
+    kind is tried, unless the request forbids it.
     """
 
     @abstractmethod
@@ -53,7 +53,10 @@ class Ranked(ABC):
         return choices.settle([*allowed, *rejected], reason)
 
     def _in_order(self, choices: Choices) -> Iterator[Candidate]:
-        """Every candidate in order of preference. Each is predicted only when the caller asks for it."""
+        """Every candidate in order of preference.
+
+        Each is predicted only when the caller asks for it.
+        """
         whole: list[WorkerStatus] = []
         if choices.may_be_local:
             whole = self.order(choices, choices.decoders, "whole")

@@ -1,8 +1,9 @@
 """`sglang`: the shortest queue if queues are out of balance, else the longest prefix match.
 
-It follows the cache-aware routing of SGLang's router: queues are out of balance if max - min exceeds an absolute
-bound and max exceeds min times a relative one, over outstanding requests per worker. SGLang's router guesses
-matches from past prompts; this strategy uses the pool's index and the engines' own reports.
+It follows the cache-aware routing of SGLang's router: queues are out of balance if max - min
+exceeds an absolute bound and max exceeds min times a relative one, over outstanding requests per
+worker. SGLang's router guesses matches from past prompts; this strategy uses the pool's index and
+the engines' own reports.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from conductor.scheduling.strategies.ranked import Ranked, Stage
 
 
 class Sglang(Ranked):
-    """The shortest queue or the longest match. Workers that only decode are chosen by their queues."""
+    """The shortest queue or the longest match.
+
+    Workers that only decode are chosen by their queues.
+    """
 
     def order(
         self, choices: Choices, workers: Sequence[WorkerStatus], stage: Stage

@@ -1,4 +1,4 @@
-"""Questions and reports that are longer than any prompt: refused, or cut, before they hold up everybody else."""
+"""Messages with more hashes than any prompt are refused or cut."""
 
 from __future__ import annotations
 

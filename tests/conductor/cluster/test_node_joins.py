@@ -1,4 +1,4 @@
-"""What a node brings when it joins: nothing of it keeps the node, and all else that stands there, out of the pool."""
+"""No namespace that a node reports keeps the node and its other blocks out of the pool."""
 
 from __future__ import annotations
 

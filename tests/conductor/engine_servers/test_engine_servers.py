@@ -1,4 +1,7 @@
-"""Engine servers that are no kvpool workers: health, routing, streaming, failures. Scripted, over real sockets."""
+"""Engine servers that are no kvpool workers: health, routing, streaming, failures.
+
+Scripted, over real sockets.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +130,8 @@ async def test_a_server_alone_serves_with_the_models_own_token_ids() -> None:
 
 async def test_prefill_and_decode_servers_get_the_same_tokens_one_after_the_other() -> None:
     prefill, decode = ScriptedServer(), ScriptedServer()
-    # What the decode server finds was computed for this request; only what the other one found was there.
+    # What the decode server finds was computed for this request; only what the other one found was
+    # there.
     prefill.cached, decode.cached = 16, 40
     async with disaggregated(prefill, decode) as running:
         ask = {"prompt": PROMPT, "kvpool": {"prefill": "remote"}}
@@ -220,10 +224,9 @@ async def test_a_server_that_is_not_well_gets_nothing_until_it_is() -> None:
         await running.ask(kvpool={"decode_worker": sick.worker_id})
         assert len(sick.seen) == 1
         sick.health = 500
-        await until(
-            lambda: running.cluster.workers.get(sick.worker_id).state == "suspect",  # type: ignore[union-attr]
-            "suspected when it is ill again",
-        )
+        member = running.cluster.workers.get(sick.worker_id)
+        assert member is not None
+        await until(lambda: member.state == "suspect", "it is suspect after failed checks")
         assert (await running.ask()).json()["kvpool"]["decode_worker"] == well.worker_id
 
 
@@ -242,7 +245,9 @@ async def test_a_servers_namespace_is_the_one_that_its_connector_registered() ->
         )
         running.cluster.register_namespace(m.RegisterNamespace(NAMESPACE, proof_of(NAMESPACE)))
         await until(lambda: len(running.cluster.workers) == 1, "it joins")
-        assert running.cluster.workers.get(server.worker_id).descriptor.namespace == NAMESPACE  # type: ignore[union-attr]
+        joined = running.cluster.workers.get(server.worker_id)
+        assert joined is not None
+        assert joined.descriptor.namespace == NAMESPACE
         await running.ask(kvpool={"decode_worker": server.worker_id})
         assert len(server.seen) == 1
 
@@ -274,9 +279,7 @@ async def test_of_several_namespaces_the_revision_says_which_is_a_servers() -> N
                 assert not len(running.cluster.workers)
 
 
-async def test_each_reason_that_keeps_a_server_away_is_logged_once_and_the_client_is_sent_there() -> (
-    None
-):
+async def test_each_reason_of_failed_checks_is_logged_once_and_clients_learn_where() -> None:
     server = ScriptedServer()
     plain = {"layers": 0, "kv_heads": 0, "head_dim": 0, "revision": ""}
     with structlog.testing.capture_logs() as lines:

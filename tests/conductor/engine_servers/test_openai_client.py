@@ -1,4 +1,4 @@
-"""The gateway as OpenAI's own Python client sees it: answers, streams, and errors of the right class."""
+"""The gateway with OpenAI's own Python client: responses, streams, and classes of errors."""
 
 from __future__ import annotations
 

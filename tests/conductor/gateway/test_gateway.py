@@ -1,4 +1,4 @@
-"""Requests whose worker hangs, whose client leaves, whose text stops: with scripted workers, real sockets."""
+"""Workers that hang, clients that leave, stop strings: scripted workers, real sockets."""
 
 from __future__ import annotations
 
@@ -100,7 +100,9 @@ async def test_more_requests_than_workers_take_wait_and_none_is_lost(tells_place
     worker = ScriptedWorker("w")
     worker.places, worker.tells_places, worker.pause_s = 2, tells_places, 0.01
     async with conductor(worker) as running:
-        await until(lambda: running.cluster.workers.get("w").report, "its load is known")  # type: ignore[union-attr]
+        member = running.cluster.workers.get("w")
+        assert member is not None
+        await until(lambda: member.report, "its load is known")
         answers = await asyncio.gather(*(running.ask(stream=n % 2 == 1) for n in range(12)))
     assert [answer.status_code for answer in answers] == [200] * 12
     for n, answer in enumerate(answers):

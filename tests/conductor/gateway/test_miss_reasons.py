@@ -1,4 +1,4 @@
-"""Every miss has a reason: what was last heard of a block, other namespaces, declined and failed reads."""
+"""Every miss has a reason: last events, other namespaces, declined and failed reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gateway reads prompts as the model does: its token ids, and so its hashes, are the engine's."""
+"""The gateway's token ids, and so its hashes, are the engine's."""
 
 from __future__ import annotations
 
@@ -96,7 +96,10 @@ async def test_a_plain_prompt_has_the_models_first_token_and_given_ids_are_left_
     async with conductor(worker, tokenizer=Tokenizer(directory)) as running:
         await running.ask(prompt="The quick brown fox", max_tokens=1)
         await running.ask(prompt=[7, 8, 9], max_tokens=1)
-    first, second = (np.frombuffer(one.token_ids, dtype="<u4").tolist() for one in worker.seen)  # type: ignore[attr-defined]
+    first, second = (
+        np.frombuffer(one.token_ids, dtype="<u4").tolist()  # type: ignore[attr-defined]
+        for one in worker.seen
+    )
     assert first == model.encode("The quick brown fox")
     assert first[0] == model.bos_token_id
     assert second == [7, 8, 9]

@@ -1,4 +1,4 @@
-"""Conformance of block indexes: every backend behind `conductor.index.Index` runs through this file."""
+"""Conformance of block indexes: this file tests every backend of the index contract."""
 
 from __future__ import annotations
 

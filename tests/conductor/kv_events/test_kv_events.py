@@ -1,4 +1,4 @@
-"""EngineFeeds' KV events: every form in which they come, what follows from them, and how gaps are healed."""
+"""Engines' KV events: every format, their effect, and the repair of gaps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What is the Redis index's own: several conductors, sessions, expiry; the contract is tested elsewhere."""
+"""What is the Redis index's own: several conductors, sessions, expiry.
+
+The contract is tested elsewhere.
+"""
 
 from __future__ import annotations
 

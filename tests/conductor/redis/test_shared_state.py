@@ -1,4 +1,4 @@
-"""Two conductors of one pool in this process, on a real Valkey: what one is told, the other acts on."""
+"""Two conductors of one pool in this process, on a real Valkey, share their state."""
 
 from __future__ import annotations
 

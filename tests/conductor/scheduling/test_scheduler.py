@@ -1,4 +1,4 @@
-"""The scheduler: what it chooses, what it declines, what it refuses, and that it never surprises."""
+"""The scheduler: what it chooses, declines and refuses, and its invariants."""
 
 from __future__ import annotations
 
@@ -67,7 +67,10 @@ def test_prefill_goes_elsewhere_when_it_would_stall_running_decodes() -> None:
 
 
 def test_what_a_local_prefill_costs_those_who_decode_there_counts_against_it() -> None:
-    """1,034 tokens are computed in 1.03 s; here that is 2.4 s later elsewhere, and 8 sequences would stand still."""
+    """1,034 tokens are computed in 1.03 s.
+
+    Here that is 2.4 s later elsewhere, and 8 sequences would stand still.
+    """
     queued = [replace(p, load=busy(queued_prefill_tokens=2400)) for p in PD[:2]]
     for sequences, weight, mode in (
         (0, 1.0, "local"),
@@ -98,7 +101,10 @@ def test_a_prefill_for_another_worker_stalls_those_who_decode_where_it_is_comput
 
 
 def test_a_link_slower_than_the_prefill_is_charged_with_all_that_lags_behind() -> None:
-    """Layers are sent while others compute; the link's backlog shows as soon as it is the slower one."""
+    """Layers are sent while others compute.
+
+    The link's backlog shows as soon as it is the slower one.
+    """
     one, size = request(), 16 * BLOCK_BYTES
     for rate, shown_s in (
         (1e9, 1e-3 + size / 30 / 1e9),

@@ -231,7 +231,8 @@ def test_sglang_leaves_the_prefix_when_queues_are_out_of_balance() -> None:
         workers = [
             replace(w, load=busy(running=running if w.worker_id == "w2" else others)) for w in MIXED
         ]
-        state = inputs_of(workers, NODES, strategy="sglang", sglang=SglangOptions(**options))  # type: ignore[arg-type]
+        sglang = SglangOptions(**options)  # type: ignore[arg-type]
+        state = inputs_of(workers, NODES, strategy="sglang", sglang=sglang)
         return schedule(request(segments=on("n2", 8)), state, 0.0).decode
 
     bounds: dict[str, float] = {"imbalance_requests": 10, "imbalance_ratio": 2.0}
