@@ -15,6 +15,8 @@ import msgspec
 from kvpool import Pool, hash_chain
 from kvpool.blocks.layout import Layout, Namespace
 from kvpool.serving.supervisor import Fleet, Member
+from tests.support.fork_server import ForkedFleet
+from tests.support.sizes import IS_FULL
 
 FREE_PORTS = ("--wire-port", "0", "--http-port", "0")
 # Three layers of two heads: 24 KiB a block, so that whole tests move a few MiB.
@@ -38,7 +40,7 @@ class Cluster:
     """A pool of real processes. Close it with `fleet.stop()`."""
 
     def __init__(self, directory: Path, *, env: dict[str, str] | None = None) -> None:
-        self.fleet = Fleet(directory / "logs", env)
+        self.fleet = (Fleet if IS_FULL else ForkedFleet)(directory / "logs", env)
         self.directory = directory
         self.conductor: dict[str, Any] = {}
         self.nodes: dict[str, dict[str, Any]] = {}
