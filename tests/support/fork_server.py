@@ -26,18 +26,17 @@ from typing import IO, Any
 
 from kvpool.serving.supervisor import Fleet, Member
 
-# What the servers import, NIXL's and the engine's PyTorch with it. No module here starts a thread.
-PRELOADED = (
-    "kvpool.cli.app",
-    "conductor.cli.serve",
-    "conductor.server",
-    "tiers.cli",
-    "tiers.server",
-    "torch",
-    "workers.cli.worker",
-    "workers.engine.transformers_engine",
-    "workers.server",
-)
+# What each command imports: before the first fork at all, or before the first of this command.
+PRELOADED = {
+    "": ("kvpool.cli.app", "conductor.cli.serve", "conductor.server", "tiers.cli", "tiers.server"),
+    "node": ("torch",),  # by NIXL
+    "worker": (
+        "workers.cli.worker",
+        "workers.server",
+        "workers.engine.transformers_engine",
+        "transformers.models.llama.modeling_llama",
+    ),
+}
 MESSAGE_BYTES = 1 << 17
 POLL_S = 0.01
 
@@ -149,12 +148,8 @@ class ForkedFleet(Fleet):
 def serve(control_fd: int) -> None:
     """The template's life: fork a child for each request and report each that ended."""
     control = socket.socket(fileno=control_fd)
-    for module in PRELOADED:
-        importlib.import_module(module)
-    threads = len(os.listdir("/proc/self/task"))
-    assert threads == 1, f"an import started {threads - 1} threads"
-    gc.collect()
-    gc.freeze()  # children leave these pages as they are
+    to_import = dict(PRELOADED)
+    _import(to_import.pop(""))
     waker, wakes = socket.socketpair()
     for end in (waker, wakes):
         end.setblocking(False)
@@ -170,15 +165,27 @@ def serve(control_fd: int) -> None:
         message, fds, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 2)
         if not message:
             os._exit(0)
+        request = json.loads(message)
+        for command in to_import.keys() & request["arguments"]:
+            _import(to_import.pop(command))
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
             for end in (control, waker, wakes):
                 end.close()
-            _become_kvpool(json.loads(message), *fds)
+            _become_kvpool(request, *fds)
         for fd in fds:
             os.close(fd)
         control.send(json.dumps({"started": pid}).encode())
+
+
+def _import(modules: Sequence[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
+    threads = len(os.listdir("/proc/self/task"))
+    assert threads == 1, f"importing {modules} started {threads - 1} threads"
+    gc.collect()
+    gc.freeze()  # children leave these pages as they are
 
 
 def _report_ended(control: socket.socket) -> None:
