@@ -19,6 +19,7 @@ from kvpool import AsyncPool, Pool, hash_chain
 from kvpool.errors import Draining, InvalidArgument, NotFound
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
+from tests.support.fork_server import run_kvpool
 from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, wait_until
 
 SIZE = LAYOUT.part_bytes
@@ -253,13 +254,7 @@ def test_a_conductor_that_restarts_learns_that_a_node_drains(cluster: Cluster) -
 
 
 def command(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*KVPOOL, "drain", *arguments, "--conductor", cluster.conductor["wire"]],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return run_kvpool("drain", *arguments, "--conductor", cluster.conductor["wire"])
 
 
 def test_the_command_drains_and_names_unknown_nodes(cluster: Cluster) -> None:

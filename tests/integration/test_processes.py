@@ -14,17 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.fork_server import run_kvpool
 from tests.support.process_cluster import Cluster, wait_until
-
-
-def kvpool(*arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kvpool", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
 
 
 def node_arguments(*settings: str) -> list[str]:
@@ -37,7 +28,7 @@ def node_arguments(*settings: str) -> list[str]:
 def test_a_port_in_use_is_named_with_status_2(port: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = str(taken.getsockname()[1])
-        done = kvpool(*node_arguments("node.dram_bytes=64MiB"), port, number)
+        done = run_kvpool(*node_arguments("node.dram_bytes=64MiB"), port, number)
     assert done.returncode == 2
     assert number in done.stderr
     assert "choose another" in done.stderr
@@ -46,7 +37,7 @@ def test_a_port_in_use_is_named_with_status_2(port: str) -> None:
 
 
 def test_no_room_in_shared_memory_is_an_error_with_advice() -> None:
-    done = kvpool(*node_arguments("node.dram_bytes=60TiB"))
+    done = run_kvpool(*node_arguments("node.dram_bytes=60TiB"))
     assert done.returncode == 2
     assert "does not fit" in done.stderr
     assert "node.dram_bytes" in done.stderr
@@ -54,7 +45,7 @@ def test_no_room_in_shared_memory_is_an_error_with_advice() -> None:
 
 
 def test_a_missing_model_is_an_error_with_advice() -> None:
-    done = kvpool("worker", "--model", "/nowhere/model", "--wire-port", "0", "--http-port", "0")
+    done = run_kvpool("worker", "--model", "/nowhere/model", "--wire-port", "0", "--http-port", "0")
     assert done.returncode == 1
     assert "/nowhere/model" in done.stderr
     assert "config.json" in done.stderr
@@ -62,7 +53,7 @@ def test_a_missing_model_is_an_error_with_advice() -> None:
 
 
 def test_a_conductor_without_tokenizer_files_says_which_are_missing(tmp_path: Path) -> None:
-    done = kvpool("conductor", "--model", str(tmp_path), "--wire-port", "0", "--http-port", "0")
+    done = run_kvpool("conductor", "--model", str(tmp_path), "--wire-port", "0", "--http-port", "0")
     assert done.returncode == 1
     assert "tokenizer.json" in done.stderr
 
@@ -146,25 +137,25 @@ def test_files_go_into_the_pool_and_come_back_by_command(tmp_path: Path) -> None
         to = ("--conductor", cluster.conductor["wire"])
         source = tmp_path / "document"
         source.write_bytes(os.urandom(300_001))
-        key = json.loads(kvpool("put", str(source), *to, "--json").stdout)["key"]
-        again = json.loads(kvpool("put", str(source), *to, "--json").stdout)
+        key = json.loads(run_kvpool("put", str(source), *to, "--json").stdout)["key"]
+        again = json.loads(run_kvpool("put", str(source), *to, "--json").stdout)
         assert (again["key"], again["result"]["stored"]) == (key, 0)
-        found = json.loads(kvpool("lookup", key, *to, "--json").stdout)
+        found = json.loads(run_kvpool("lookup", key, *to, "--json").stdout)
         assert found["found"] == found["blocks"] == 5
-        assert kvpool("get", key, str(tmp_path / "copy"), *to).returncode == 0
+        assert run_kvpool("get", key, str(tmp_path / "copy"), *to).returncode == 0
         assert (tmp_path / "copy").read_bytes() == source.read_bytes()
-        stats = json.loads(kvpool("stats", *to, "--json").stdout)
+        stats = json.loads(run_kvpool("stats", *to, "--json").stdout)
         assert stats["index_blocks"] == 5
-        table = kvpool("stats", *to)
+        table = run_kvpool("stats", *to)
         assert "live" in table.stdout
         assert "dram" in table.stdout
-        missing = kvpool("get", f"{'0' * 64}-70000", str(tmp_path / "none"), *to)
+        missing = run_kvpool("get", f"{'0' * 64}-70000", str(tmp_path / "none"), *to)
         assert missing.returncode == 1
         assert "0 of 2 blocks" in missing.stderr
         assert not (tmp_path / "none").exists()
-        nonsense = kvpool("lookup", "nonsense", *to)
+        nonsense = run_kvpool("lookup", "nonsense", *to)
         assert (nonsense.returncode, "is no key" in nonsense.stderr) == (1, True)
-    refused = kvpool("stats", "--conductor", "127.0.0.1:9")
+    refused = run_kvpool("stats", "--conductor", "127.0.0.1:9")
     assert refused.returncode == 1
     assert "127.0.0.1:9" in refused.stderr
     assert "Traceback" not in refused.stderr

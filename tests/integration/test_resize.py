@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +17,7 @@ from kvpool import Pool, hash_chain
 from kvpool.client import PinnedBlocks
 from kvpool.errors import InvalidArgument, NoSharedMemory
 from kvpool.wire import messages as m
+from tests.support.fork_server import run_kvpool
 from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, wait_until
 
 MIB = 1 << 20
@@ -209,10 +208,8 @@ def test_what_the_machine_has_not_got_is_refused_and_nothing_changes(cluster: Cl
 
 
 def test_the_command_and_the_http_route_resize(cluster: Cluster) -> None:
-    command = (sys.executable, "-m", "kvpool", "resize", "a", "24MiB", "--json")
-    given = subprocess.run(
-        (*command, "--conductor", cluster.conductor["wire"]), capture_output=True, text=True
-    )
+    to = ("--conductor", cluster.conductor["wire"])
+    given = run_kvpool("resize", "a", "24MiB", "--json", *to)
     assert given.returncode == 0, given.stderr
     reply = json.loads(given.stdout)
     assert (reply["node"], reply["before_bytes"], reply["capacity_bytes"]) == (
@@ -220,7 +217,7 @@ def test_the_command_and_the_http_route_resize(cluster: Cluster) -> None:
         32 * MIB,
         24 * MIB,
     )
-    wrong = subprocess.run((*command[:-2], "much"), capture_output=True, text=True)
+    wrong = run_kvpool("resize", "a", "much")
     assert wrong.returncode == 1
     assert "much: not a size" in wrong.stderr
     url = f"http://{cluster.nodes['a']['http']}/v1/dram"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.fork_server import run_kvpool
 from tests.support.process_cluster import FREE_PORTS, Cluster, wait_until
 
 ENGINE = ("worker.engine=fake", "fake_engine.bytes_per_token=64", "worker.block_tokens=32")
@@ -50,10 +49,8 @@ def complete(cluster: Cluster, start: int, **headers: str) -> httpx.Response:
 
 
 def rules(cluster: Cluster, *arguments: str, status: int = 0) -> Any:
-    command = [sys.executable, "-m", "kvpool", "rules", *arguments]
-    if arguments[0] != "check":
-        command += ["--conductor", cluster.conductor["wire"]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    to = () if arguments[0] == "check" else ("--conductor", cluster.conductor["wire"])
+    done = run_kvpool("rules", *arguments, *to)
     assert done.returncode == status, done.stdout + done.stderr
     return json.loads(done.stdout) if "--json" in arguments else done.stdout + done.stderr
 

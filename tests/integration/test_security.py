@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from kvpool.proto import kvpool_pb2_grpc as pb_grpc
 from kvpool.security.scopes import ROUTES
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
+from tests.support.fork_server import run_kvpool
 from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, wait_until
 from tests.support.secured import bearer, credentials, environment, token, tokens_file
 
@@ -352,8 +351,7 @@ def test_the_gateway_serves_the_tenant_whose_workers_are_there_and_no_other(
 
 @pytest.mark.parametrize("section", ["node", "conductor", "worker"])
 def test_nobody_listens_beyond_this_machine_without_tokens(section: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "kvpool", "--set", f"{section}.host=0.0.0.0", section]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    ended = run_kvpool("--set", f"{section}.host=0.0.0.0", section, cwd=tmp_path)
     assert ended.returncode == 2
     for option in ("host", "tokens_path", "allow_insecure"):
         assert f"{section}.{option}" in ended.stderr

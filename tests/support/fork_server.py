@@ -18,13 +18,16 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Sequence
-from typing import IO, Any
+from pathlib import Path
+from typing import Any
 
 from kvpool.serving.supervisor import Fleet, Member
+from tests.support.sizes import IS_FULL
 
 # What each command imports: before the first fork at all, or before the first of this command.
 PRELOADED = {
@@ -44,12 +47,11 @@ POLL_S = 0.01
 class ForkedProcess(subprocess.Popen[bytes]):
     """A child of the template. The template reaps it and tells its exit status."""
 
-    def __init__(self, server: ForkServer, pid: int, stdout: IO[bytes]) -> None:
-        self.args = ""
+    def __init__(self, server: ForkServer, pid: int) -> None:
+        self.args = "kvpool"
         self.pid = pid
         self.returncode = None
-        self.stdin = self.stderr = None
-        self.stdout = stdout
+        self.stdin = self.stdout = self.stderr = None
         self._server = server
 
     def poll(self) -> int | None:
@@ -88,20 +90,21 @@ class ForkServer:
                 },
             )
 
-    def start(self, arguments: Sequence[str], env: dict[str, str], log: IO[bytes]) -> ForkedProcess:
-        """Start `kvpool` with these arguments; its standard output is a pipe, its error output `log`."""
-        request = {"arguments": list(arguments), "env": env, "cwd": os.getcwd()}
-        readable, writable = os.pipe()
-        try:
-            with self._lock:
-                socket.send_fds(
-                    self._control, [json.dumps(request).encode()], [writable, log.fileno()]
-                )
-                while "started" not in (reply := self._receive()):
-                    pass
-        finally:
-            os.close(writable)
-        return ForkedProcess(self, reply["started"], os.fdopen(readable, "rb", buffering=0))
+    def start(
+        self,
+        arguments: Sequence[str],
+        env: dict[str, str],
+        stdout: int,
+        stderr: int,
+        cwd: str = ".",
+    ) -> ForkedProcess:
+        """Start `kvpool` with these arguments and file descriptors."""
+        request = {"arguments": list(arguments), "env": env, "cwd": os.path.abspath(cwd)}
+        with self._lock:
+            socket.send_fds(self._control, [json.dumps(request).encode()], [stdout, stderr])
+            while "started" not in (reply := self._receive()):
+                pass
+        return ForkedProcess(self, reply["started"])
 
     def status_of(self, pid: int) -> int | None:
         """The exit status of a child as `subprocess` has it; None while it runs."""
@@ -138,11 +141,45 @@ class ForkedFleet(Fleet):
 
     def launch(self, name: str, arguments: Sequence[str]) -> Member:
         log_path = self._log_dir / f"{name}.log"
-        with log_path.open("wb") as log:
-            process = fork_server().start(arguments, self._env, log)
+        readable, writable = os.pipe()
+        with log_path.open("wb") as log, os.fdopen(writable, "wb"):
+            process = fork_server().start(arguments, self._env, writable, log.fileno())
+        process.stdout = os.fdopen(readable, "rb", buffering=0)
         member = Member(name, process, log_path)
         self.members.append(member)
         return member
+
+
+def run_kvpool(
+    *arguments: str,
+    env: dict[str, str] | None = None,
+    cwd: Path | str = ".",
+    timeout_s: float = 60.0,
+) -> subprocess.CompletedProcess[str]:
+    """Run a `kvpool` command to its end, as `subprocess.run` does; a fork, but in `make test-full`.
+
+    Args:
+        env: added to the environment.
+
+    Raises:
+        subprocess.TimeoutExpired: it did not end in time and was killed.
+    """
+    environment = {**os.environ, **(env or {})}
+    if IS_FULL:
+        command = [sys.executable, "-P", "-m", "kvpool", *arguments]
+        return subprocess.run(
+            command, capture_output=True, text=True, env=environment, cwd=cwd, timeout=timeout_s
+        )
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = fork_server().start(arguments, environment, out.fileno(), err.fileno(), str(cwd))
+        try:
+            status = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(list(arguments), status, out.read(), err.read())
 
 
 def serve(control_fd: int) -> None:
@@ -209,7 +246,9 @@ def _become_kvpool(request: dict[str, Any], stdout: int, stderr: int) -> None:
         os.dup2(fd, number)
         os.close(fd)
     os.environ.clear()
-    os.environ.update(request["env"], KVPOOL_PARENT_PID=str(os.getppid()))
+    os.environ.update(request["env"])
+    if "KVPOOL_PARENT_PID" in os.environ:
+        os.environ["KVPOOL_PARENT_PID"] = str(os.getppid())
     sys.argv = ["kvpool", *request["arguments"]]
     status: Any = 1
     try:

@@ -5,22 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-import sys
 
+from tests.support.fork_server import run_kvpool
 from tests.support.scripted import Conductor, ScriptedWorker, conductor
 
 
 async def explain(running: Conductor, *arguments: str) -> subprocess.CompletedProcess[str]:
     return await asyncio.to_thread(
-        subprocess.run,
-        (
-            *(sys.executable, "-m", "kvpool", "explain"),
-            *("--http", f"127.0.0.1:{running.port}", *arguments),
-        ),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+        run_kvpool, "explain", "--http", f"127.0.0.1:{running.port}", *arguments
     )
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from planner.simulator.policy_cache import cache_factory
 from planner.simulator.scenario import Scenario
 from planner.simulator.workload import Arrival, Shape, arrivals, synthetic
 from planner.sizing.model_presets import model_named
+from tests.support.fork_server import run_kvpool
 
 LRU = cache_factory("prefix-lru")
 BASE = Scenario(model_named("llama-3-8b"), gpu="a100", slo_ttft_s=1.0, slo_tpot_s=0.03)
@@ -115,11 +114,10 @@ def test_the_command_writes_its_files_and_refuses_in_one_line(tmp_path: Path) ->
             for r in rows
         )
     )
-    command = [sys.executable, "-m", "kvpool", "plan", "deploy", str(trace), "--gpus", "2"]
+    command = ["plan", "deploy", str(trace), "--gpus", "2"]
     command += ["--slo-ttft", "2000", "--slo-tpot", "50", "--model", "llama-3-8b", "--json"]
-    done = subprocess.run(
-        [*command, "--out", str(tmp_path / "out")], capture_output=True, text=True, check=True
-    )
+    done = run_kvpool(*command, "--out", str(tmp_path / "out"))
+    assert done.returncode == 0
     answer = json.loads(done.stdout)
     assert answer["placement"]
     files = [tmp_path / "out" / name for name in ("rules.yaml", "kvpool.yaml")]
@@ -127,12 +125,7 @@ def test_the_command_writes_its_files_and_refuses_in_one_line(tmp_path: Path) ->
     assert set((tmp_path / "out").iterdir()) == set(files)
     parse_rules(files[0].read_text())
     load_settings(files[1], {})
-    done = subprocess.run(
-        [*command, "--model", "llama-3-70b", "--weights", "fp32"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_kvpool(*command, "--model", "llama-3-70b", "--weights", "fp32")
     assert done.returncode == 2
     assert done.stdout == ""
     assert "do not fit" in done.stderr

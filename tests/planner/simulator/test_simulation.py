@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from planner.sizing.hardware import GPUS, fitting, link_named
 from planner.sizing.measured_profile import read_profile
 from planner.sizing.model_presets import model_named
 from planner.traces import TraceRequest
+from tests.support.fork_server import run_kvpool
 from workers.service.profile_fit import fit_profile
 
 LLAMA = model_named("llama-3-70b")
@@ -272,8 +272,7 @@ def test_figures_count_refused_requests_against_the_objectives() -> None:
 
 
 def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvpool", "simulate", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return run_kvpool("simulate", *arguments, timeout_s=120)
 
 
 def test_the_command_prints_one_document_and_a_picture(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 
 from kvpool.errors import ConfigError
 from planner.sizing.log_profile import RagRule, profile_log, report
+from tests.support.fork_server import run_kvpool
 
 
 def profile(*rows: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -131,12 +130,13 @@ def test_the_size_of_a_traces_blocks_is_told_from_its_first_lines() -> None:
 def test_the_command_tells_how_many_lines_were_wrong_and_where(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text('{"prompt": "hello"}\n' + "7\n" * 9)
-    command = [sys.executable, "-m", "kvpool", "plan", "profile", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    command = ["plan", "profile", str(path)]
+    done = run_kvpool(*command)
+    assert done.returncode == 0
     assert "9 lines skipped" in done.stderr
     assert "line 2: no JSON object" in done.stderr
     assert "and 4 more" in done.stderr
-    done = subprocess.run([*command, "--strict"], capture_output=True, text=True, check=False)
+    done = run_kvpool(*command, "--strict")
     assert done.returncode == 2
     assert "line 2" in done.stderr
     assert "Traceback" not in done.stderr
@@ -145,12 +145,14 @@ def test_the_command_tells_how_many_lines_were_wrong_and_where(tmp_path: Path) -
 def test_the_command_prints_a_table_or_one_document(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text('{"prompt_tokens": 100, "completion_tokens": 10, "stream": true}\n')
-    command = [sys.executable, "-m", "kvpool", "plan", "profile", str(path)]
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    command = ["plan", "profile", str(path)]
+    done = run_kvpool(*command, "--json")
+    assert done.returncode == 0
     assert json.loads(done.stdout)["streaming_share"] == 1.0
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run_kvpool(*command)
+    assert done.returncode == 0
     assert "streaming" in done.stdout
     command[-1] = str(tmp_path / "absent")
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_kvpool(*command)
     assert done.returncode == 2
     assert done.stderr.startswith("error: cannot read")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from planner.sizing.hardware import GPUS, fitting, link_named, value_bytes
 from planner.sizing.model_presets import PRESETS, model_named
 from planner.sizing.model_shape import shape_of
 from planner.sizing.transfer_size import size_report, transfers
+from tests.support.fork_server import run_kvpool
 
 # Parameters in billions as published with each model: total, and active where the model says so.
 PUBLISHED = {
@@ -184,8 +184,7 @@ def test_the_report_has_the_documented_fields() -> None:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvpool", "plan", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return run_kvpool("plan", *arguments)
 
 
 def test_the_command_prints_one_document_and_refuses_in_one_line() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from kvpool.config.profile_file import read_profile_file
 from kvpool.config.settings import FakeEngineConfig
 from kvpool.errors import InvalidArgument
 from kvpool.serving.supervisor import Fleet
+from tests.support.fork_server import run_kvpool
 from workers.engine.fake_engine import FakeEngine
 from workers.service.profiling import MeasurementGrid, measure_engine, parse_numbers
 
@@ -22,13 +22,7 @@ QUICK = ["--lengths", "100,400", "--batches", "1,2"]
 
 
 def profile(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kvpool", *SETS, "worker", "profile", *arguments, *QUICK],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return run_kvpool(*SETS, "worker", "profile", *arguments, *QUICK, timeout_s=120)
 
 
 def assert_predicts_its_samples(path: Path, tokens: int, least_s: float) -> None:
