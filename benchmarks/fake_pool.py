@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import httpx
 
 from benchmarks.traffic import MODEL
-from kvpool.serving.supervisor import Fleet
+from kvpool.serving.supervisor import Supervisor
 
 HOSTS = ("h0", "h1", "h2")
 ENGINE = (
@@ -22,7 +22,7 @@ ENGINE = (
 
 
 def start_pool(
-    fleet: Fleet,
+    supervisor: Supervisor,
     settings: Sequence[str],
     *,
     prefill: int,
@@ -40,9 +40,11 @@ def start_pool(
         RuntimeError: not all workers joined in time.
     """
     free = ("--wire-port", "0", "--http-port", "0")
-    conductor = fleet.start("conductor", [*_sets(settings), "conductor", *free, "--grpc-port", "0"])
+    conductor = supervisor.start(
+        "conductor", [*_sets(settings), "conductor", *free, "--grpc-port", "0"]
+    )
     nodes = [
-        fleet.launch(
+        supervisor.launch(
             f"node-{host}",
             [
                 *_sets(("node.advanced.slab_bytes=16MiB",)),
@@ -53,13 +55,13 @@ def start_pool(
         for host in hosts
     ]
     for node in nodes:
-        fleet.wait_ready(node, 60)
+        supervisor.wait_ready(node, 60)
     roles = ["prefill"] * prefill + ["decode"] * decode
     workers = []
     for number, role in enumerate(roles):
         sets = ("worker.engine=fake", "worker.max_concurrent=256", *ENGINE, *engine)
         workers.append(
-            fleet.launch(
+            supervisor.launch(
                 f"worker-{number}",
                 [
                     *_sets((*sets, "worker.max_model_tokens=262144")),
@@ -70,7 +72,7 @@ def start_pool(
             )
         )
     for worker in workers:
-        fleet.wait_ready(worker, 120)
+        supervisor.wait_ready(worker, 120)
     address = f"http://{conductor['http']}"
     deadline = time.monotonic() + 30
     while len(httpx.get(f"{address}/v1/stats").json()["workers"]) < len(roles):

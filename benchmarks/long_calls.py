@@ -25,7 +25,7 @@ import uvloop
 from benchmarks.rows import percentile
 from kvpool.blocks.hashing import pack_hashes
 from kvpool.blocks.layout import Layout, Namespace
-from kvpool.serving.supervisor import Fleet
+from kvpool.serving.supervisor import Supervisor
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
 
@@ -113,7 +113,7 @@ def main() -> None:
     if given.address:
         print(json.dumps(uvloop.run(long_calls(given.address, given.blocks))))
         return
-    with tempfile.TemporaryDirectory() as logs, Fleet(Path(logs)) as fleet:
+    with tempfile.TemporaryDirectory() as logs, Supervisor(Path(logs)) as supervisor:
         dram = (given.blocks * 5 // 2 * 4096 >> 20) + 1
         arguments = [
             "--set",
@@ -125,7 +125,7 @@ def main() -> None:
             "0",
         ]
         arguments += ["--grpc-port", "0", "--dram", f"{dram}MiB", "--conductor", "none"]
-        node = fleet.start("node", arguments)
+        node = supervisor.start("node", arguments)
         print(json.dumps(uvloop.run(measure(node["wire"], given.blocks)), indent=2))
 
 

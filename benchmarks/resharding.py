@@ -17,7 +17,7 @@ import numpy as np
 from kvpool import AsyncPool, Layout, Namespace, TensorParallelRank, hash_chain
 from kvpool.blocks.resharding import TransferPlan, plan_part, plan_read
 from kvpool.client.node.node_link import NodeLink
-from kvpool.serving.supervisor import Fleet
+from kvpool.serving.supervisor import Supervisor
 from kvpool.transports import TransportName
 
 PART_BYTES = 4 << 20
@@ -90,8 +90,8 @@ async def measure(node: str, transport: TransportName) -> None:
 
 def main() -> None:
     """Start a node and measure."""
-    with tempfile.TemporaryDirectory() as directory, Fleet(Path(directory)) as fleet:
-        ready = fleet.start("node", [*NODE, "--host-label", "here", "--conductor", "none"])
+    with tempfile.TemporaryDirectory() as directory, Supervisor(Path(directory)) as supervisor:
+        ready = supervisor.start("node", [*NODE, "--host-label", "here", "--conductor", "none"])
         for transport in TRANSPORTS:
             asyncio.run(measure(ready["wire"], transport))
 

@@ -30,7 +30,7 @@ import numpy as np
 
 from benchmarks.fake_pool import HOSTS, start_pool
 from benchmarks.traffic import Measured, Request, read_trace, replay, steady, summary, synthetic
-from kvpool.serving.supervisor import Fleet
+from kvpool.serving.supervisor import Supervisor
 
 STRATEGIES = "kv-centric,cache-aware,least-loaded,random"
 PARTS = "strategies,overload,roles"
@@ -66,9 +66,9 @@ def run(
     Returns:
         The row; how many workers had which role, look by look; and the role controller's moves.
     """
-    with tempfile.TemporaryDirectory() as logs, Fleet(Path(logs)) as fleet:
+    with tempfile.TemporaryDirectory() as logs, Supervisor(Path(logs)) as supervisor:
         address = start_pool(
-            fleet, settings, prefill=prefill, decode=decode, engine=engine, hosts=hosts
+            supervisor, settings, prefill=prefill, decode=decode, engine=engine, hosts=hosts
         )
         measured, looks, moves = asyncio.run(_watched(address, requests))
         return summary(name, measured, requests[-1].at_s, slo), looks, moves

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import PeerMissing, mooncake_master
-from kvpool.serving.supervisor import Fleet
+from kvpool.serving.supervisor import Supervisor
 
 HOST = "bench"
 SLAB = "64MiB"
@@ -41,11 +41,13 @@ class Backend:
 @contextlib.contextmanager
 def kvpool(directory: Path, store_bytes: int) -> Iterator[Backend]:
     """A conductor and a node on this host."""
-    with Fleet(directory / "kvpool") as fleet:
+    with Supervisor(directory / "kvpool") as supervisor:
         ports = ("--wire-port", "0", "--http-port", "0", "--grpc-port", "0")
-        conductor = fleet.start("conductor", ["conductor", *ports])
+        conductor = supervisor.start("conductor", ["conductor", *ports])
         node = ["--set", f"node.advanced.slab_bytes={SLAB}", "node", *ports, "--host-label", HOST]
-        fleet.start("node", [*node, "--dram", str(store_bytes), "--conductor", conductor["wire"]])
+        supervisor.start(
+            "node", [*node, "--dram", str(store_bytes), "--conductor", conductor["wire"]]
+        )
         yield Backend(
             {
                 "kv_connector": "KVPoolConnector",

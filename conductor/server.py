@@ -119,10 +119,10 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
         clock=cluster.clock,
         before_step=gateway.record_overdue_slo,
     )
-    security.gate.find_namespace = cluster.namespaces.get
-    if security.gate.tokens is not None:
-        cluster.isolated_tenants = security.gate.tokens.isolated_tenants
-    security.gate.find_worker = cluster.tenant_of_worker
+    security.authorizer.find_namespace = cluster.namespaces.get
+    if security.authorizer.tokens is not None:
+        cluster.isolated_tenants = security.authorizer.tokens.isolated_tenants
+    security.authorizer.find_worker = cluster.tenant_of_worker
     engine_servers = EngineServers(
         cluster,
         gateway.connections,
@@ -133,14 +133,16 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
     registry = new_registry()
     registry.register(ConductorCollector(cluster, gateway, changes))
     metrics = RequestMetrics(registry)
-    api = HttpApi(config, cluster, gateway, request_log, tokenizer, metrics, changes, security.gate)
+    api = HttpApi(
+        config, cluster, gateway, request_log, tokenizer, metrics, changes, security.authorizer
+    )
     async with contextlib.AsyncExitStack() as stack:
         if shared is not None:
             stack.push_async_callback(shared.redis.close)
         stack.push_async_callback(gateway.close)
         stack.push_async_callback(cluster.engine_feeds.close)
         wire = WireServer(
-            "conductor", conductor_id, epoch, gate=security.gate, tls=security.context
+            "conductor", conductor_id, epoch, authorizer=security.authorizer, tls=security.context
         )
         cluster.expose(wire)
         rules_service = RulesService(rules)
@@ -155,7 +157,7 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
         http = HttpServer(app, config.host, config.http_port, security.tls)
         await http.start()
         stack.push_async_callback(http.close)
-        grpc = grpc_server(cluster, GRPC_MESSAGE_BYTES, security.gate, security.tls)
+        grpc = grpc_server(cluster, GRPC_MESSAGE_BYTES, security.authorizer, security.tls)
         grpc_port = await grpc.start(config.host, config.grpc_port)
         stack.push_async_callback(grpc.close)
         facts = {

@@ -9,7 +9,7 @@ from kvpool.blocks.resharding import TensorParallelRank
 from kvpool.blocks.tier import Tier
 from kvpool.client import AsyncPool, Pool
 from kvpool.errors import KvpoolError
-from kvpool.security.credentials import Credentials
+from kvpool.wire.credentials import Credentials
 
 __version__ = "0.1.0"
 __all__ = [

@@ -18,7 +18,6 @@ from kvpool.blocks.tier import Tier
 from kvpool.config.loader import NodeConfig
 from kvpool.errors import ConfigError, NotFound, brief
 from kvpool.security.server_security import is_loopback, secure
-from kvpool.security.tokens import Principal
 from kvpool.serving.grpc import quiet_grpc
 from kvpool.serving.http import HttpServer
 from kvpool.serving.metrics import new_registry
@@ -27,6 +26,7 @@ from kvpool.transports import Transports, ucx
 from kvpool.transports.nixl_agent import NixlUnavailable
 from kvpool.wire import WireServer
 from kvpool.wire import messages as m
+from kvpool.wire.principal import Principal
 from tiers.api.http_api import grpc_server, http_app
 from tiers.api.metrics import NodeCollector
 from tiers.disk import access_checkpoint
@@ -83,7 +83,7 @@ class _Node:
         self._config = config
         self._stack = stack
         self._security = secure(config, "node", keeps_apart=True, lent_to=config.tenant)
-        tokens = self._security.gate.tokens
+        tokens = self._security.authorizer.tokens
         self._isolated = tokens.isolated_tenants if tokens is not None else frozenset()
         if config.tenant and config.tenant not in self._isolated:
             raise ConfigError(
@@ -155,7 +155,7 @@ class _Node:
                 identity.node_id,
                 identity.epoch,
                 tuple(arenas.values()),
-                self._security.gate.authenticate,
+                self._security.authorizer.authenticate,
             )
             stack.callback(self._handout.close)
         target = self._target = self._start_nixl(arenas, service)
@@ -164,13 +164,13 @@ class _Node:
             service.ucx = target.ucx
 
         security = self._security
-        security.gate.find_namespace = store.find_namespace
+        security.authorizer.find_namespace = store.find_namespace
         wire = WireServer(
             "node",
             identity.node_id,
             identity.epoch,
             max_frame_bytes=advanced.max_frame_bytes,
-            gate=security.gate,
+            authorizer=security.authorizer,
             tls=security.context,
         )
         service.expose(wire)
@@ -179,14 +179,14 @@ class _Node:
         stack.push_async_callback(wire.close)
         registry = new_registry()
         registry.register(NodeCollector(service))
-        gate = security.gate
+        authorizer = security.authorizer
         app = http_app(
-            service, registry, self._not_ready, advanced.max_frame_bytes, gate, self._notice
+            service, registry, self._not_ready, advanced.max_frame_bytes, authorizer, self._notice
         )
         http = HttpServer(app, config.host, config.http_port, security.tls)
         await http.start()
         stack.push_async_callback(http.close)
-        grpc = grpc_server(service, advanced.max_frame_bytes, gate, security.tls)
+        grpc = grpc_server(service, advanced.max_frame_bytes, authorizer, security.tls)
         self._grpc_port = await grpc.start(config.host, config.grpc_port)
         stack.push_async_callback(grpc.close)
         self._descriptor = m.NodeDescriptor(
@@ -392,7 +392,7 @@ class _Node:
         foreign = {
             namespace.namespace_id
             for namespace in store.namespaces()
-            if not self._security.gate.may_hold(namespace.tenant)
+            if not self._security.authorizer.may_hold(namespace.tenant)
         }
         for namespace_id, _, block_hash in list(store.snapshot() if foreign else ()):
             if namespace_id in foreign:

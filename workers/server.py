@@ -84,7 +84,9 @@ async def run_worker(
         )
         stack.callback(service.close)
         registry.register(_WorkerCollector(service))
-        wire = WireServer("worker", worker_id, epoch, gate=security.gate, tls=security.context)
+        wire = WireServer(
+            "worker", worker_id, epoch, authorizer=security.authorizer, tls=security.context
+        )
         service.expose(wire)
         port = await wire.listen(config.host, config.wire_port)
         stack.push_async_callback(wire.close)
@@ -188,7 +190,7 @@ async def _start_http(
         registry,
         joined.not_ready,
         max_body_bytes=MAX_BODY_BYTES,
-        gate=security.gate,
+        authorizer=security.authorizer,
     )
     http = HttpServer(app, config.host, config.http_port, security.tls)
     await http.start()

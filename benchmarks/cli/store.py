@@ -17,7 +17,7 @@ from benchmarks.peers import PEERS, PeerMissing
 from kvpool.cli.output import console, error_console, print_json, print_table
 from kvpool.config.settings import parse_bytes
 from kvpool.errors import InvalidArgument, KvpoolError
-from kvpool.serving.supervisor import Fleet
+from kvpool.serving.supervisor import Supervisor
 
 CLIENT_TIMEOUT_S = 600
 NODE_DRAM = "3GiB"
@@ -87,9 +87,9 @@ def _measure(label: str, order: dict[str, Any]) -> tuple[dict[str, Any], dict[st
     transport, env = WAYS[label]
     with (
         tempfile.TemporaryDirectory(prefix="kvpool-bench-") as logs,
-        Fleet(Path(logs), env) as fleet,
+        Supervisor(Path(logs), env) as supervisor,
     ):
-        node = fleet.start(
+        node = supervisor.start(
             "node",
             [
                 *("--set", f"node.advanced.slab_bytes={NODE_SLAB}", "node", "--conductor", "none"),

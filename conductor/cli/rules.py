@@ -11,8 +11,8 @@ from kvpool.cli.context import invocation, overrides
 from kvpool.cli.output import console, print_json, print_table
 from kvpool.client import Pool
 from kvpool.errors import ConfigError
-from kvpool.security.credentials import credentials_of
 from kvpool.wire import messages as m
+from kvpool.wire.credentials import credentials_of
 from kvpool.wire.json_view import named
 
 app = typer.Typer(help="Check, change or explain the routing rules.", no_args_is_help=True)

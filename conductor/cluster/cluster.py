@@ -35,9 +35,9 @@ from kvpool.blocks.layout import Namespace
 from kvpool.blocks.tier import Tier
 from kvpool.errors import LayoutMismatch, StaleEpoch
 from kvpool.security.authorization import unknown_namespace
-from kvpool.security.tokens import ANYBODY, Principal
 from kvpool.wire import Session, WireServer
 from kvpool.wire import messages as m
+from kvpool.wire.principal import ANYBODY, Principal
 
 log = structlog.get_logger(__name__)
 

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 from conductor.cluster.cluster import Cluster
 from conductor.members.membership import Member, State
-from kvpool.security.credentials import NO_CREDENTIALS, Credentials
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
 from kvpool.wire.client import Undo
+from kvpool.wire.credentials import NO_CREDENTIALS, Credentials
 
 
 class MemberConnection(Protocol):

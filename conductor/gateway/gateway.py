@@ -41,8 +41,8 @@ from kvpool.errors import (
     Overloaded,
     Unavailable,
 )
-from kvpool.security.credentials import NO_CREDENTIALS, Credentials
 from kvpool.wire import messages as m
+from kvpool.wire.credentials import NO_CREDENTIALS, Credentials
 
 log = structlog.get_logger(__name__)
 

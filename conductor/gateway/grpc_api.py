@@ -10,7 +10,7 @@ from conductor.cluster.cluster import Cluster
 from kvpool.blocks.hashing import pack_hashes
 from kvpool.proto import kvpool_pb2 as pb
 from kvpool.proto import kvpool_pb2_grpc as pb_grpc
-from kvpool.security.authorization import CALLER, Gate
+from kvpool.security.authorization import CALLER, Authorizer
 from kvpool.security.tls import ServerTls
 from kvpool.serving.grpc import GrpcServer, hashes_from, namespace_from_proto, typed_errors
 from kvpool.wire import messages as m
@@ -20,14 +20,14 @@ from kvpool.wire.json_view import named
 class ConductorGrpc(pb_grpc.ConductorServicer):
     """The gRPC API of a `Cluster`."""
 
-    def __init__(self, cluster: Cluster, gate: Gate) -> None:
+    def __init__(self, cluster: Cluster, authorizer: Authorizer) -> None:
         self._cluster = cluster
-        self._gate = gate
+        self._authorizer = authorizer
 
     @typed_errors
     async def RegisterNamespace(self, request: Any, _context: Any) -> Any:
         namespace = namespace_from_proto(request.namespace)
-        admitted = self._gate.admit(m.RegisterNamespace(namespace), CALLER.get())
+        admitted = self._authorizer.authorize(m.RegisterNamespace(namespace), CALLER.get())
         reply = await self._cluster.answer_registration(admitted)
         return pb.RegisterNamespaceReply(namespace_id=reply.namespace_id, name=namespace.name)
 
@@ -35,7 +35,7 @@ class ConductorGrpc(pb_grpc.ConductorServicer):
     async def Lookup(self, request: Any, _context: Any) -> Any:
         hashes = pack_hashes(hashes_from(request.hashes))
         lookup = m.Lookup(request.namespace_id, hashes, request.host)
-        reply = await self._cluster.answer_lookup(self._gate.admit(lookup, CALLER.get()))
+        reply = await self._cluster.answer_lookup(self._authorizer.authorize(lookup, CALLER.get()))
         segments = [
             pb.Segment(node_id=s.node_id, start=s.start, count=s.count, tier=str(s.tier))
             for s in reply.segments
@@ -67,14 +67,14 @@ class ConductorGrpc(pb_grpc.ConductorServicer):
 
 
 def grpc_server(
-    cluster: Cluster, max_message_bytes: int, gate: Gate, tls: ServerTls | None = None
+    cluster: Cluster, max_message_bytes: int, authorizer: Authorizer, tls: ServerTls | None = None
 ) -> GrpcServer:
     """Build the conductor's gRPC server without starting it."""
-    servicer = ConductorGrpc(cluster, gate)
+    servicer = ConductorGrpc(cluster, authorizer)
     return GrpcServer(
         lambda server: pb_grpc.add_ConductorServicer_to_server(servicer, server),
         "Conductor",
         max_message_bytes=max_message_bytes,
-        gate=gate,
+        authorizer=authorizer,
         tls=tls,
     )

@@ -36,7 +36,7 @@ from conductor.roles.actuator import RoleActuator
 from kvpool.blocks.hashing import hash_chain
 from kvpool.config.loader import ConductorConfig
 from kvpool.errors import InvalidArgument, KvpoolError, NotFound, Unavailable, brief
-from kvpool.security.authorization import CALLER, Gate
+from kvpool.security.authorization import CALLER, Authorizer
 from kvpool.serving.http import base_app, error_response
 from kvpool.serving.openapi import EVENTS, OBJECT, add_bodies, answers
 from kvpool.wire import messages as m
@@ -59,7 +59,7 @@ class HttpApi:
 
     Args:
         tokenizer: None without a configured model; prompts must then be token ids.
-        gate: authorizes every request; None allows everything.
+        authorizer: authorizes every request; None allows everything.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class HttpApi:
         tokenizer: Tokenizer | None,
         metrics: RequestMetrics,
         roles: RoleActuator,
-        gate: Gate | None = None,
+        authorizer: Authorizer | None = None,
     ) -> None:
-        self._gate = gate
+        self._authorizer = authorizer
         self._config = config
         self._cluster = cluster
         self._gateway = gateway
@@ -90,7 +90,7 @@ class HttpApi:
             not_ready,
             max_body_bytes=self._config.advanced.max_body_bytes,
             notice=self._cluster.notice,
-            gate=self._gate,
+            authorizer=self._authorizer,
         )
         app.add_middleware(ArrivalClock)  # outermost: reading the body counts
         page = (Path(__file__).parent / "static" / "index.html").read_text()

@@ -1,7 +1,8 @@
-"""Whether two processes name blocks alike: each shows the hash of one fixed chain when it registers a namespace.
+"""Check that two processes compute the same block hashes.
 
-Hashes that differ (another version of a library, another platform, a patched module) would never meet, and nobody
-would notice but for the misses. So whoever knows the namespace compares the hash with its own and refuses. Pure.
+A client that registers a namespace sends the hash of a fixed chain of tokens (a known answer). The server compares it
+with its own. Hashes may differ by the version of a library, the platform, or a patched module; without this check
+every look-up would miss, and nothing would say why.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from kvpool.blocks.layout import Namespace
 from kvpool.errors import HashMismatch
 
 BLOCKS = 2  # the second builds on the first
-_MULTIPLIER = 2_654_435_761  # of the golden ratio: every byte of the tokens takes part
+_MULTIPLIER = 2_654_435_761  # 2**32 / golden ratio: every byte of the tokens varies
 
 
 class HashProof(msgspec.Struct, array_like=True, frozen=True):
-    """How a process hashes. `versions` help people to find out why two processes hash differently."""
+    """A process's known answer, and the versions that it may depend on, for error messages."""
 
-    golden: bytes
+    known_answer: bytes
     algorithm: str
     versions: dict[str, str]
 
 
 @lru_cache(maxsize=256)
-def golden_hash(namespace: Namespace) -> bytes:
-    """Prefix hash of the fixed chain: token i is i x 2654435761 modulo 2**32."""
+def known_answer(namespace: Namespace) -> bytes:
+    """The prefix hash of the fixed chain, whose token i is i x 2654435761 modulo 2**32."""
     count = BLOCKS * namespace.layout.block_tokens
     tokens = np.arange(count, dtype=np.uint64) * np.uint64(_MULTIPLIER) % np.uint64(1 << 32)
     return hash_chain(namespace, tokens)[-1]
@@ -41,7 +42,7 @@ def golden_hash(namespace: Namespace) -> bytes:
 
 @lru_cache(maxsize=1)
 def versions() -> dict[str, str]:
-    """What hashes might depend on here, for the one who has to find out why they differ."""
+    """The versions that hashes may depend on in this process."""
     try:
         own = version("kvpool")
     except PackageNotFoundError:
@@ -57,27 +58,27 @@ def versions() -> dict[str, str]:
 
 
 def proof_of(namespace: Namespace) -> HashProof:
-    """What this process shows for a namespace."""
-    return HashProof(golden_hash(namespace), namespace.hash_algorithm, versions())
+    """The proof that this process sends for a namespace."""
+    return HashProof(known_answer(namespace), namespace.hash_algorithm, versions())
 
 
 def check_proof(namespace: Namespace, proof: HashProof | None) -> None:
-    """Compare a peer's proof with our own; none at all is accepted, as older processes send none.
+    """Compare a peer's proof with this process's. None is accepted, as older processes send no proof.
 
     Raises:
-        HashMismatch: the peer hashes otherwise; says in what it differs from us.
+        HashMismatch: the peer computes other hashes; the message lists the versions that differ.
     """
-    if proof is None or proof.golden == golden_hash(namespace):
+    if proof is None or proof.known_answer == known_answer(namespace):
         return
     ours = {"hash algorithm": namespace.hash_algorithm, **versions()}
     theirs = {"hash algorithm": proof.algorithm, **proof.versions}
     differences = [
-        f"{name[:32]} {theirs.get(name, 'not told')[:64]} there, {ours.get(name, 'unknown')} here"
+        f"{name[:32]} {theirs.get(name, 'unknown')[:64]} there, {ours.get(name, 'unknown')} here"
         for name in (*ours, *sorted(theirs.keys() - ours.keys()))
         if theirs.get(name) != ours.get(name)
     ]
     raise HashMismatch(
-        f"blocks of {namespace.name} have other names there than here: "
-        + ("; ".join(differences[:12]) or "no version that is told differs: is the code modified?"),
+        f"the peer computes other block hashes for {namespace.name}: "
+        + ("; ".join(differences[:12]) or "all versions are equal; is the code modified?"),
         hint="processes that share a namespace must run the same versions",
     )

@@ -7,7 +7,7 @@
 Tokens enter as little-endian unsigned 32-bit integers. H is xxh3-128 (canonical, big-endian digest) or
 the first 16 bytes of SHA-256. Nothing depends on the process, the machine, PYTHONHASHSEED or the Python
 version. The chaining follows vLLM's prefix caching (hash of parent, tokens, extra keys); the encoding is
-our own and fixed by golden vectors in the tests.
+our own and fixed by known answers in the tests.
 
 Pure: no I/O, no clock, no state.
 """

@@ -8,7 +8,7 @@ import typer
 
 from kvpool.cli.context import invocation, overrides
 from kvpool.client import Pool
-from kvpool.security.credentials import credentials_of
+from kvpool.wire.credentials import credentials_of
 
 Conductor = Annotated[
     str | None,

@@ -32,10 +32,10 @@ from kvpool.client.node import lookup as lookups
 from kvpool.client.node.directory import NodeDirectory
 from kvpool.client.node.transfer_threads import close_in_thread
 from kvpool.errors import ConfigError, InvalidArgument
-from kvpool.security.credentials import NO_CREDENTIALS, Credentials
 from kvpool.transports import TransportName, Transports
 from kvpool.wire import messages as m
 from kvpool.wire import split_addresses
+from kvpool.wire.credentials import NO_CREDENTIALS, Credentials
 
 _pool_numbers = itertools.count(1)
 

@@ -22,9 +22,9 @@ from kvpool.blocks.layout import Namespace
 from kvpool.client.async_pool import AsyncPool
 from kvpool.client.data.pinning import PinnedBlocks
 from kvpool.errors import DeadlineExceeded, Unavailable
-from kvpool.security.credentials import NO_CREDENTIALS, Credentials
 from kvpool.transports import TransportName
 from kvpool.wire import messages as m
+from kvpool.wire.credentials import NO_CREDENTIALS, Credentials
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -1,8 +1,7 @@
-"""Whether a call may go on: whose token it came with, what that allows, and which namespaces it may name.
+"""Authorize calls: find the principal of a token, check its scope, and check the namespaces that it names.
 
-Pure but for `CALLER`, which carries the principal of a call from the edge of HTTP and gRPC servers to their
-handlers; over the wire the session does. A namespace of another tenant is answered like one that does
-not exist.
+A namespace of another tenant gets the same answer as one that does not exist. `CALLER` carries the principal from
+HTTP and gRPC servers to their handlers; on the wire the session has it.
 """
 
 from __future__ import annotations
@@ -18,94 +17,95 @@ from kvpool.blocks.hash_check import check_proof
 from kvpool.blocks.layout import Namespace
 from kvpool.errors import Forbidden, Unauthenticated, UnknownNamespace, brief
 from kvpool.security.scopes import MESSAGES, OF_TENANTS_WORKERS
-from kvpool.security.tokens import ANYBODY, NOBODY, Principal, Scope, Tokens, unknown_token
+from kvpool.security.tokens import Tokens, unknown_token
 from kvpool.wire import messages as m
+from kvpool.wire.principal import ANYBODY, NOBODY, Principal, Scope
 
 MAX_ALIASES = 10_000
 CALLER: ContextVar[Principal] = ContextVar("kvpool_caller", default=NOBODY)
 T = TypeVar("T", bound=m.Message)
 
 
-class Gate:
-    """What stands before the handlers of one server.
+class Authorizer:
+    """Authorizes the calls of one server.
 
     Args:
-        tokens: those accepted; None: nobody is asked for one, and everybody may do everything.
-        keeps_apart: this server hands out ways to reach its memory: a tenant that is isolated gets in only where
-            the server is its own (`lent_to`), and there nobody else does.
-        lent_to: the tenant whose blocks alone this server may hold; "": those of all who are not isolated.
+        tokens: accepted tokens; None: the server asks for no token, and all callers may do everything.
+        keeps_apart: whether callers learn how to reach this server's memory. Then an isolated tenant is admitted
+            only if the server is `lent_to` it, and such a server admits no other tenant.
+        lent_to: the only tenant whose blocks this server may hold; "": all tenants that are not isolated.
     """
 
     def __init__(
         self, tokens: Tokens | None = None, *, keeps_apart: bool = False, lent_to: str = ""
     ) -> None:
         self.tokens = tokens
-        self.notice = ""  # what is not well with the tokens
+        self.notice = ""  # a problem with the tokens, for /readyz
         self._keeps_apart = keeps_apart
         self._lent_to = lent_to
-        self.on_change: list[Callable[[], None]] = []  # called when other tokens are in force
-        # By id, the namespaces that this server knows; a server without any refuses nothing by them.
+        self.on_change: list[Callable[[], None]] = []  # called when the tokens change
+        # Finds a namespace of this server by its id.
         self.find_namespace: Callable[[bytes], Namespace | None] = lambda _id: None
-        # By id, the tenant of each worker that this server knows.
+        # Finds the tenant of a worker by its id.
         self.find_worker: Callable[[str], str | None] = lambda _id: None
-        # What a client calls a namespace whose tenant it left out, and what it is called here.
+        # Clients may leave out the tenant of a namespace: (tenant, their id) to the id here.
         self._aliases: OrderedDict[tuple[str, bytes], bytes] = OrderedDict()
 
     def replace(self, tokens: Tokens) -> None:
-        """Accept these tokens from now on; who came with one that is none of them any more is sent away.
+        """Accept these tokens from now on, and close the connections of those that are gone.
 
         Raises:
-            ConfigError: see `Tokens.instead_of`; the old ones stay.
+            ConfigError: as `Tokens.instead_of`; the old tokens stay.
         """
         self.tokens = tokens if self.tokens is None else tokens.instead_of(self.tokens)
         for listener in self.on_change:
             listener()
 
     def is_current(self, principal: Principal) -> bool:
-        """Whether the token that somebody came with would still make it this principal."""
+        """Whether the principal's token is still accepted, with the same tenant and scopes."""
         return self.tokens is None or self.tokens.holds(principal)
 
     def authenticate(self, token: str) -> Principal:
-        """Whose token this is.
+        """The principal of a token.
 
         Raises:
-            Unauthenticated: nobody's, and one is needed; or of a tenant that has no business here.
+            Unauthenticated: the token is missing or unknown, or its tenant may not use this server.
         """
-        return ANYBODY if self.tokens is None else self._neighbour(self.tokens.authenticate(token))
+        return ANYBODY if self.tokens is None else self._admit(self.tokens.authenticate(token))
 
     def authenticate_header(self, value: str) -> Principal:
-        """Whose token stands in the value of an `Authorization` header ("" when there is none).
+        """The principal of the token in an `Authorization` header; "" means that there is no header.
 
         Raises:
-            Unauthenticated: nobody's, and one is needed.
+            Unauthenticated: as `authenticate`, or the header is not of kind Bearer.
         """
         if self.tokens is None:
             return ANYBODY
         kind, _, token = value.partition(" ")
         if value and kind.lower() != "bearer":
             raise Unauthenticated("the Authorization header is not of kind Bearer")
-        return self._neighbour(self.tokens.authenticate(token.strip()))
+        return self._admit(self.tokens.authenticate(token.strip()))
 
-    def _neighbour(self, principal: Principal) -> Principal:
-        """The principal, unless it must not even learn how to reach this server's memory."""
+    def _admit(self, principal: Principal) -> Principal:
+        """The principal, if it may learn how to reach this server's memory."""
         if self._keeps_apart and not principal.sees_all and not self.may_hold(principal.tenant):
             raise unknown_token()
         return principal
 
     def may_hold(self, tenant: str) -> bool:
-        """Whether blocks of this tenant may stand here."""
+        """Whether this server may hold blocks of the tenant."""
         if not self._keeps_apart:
             return True
         isolated = self.tokens.isolated_tenants if self.tokens is not None else frozenset()
         return self._lent_to == (tenant if tenant in isolated or self._lent_to == tenant else "")
 
-    def admit(self, request: T, principal: Principal) -> T:
-        """The request as the handler shall get it: its namespace is one of the principal's tenant.
+    def authorize(self, request: T, principal: Principal) -> T:
+        """Check a request, and return it with the tenant's own namespace for the handler.
 
         Raises:
-            Forbidden: the principal lacks the scope, or it speaks as a worker of another tenant.
-            UnknownNamespace: it names one of another tenant, or one that is not known.
-            HashMismatch: whoever registers a namespace hashes otherwise.
+            Forbidden: the principal lacks the scope, or the request is of another tenant's worker.
+            UnknownNamespace: the namespace is unknown, or of another tenant.
+            HashMismatch: the client that registers a namespace computes other hashes.
         """
         if principal is ANYBODY:
             return request
@@ -118,7 +118,9 @@ class Gate:
         if isinstance(request, m.RegisterNamespace):
             namespace = self._registered(request.namespace, principal)
             if namespace is not request.namespace:
-                check_proof(request.namespace, request.proof)  # of what the client calls it
+                check_proof(
+                    request.namespace, request.proof
+                )  # for the namespace as the client has it
                 own: Any = m.RegisterNamespace(namespace)
                 return own  # type: ignore[no-any-return]
             return request
@@ -140,18 +142,18 @@ class Gate:
         return request
 
     def _check_place(self, namespace: Namespace) -> None:
-        """Whoever it is that asks: what is isolated stands apart."""
+        """Even a principal that sees all tenants cannot mix an isolated tenant with others."""
         if not self.may_hold(namespace.tenant):
             raise Forbidden(
-                "blocks of this namespace do not stand in this node's memory",
+                "this node may not hold blocks of this namespace",
                 hint="isolated tenants have nodes of their own: see kvpool stats",
             )
 
     def own_namespace(self, namespace_id: bytes, principal: Principal) -> bytes:
-        """The id here of what a tenant calls `namespace_id`.
+        """The id here of the namespace that a tenant calls `namespace_id`.
 
         Raises:
-            UnknownNamespace: it is another tenant's, or nobody's.
+            UnknownNamespace: the namespace is unknown, or of another tenant.
         """
         own = self._aliases.get((principal.tenant, namespace_id), namespace_id)
         namespace = self.find_namespace(own)
@@ -166,7 +168,7 @@ class Gate:
             worker_id = request.descriptor.worker_id
             if request.descriptor.namespace.tenant != principal.tenant:
                 raise Forbidden(
-                    "this worker serves another tenant than its token is for",
+                    "this worker serves another tenant than that of its token",
                     hint="set worker.tenant to the token's tenant",
                 )
         else:
@@ -187,13 +189,17 @@ class Gate:
 
 
 def require(scope: Scope, principal: Principal, what: str) -> None:
-    """Raises Forbidden: the principal has not got `scope`, which `what` needs."""
+    """Check that the principal has `scope`, which `what` needs.
+
+    Raises:
+        Forbidden: it does not.
+    """
     if scope not in principal.scopes:
         raise Forbidden(f"this token may not use {brief(what, 80)}: it needs the scope {scope}")
 
 
 def unknown_namespace(namespace_id: bytes) -> UnknownNamespace:
-    """What a server says of a namespace that is nobody's, and of one that is another's."""
+    """The error for a namespace that is unknown or of another tenant."""
     return UnknownNamespace(
         f"namespace {bytes(namespace_id).hex()} is not known here",
         hint="register it first; this server may have restarted",

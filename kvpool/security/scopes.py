@@ -1,9 +1,9 @@
-"""Which scope each call needs: one table for the wire, one for HTTP, one for gRPC. What is missing needs admin."""
+"""The scope that each call needs: one table for the wire, one for HTTP, one for gRPC. Other calls need admin."""
 
 from __future__ import annotations
 
-from kvpool.security.tokens import Scope
 from kvpool.wire import messages as m
+from kvpool.wire.principal import Scope
 
 READ, WRITE, ADMIN, INTERNAL = Scope.READ, Scope.WRITE, Scope.ADMIN, Scope.INTERNAL
 
@@ -16,7 +16,7 @@ MESSAGES: dict[type[m.Message], Scope] = {
     m.Pin: READ,
     m.Renew: READ,
     m.Release: READ,
-    m.ReportCorrupt: READ,  # a claim; the node checks it
+    m.ReportCorrupt: READ,  # the node checks the claim itself
     m.NodeLookup: READ,
     m.GetInline: READ,
     m.Prefetch: READ,
@@ -57,12 +57,12 @@ MESSAGES: dict[type[m.Message], Scope] = {
     m.Generate: INTERNAL,
 }
 
-# Of the internal messages, those that the process of one tenant may send.
+# Internal messages that a tenant's own worker may send.
 OF_TENANTS_WORKERS: frozenset[type[m.Message]] = frozenset(
     (m.WorkerJoin, m.WorkerHeartbeat, m.WorkerLeave)
 )
 
-# By method and path as routes declare it. None: open to everybody, for there is nothing to see.
+# By method and path of the route. None: no token needed, since the answer reveals nothing.
 ROUTES: dict[tuple[str, str], Scope | None] = {
     ("GET", "/healthz"): None,
     ("GET", "/readyz"): None,
@@ -77,7 +77,7 @@ ROUTES: dict[tuple[str, str], Scope | None] = {
     ("PUT", "/v1/blocks/{namespace_id}/{block_hash}"): WRITE,
     ("GET", "/v1/blocks/{namespace_id}/{block_hash}"): READ,
     # Conductors.
-    ("GET", "/"): None,  # the page; what it shows it asks for with a token
+    ("GET", "/"): None,  # the page; it fetches its data with a token
     ("POST", "/v1/chat/completions"): WRITE,
     ("POST", "/v1/completions"): WRITE,
     ("POST", "/v1/prefetch"): WRITE,

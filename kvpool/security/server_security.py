@@ -1,6 +1,6 @@
-"""How a server is secured, from its settings: tokens, TLS, and what it shows to other servers.
+"""Secure a server by its settings: tokens, TLS, and its own credentials for calls to other servers.
 
-A server that listens beyond this machine without asking for tokens is refused, unless told so explicitly.
+A server that listens beyond this machine without tokens does not start, unless `allow_insecure` is set.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ import structlog
 
 from kvpool.config.settings import ServerConfig
 from kvpool.errors import ConfigError
-from kvpool.security.authorization import Gate
-from kvpool.security.credentials import Credentials, credentials_of
+from kvpool.security.authorization import Authorizer
 from kvpool.security.tls import ServerTls
 from kvpool.security.token_file import TokenFile, some_tokens
+from kvpool.wire.credentials import Credentials, credentials_of
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True, frozen=True)
 class Security:
-    """What one server process needs of it.
+    """The parts of one server's security.
 
-    `tls` and `context` are None where connections are not encrypted; `credentials` are for calls to others.
+    `tls` and `context` are None without encryption. `credentials` are for calls to other servers.
     """
 
-    gate: Gate
+    authorizer: Authorizer
     tls: ServerTls | None
     context: ssl.SSLContext | None
     credentials: Credentials
     token_file: TokenFile | None = None
 
     def tasks(self) -> list[asyncio.Task[None]]:
-        """What must run as long as the server does."""
+        """Start the tasks that run as long as the server."""
         if self.token_file is None:
             return []
         return [asyncio.create_task(self.token_file.run(), name="tokens")]
@@ -45,11 +45,11 @@ class Security:
 def secure(
     config: ServerConfig, section: str, *, keeps_apart: bool = False, lent_to: str = ""
 ) -> Security:
-    """Read the files that a server's settings name, and see that it is safe to listen.
+    """Read the files that a server's settings name, and check that it is safe to listen.
 
     Args:
-        section: of the settings, for messages: "node".
-        keeps_apart, lent_to: see `Gate`.
+        section: name of the settings section for messages, e.g. "node".
+        keeps_apart, lent_to: as for `Authorizer`.
 
     Raises:
         ConfigError: it would listen beyond this machine without tokens, or a file cannot be used.
@@ -60,13 +60,13 @@ def secure(
     tls = None
     if config.tls_cert is not None and config.tls_key is not None:
         tls = ServerTls(config.tls_cert, config.tls_key, config.tls_client_ca)
-    gate = Gate(tokens, keeps_apart=keeps_apart, lent_to=lent_to)
-    watch = TokenFile(config.tokens_path, gate) if config.tokens_path is not None else None
-    return Security(gate, tls, tls.context() if tls else None, credentials_of(config), watch)
+    authorizer = Authorizer(tokens, keeps_apart=keeps_apart, lent_to=lent_to)
+    watch = TokenFile(config.tokens_path, authorizer) if config.tokens_path is not None else None
+    return Security(authorizer, tls, tls.context() if tls else None, credentials_of(config), watch)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what listens on `host`."""
+    """Whether only this machine can reach a server on `host`."""
     if host == "localhost":
         return True
     try:
@@ -80,12 +80,12 @@ def _check_exposure(config: ServerConfig, section: str) -> None:
         if not config.allow_insecure:
             raise ConfigError(
                 f"{section}.host {config.host} can be reached from other machines, and "
-                f"{section}.tokens_path is not set: whoever reaches it could read and write every block",
+                f"{section}.tokens_path is not set: any caller could read and write every block",
                 hint=f"make tokens with `kvpool token create` and set {section}.tokens_path, bind to "
-                f"127.0.0.1, or set {section}.allow_insecure=true where the network is trusted",
+                f"127.0.0.1, or set {section}.allow_insecure=true on a trusted network",
             )
         log.warning(
-            "listening beyond this machine without tokens, as allow_insecure says",
+            "listening beyond this machine without tokens: allow_insecure is set",
             host=config.host,
         )
     elif config.tls_cert is None:

@@ -1,4 +1,4 @@
-"""A server's side of TLS, for the three kinds of servers. Whether it is used is decided elsewhere."""
+"""The TLS files of a server, for the wire, HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvpool.security.credentials import unusable
+from kvpool.wire.credentials import unusable
 
 
 @dataclass(slots=True, frozen=True)
 class ServerTls:
-    """The files of a server's TLS. With `client_ca`, clients without a certificate of it are refused."""
+    """A server's certificate and key. With `client_ca`, clients need a certificate of that CA."""
 
     cert: Path
     key: Path
     client_ca: Path | None = None
 
     def context(self) -> ssl.SSLContext:
-        """For sockets of our own.
+        """The context for the wire's sockets.
 
         Raises:
             ConfigError: a file cannot be used.
@@ -36,8 +36,8 @@ class ServerTls:
         return context
 
     def for_grpc(self) -> Any:
-        """For `add_secure_port`."""
-        import grpc  # here, so that other users of this module need no gRPC
+        """The credentials for gRPC's `add_secure_port`."""
+        import grpc  # here, so that the wire needs no gRPC
 
         pair = (self.key.read_bytes(), self.cert.read_bytes())
         if self.client_ca is None:
@@ -46,7 +46,7 @@ class ServerTls:
         return grpc.ssl_server_credentials([pair], roots, require_client_auth=True)
 
     def for_uvicorn(self) -> dict[str, Any]:
-        """Arguments of `uvicorn.Config`."""
+        """Arguments for `uvicorn.Config`."""
         options: dict[str, Any] = {"ssl_certfile": self.cert, "ssl_keyfile": self.key}
         if self.client_ca is not None:
             options |= {"ssl_ca_certs": self.client_ca, "ssl_cert_reqs": ssl.CERT_REQUIRED}

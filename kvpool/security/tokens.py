@@ -1,7 +1,6 @@
-"""Who is asking: API tokens, the principals they stand for, and the scopes that these have. Pure.
+"""API tokens: the file that lists them, and the principal of each.
 
-What a scope is needed for stands in `kvpool.security.scopes`; whether a call may go on is decided by `kvpool.security.authorization`.
-A token is kept by nobody: files and memory hold its SHA-256, and no error quotes it.
+Files and memory hold the SHA-256 of a token, never the token. No error quotes one.
 """
 
 from __future__ import annotations
@@ -9,8 +8,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,21 +16,11 @@ from msgspec import Meta
 
 from kvpool.config.strict_yaml import read_yaml
 from kvpool.errors import ConfigError, Unauthenticated
+from kvpool.wire.principal import EVERY_TENANT, Principal, Scope
 
 TOKEN_PREFIX = "kvp_"
-TOKEN_BYTES = 32  # of randomness: nothing to guess, so that a plain hash of it is safe to keep
-EVERY_TENANT = "*"
+TOKEN_BYTES = 32  # of randomness: it cannot be guessed, so a plain hash of it is safe to store
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-
-
-class Scope(StrEnum):
-    """What a token may do. ADMIN includes all others, INTERNAL and WRITE include READ (see `_INCLUDES`)."""
-
-    READ = "read"
-    WRITE = "write"
-    ADMIN = "admin"
-    INTERNAL = "internal"  # of nodes, workers and conductors among themselves
-    METRICS = "metrics"  # /metrics, which shows sums over all tenants
 
 
 _INCLUDES: dict[Scope, frozenset[Scope]] = {
@@ -47,33 +34,8 @@ _OVER_ALL_TENANTS = frozenset({Scope.ADMIN, Scope.METRICS})  # meaningless withi
 _MAY_BE_OVER_ALL = _OVER_ALL_TENANTS | {Scope.INTERNAL}
 
 
-@dataclass(slots=True, frozen=True)
-class Principal:
-    """Somebody whom a server knows: by a token, or because it asks nobody for one.
-
-    `scopes` are those of the token and all that they include. `is_isolated`: the tenant's blocks stand in
-    memory of their own, which nobody else is told how to reach. `token_sha256` tells a token from the one that
-    replaced it under the same name.
-    """
-
-    name: str
-    tenant: str
-    scopes: frozenset[Scope]
-    is_isolated: bool = False
-    token_sha256: bytes = field(default=b"", repr=False)
-
-    @property
-    def sees_all(self) -> bool:
-        """Whether no tenant is hidden from it."""
-        return self.tenant == EVERY_TENANT
-
-
-ANYBODY = Principal("", EVERY_TENANT, frozenset(Scope))  # where no tokens are asked for
-NOBODY = Principal("", "", frozenset())  # before a token was looked at
-
-
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One token as the file has it."""
+    """One token of the file."""
 
     name: Annotated[str, Meta(min_length=1, max_length=128)]
     token_sha256: str
@@ -97,16 +59,16 @@ class Tokens:
         return len(self._entries)
 
     def holds(self, principal: Principal) -> bool:
-        """Whether the token by which somebody became this principal still stands for it."""
+        """Whether the principal's token is still accepted, with the same tenant and scopes."""
         return self._entries.get(principal.token_sha256) == principal
 
     def instead_of(self, old: Tokens) -> Tokens:
-        """These tokens where a server has accepted `old` until now.
+        """Make these tokens the successors of `old` on a running server.
 
-        Tenants that have no token any more stay isolated.
+        A tenant that was isolated and has no token any more stays isolated.
 
         Raises:
-            ConfigError: a tenant is isolated in one and not in the other: what stands where would have to change.
+            ConfigError: a tenant is isolated in one and not in the other, so its blocks would have to move.
         """
         tenants = {principal.tenant for principal in self._entries.values()}
         kept = old.isolated_tenants - tenants
@@ -114,16 +76,16 @@ class Tokens:
         if changed:
             raise ConfigError(
                 f"tenant {min(changed)!r} begins or ceases to be isolated",
-                hint="restart conductors and nodes for that",
+                hint="restart conductors and nodes",
             )
         self.isolated_tenants |= kept
         return self
 
     def authenticate(self, token: str) -> Principal:
-        """Whose token this is. Every known hash is compared, in constant time.
+        """The principal of a token. Compares every known hash, in constant time.
 
         Raises:
-            Unauthenticated: there is none, or nobody's.
+            Unauthenticated: the token is empty or unknown.
         """
         digest = token_digest(token)
         found: Principal | None = None
@@ -136,7 +98,7 @@ class Tokens:
 
 
 def unknown_token(*, is_given: bool = True) -> Unauthenticated:
-    """What a server says of a token that is nobody's, or of none."""
+    """The error for an unknown token, or for none."""
     return Unauthenticated(
         "this token is not known here" if is_given else "a token is needed here",
         hint="Authorization: Bearer TOKEN over HTTP and gRPC, else client.token; "
@@ -145,14 +107,14 @@ def unknown_token(*, is_given: bool = True) -> Unauthenticated:
 
 
 def token_digest(token: str) -> bytes:
-    """SHA-256 of a token: what is kept of it."""
+    """The SHA-256 of a token, which is stored in its place."""
     return hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()
 
 
 def token_line(
     token: str, name: str, tenant: str, scopes: list[Scope], *, is_isolated: bool = False
 ) -> str:
-    """The line of a token file for `token`; appended to others it makes a file."""
+    """The line of a token file for `token`."""
     entry = _Entry(name, token_digest(token).hex(), tenant, scopes, is_isolated)
     plain = msgspec.to_builtins(entry)
     _principal(entry, "token")
@@ -160,16 +122,16 @@ def token_line(
 
 
 def read_tokens(path: Path) -> Tokens:
-    """The tokens of a YAML file: a list of name, token_sha256, tenant, scopes and isolated.
+    """Read a YAML file: a list of entries with name, token_sha256, tenant, scopes and isolated.
 
     Raises:
-        ConfigError: it cannot be read, or says something that cannot be meant.
+        ConfigError: the file cannot be read, or has an invalid entry.
     """
     return parse_tokens(read_yaml(path, hint="see tokens_path"), f"file {path}")
 
 
 def parse_tokens(document: Any, source: str) -> Tokens:
-    """The tokens of a parsed document; `source` names it in errors, which quote no hash.
+    """Read a parsed document; `source` names it in errors, which quote no hash.
 
     Raises:
         ConfigError: as `read_tokens`.
@@ -177,7 +139,7 @@ def parse_tokens(document: Any, source: str) -> Tokens:
     try:
         entries = msgspec.convert(document, list[_Entry])
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{source} is no list of tokens: {error}") from None
+        raise ConfigError(f"{source} is not a list of tokens: {error}") from None
     known: dict[bytes, Principal] = {}
     names: set[str] = set()
     for entry in entries:

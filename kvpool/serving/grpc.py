@@ -13,10 +13,10 @@ from grpc_reflection.v1alpha import reflection
 from kvpool.blocks.layout import Layout, Namespace
 from kvpool.errors import InvalidArgument, KvpoolError, PortInUse, brief
 from kvpool.proto import kvpool_pb2 as pb
-from kvpool.security.authorization import CALLER, Gate, require
+from kvpool.security.authorization import CALLER, Authorizer, require
 from kvpool.security.scopes import METHODS
 from kvpool.security.tls import ServerTls
-from kvpool.security.tokens import Scope
+from kvpool.wire.principal import Scope
 
 MAX_MESSAGE = 1000  # characters: a status travels in headers, and those have a limit
 _STATUS = {
@@ -55,15 +55,15 @@ async def _abort(error: KvpoolError, context: grpc.aio.ServicerContext) -> None:
 class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Finds the caller of each call (`CALLER`), and refuses it where its token does not allow the method."""
 
-    def __init__(self, gate: Gate) -> None:
-        self._gate = gate
+    def __init__(self, authorizer: Authorizer) -> None:
+        self._authorizer = authorizer
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
         given = next((v for k, v in details.invocation_metadata if k == "authorization"), "")
         try:
-            caller = self._gate.authenticate_header(given)
+            caller = self._authorizer.authenticate_header(given)
             require(METHODS.get(details.method, Scope.ADMIN), caller, details.method)
         except KvpoolError as error:
             return grpc.unary_unary_rpc_method_handler(functools.partial(_refuse, error))
@@ -106,7 +106,7 @@ class GrpcServer:
         add: registers the servicer, e.g. `lambda server: add_NodeServicer_to_server(servicer, server)`.
         service: its name without the package, e.g. "Node".
         max_message_bytes: limit on requests and replies.
-        gate: looks at the token of every call; default: everybody may do everything.
+        authorizer: looks at the token of every call; default: everybody may do everything.
         tls: None: connections are not encrypted.
     """
 
@@ -116,12 +116,12 @@ class GrpcServer:
         service: str,
         *,
         max_message_bytes: int,
-        gate: Gate | None = None,
+        authorizer: Authorizer | None = None,
         tls: ServerTls | None = None,
     ) -> None:
         self._tls = tls
         self._server = grpc.aio.server(
-            interceptors=[Authentication(gate or Gate())],
+            interceptors=[Authentication(authorizer or Authorizer())],
             options=[
                 ("grpc.max_receive_message_length", max_message_bytes),
                 ("grpc.max_send_message_length", max_message_bytes),

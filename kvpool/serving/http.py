@@ -21,13 +21,13 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvpool.errors import KvpoolError, Overloaded, PortInUse, Unauthenticated, brief
-from kvpool.security.authorization import CALLER, Gate, require
+from kvpool.security.authorization import CALLER, Authorizer, require
 from kvpool.security.scopes import ROUTES
 from kvpool.security.tls import ServerTls
-from kvpool.security.tokens import ANYBODY, NOBODY, Principal
-from kvpool.security.tokens import Scope as TokenScope
 from kvpool.serving.http_body import BODY_TIMEOUT_S, BodyLimit
 from kvpool.serving.openapi import OBJECT, add_errors, answers
+from kvpool.wire.principal import ANYBODY, NOBODY, Principal
+from kvpool.wire.principal import Scope as TokenScope
 
 MAX_MESSAGE = 1000  # characters of an error's text; what it quotes is cut shorter where it is made
 
@@ -40,7 +40,7 @@ def base_app(
     max_body_bytes: int,
     body_timeout_s: float = BODY_TIMEOUT_S,
     notice: Callable[[], str] = lambda: "",
-    gate: Gate | None = None,
+    authorizer: Authorizer | None = None,
 ) -> FastAPI:
     """A FastAPI app with `/healthz`, `/readyz`, `/metrics`, typed errors and a limit on bodies.
 
@@ -50,7 +50,7 @@ def base_app(
         max_body_bytes: a longer request body is answered 413.
         notice: what is not well although the process is ready; "" when all is.
         body_timeout_s: a body that comes slower than `BodyLimit` allows is answered 408.
-        gate: looks at the token of every request; default: everybody may do everything.
+        authorizer: looks at the token of every request; default: everybody may do everything.
     """
     app = FastAPI(title=title, docs_url="/docs", redoc_url=None)
     add_errors(app)
@@ -65,7 +65,7 @@ def base_app(
     @app.get("/readyz", responses=ready | {503: {**ready[200], "description": "Not ready"}})
     async def readyz() -> Response:
         reason = not_ready()
-        told = "; ".join(filter(None, (notice(), gate.notice if gate else "")))
+        told = "; ".join(filter(None, (notice(), authorizer.notice if authorizer else "")))
         content = {"status": reason or "ready"} | ({"notice": told} if told else {})
         return JSONResponse(content, status_code=503 if reason else 200)
 
@@ -101,7 +101,9 @@ def base_app(
         BodyLimit, max_bytes=max_body_bytes, timeout_s=body_timeout_s, refuse=refuse_body
     )
     # Added last, so that it comes first: of a caller who is refused no body is read.
-    app.add_middleware(Authentication, gate=gate or Gate(), routes=app.router.routes)
+    app.add_middleware(
+        Authentication, authorizer=authorizer or Authorizer(), routes=app.router.routes
+    )
     return app
 
 
@@ -112,12 +114,12 @@ class Authentication:
         routes: of the app; those of them that `kvpool.security.scopes` does not list need admin.
     """
 
-    def __init__(self, app: ASGIApp, gate: Gate, routes: Sequence[BaseRoute]) -> None:
+    def __init__(self, app: ASGIApp, authorizer: Authorizer, routes: Sequence[BaseRoute]) -> None:
         self._app = app
-        self._gate = gate
+        self._authorizer = authorizer
         self._routes = routes
         self._calls: dict[_Call, Principal] = {}  # under way, of callers with a token
-        gate.on_change.append(self._send_away)
+        authorizer.on_change.append(self._send_away)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -143,17 +145,17 @@ class Authentication:
     def _send_away(self) -> None:
         """To the handlers of those whose token was taken back it looks as if they had left."""
         for call, caller in self._calls.items():
-            if not self._gate.is_current(caller):
+            if not self._authorizer.is_current(caller):
                 call.is_over.set()
 
     def _caller(self, scope: Scope) -> Principal:
-        if self._gate.tokens is None:
+        if self._authorizer.tokens is None:
             return ANYBODY
         needed = self._needed(scope)
         if needed is None:
             return NOBODY
         given = dict(scope["headers"]).get(b"authorization", b"")
-        caller = self._gate.authenticate_header(given.decode("latin-1"))
+        caller = self._authorizer.authenticate_header(given.decode("latin-1"))
         require(needed, caller, f"{scope['method']} {scope['path']}")
         return caller
 

@@ -46,7 +46,7 @@ class Member:
         return "\n".join(lines[-LOG_TAIL_LINES:])
 
 
-class Fleet:
+class Supervisor:
     """Starts `kvpool ...` processes and makes sure that none is left.
 
     Each child is told its parent's pid and stops by itself when that is gone, so that even kill -9 of the

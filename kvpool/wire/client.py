@@ -21,7 +21,7 @@ from kvpool.errors import (
     StaleEpoch,
     Unavailable,
 )
-from kvpool.security.credentials import NO_CREDENTIALS, Credentials
+from kvpool.wire.credentials import NO_CREDENTIALS, Credentials
 from kvpool.wire.framing import (
     DEFAULT_MAX_FRAME_BYTES,
     FrameReader,

@@ -10,8 +10,8 @@ import time
 from typing import Any
 
 from kvpool.errors import ConfigError, DeadlineExceeded, Unavailable
-from kvpool.security.credentials import NO_CREDENTIALS, Credentials
 from kvpool.wire.client import WireClient
+from kvpool.wire.credentials import NO_CREDENTIALS, Credentials
 from kvpool.wire.messages import Message
 
 PATIENCE_S = 2.0  # longest wait for a server's answer while there is another to ask

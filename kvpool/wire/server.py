@@ -1,11 +1,10 @@
-"""The serving side of the wire protocol: connections, dispatch, limits. Knows no business.
+"""The server of the wire protocol: connections, dispatch, limits.
 
-Handlers are plain callables registered by message type. A synchronous one answers from within
-`data_received`, without a task: that is the hot lane. A coroutine gets a task; an async generator
-streams items and ends with its reply.
+Handlers are registered by message type. A plain function answers within `data_received`, without a task: that is
+the fast path. A coroutine gets a task. An async generator streams items and ends with its reply.
 
-No connection gets more than its share: one that does not read its answers has no further request
-served, and one that sends many at once has them served a few hundred per turn of the loop.
+The server is fair to its connections. If a peer does not read its replies, its next requests wait; if it sends many
+requests at once, a few hundred are served in each turn of the event loop.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from typing import Any, Protocol, TypeVar
 import structlog
 
 from kvpool.errors import InvalidArgument, KvpoolError, PortInUse, ProtocolError, Unauthenticated
-from kvpool.security.tokens import ANYBODY, NOBODY, Principal, unknown_token
 from kvpool.wire.framing import (
     DEFAULT_MAX_FRAME_BYTES,
     FrameReader,
@@ -41,6 +39,7 @@ from kvpool.wire.messages import (
     Ping,
     Reply,
 )
+from kvpool.wire.principal import ANYBODY, NOBODY, Principal
 
 log = structlog.get_logger(__name__)
 M = TypeVar("M", bound=Message)
@@ -56,7 +55,7 @@ WRITE_HIGH_WATER = 8 << 20
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """What a server knows of one connection."""
+    """One connection, as handlers see it."""
 
     peer: str
     client_id: str = ""
@@ -66,8 +65,8 @@ class Session:
     closing: list[Callable[[], None]] = field(default_factory=list)  # run when the connection ends
 
 
-class Gatekeeper(Protocol):
-    """What stands before the handlers: see `kvpool.security.authorization.Gate`."""
+class CallAuthorizer(Protocol):
+    """Checks the token of each connection and every request; `kvpool.security.authorization` has the one in use."""
 
     on_change: list[Callable[[], None]]
 
@@ -75,7 +74,7 @@ class Gatekeeper(Protocol):
 
     def authenticate(self, token: str) -> Principal: ...
 
-    def admit(self, request: M, principal: Principal) -> M: ...
+    def authorize(self, request: M, principal: Principal) -> M: ...
 
 
 class Final:
@@ -94,12 +93,12 @@ class WireServer:
     """Serves handlers on TCP or Unix sockets.
 
     Args:
-        kind: what this server is ("node", "conductor", "worker"); told in the hello.
-        server_id, epoch: identity; told in the hello.
-        max_frame_bytes: larger frames close their connection; before Hello 4 KiB is the limit.
-        hello_timeout_s: a connection that has not said Hello by then is closed.
-        gate: looks at tokens and at every call; None: everybody may do everything.
-        tls: of TCP connections; None: they are not encrypted.
+        kind: "node", "conductor" or "worker"; sent in the reply to Hello.
+        server_id, epoch: identity; sent in the reply to Hello.
+        max_frame_bytes: a larger frame closes its connection; before Hello the limit is 4 KiB.
+        hello_timeout_s: seconds after which a connection without Hello is closed.
+        authorizer: checks every call; None: all callers may do everything.
+        tls: for TCP connections; None: no encryption.
     """
 
     def __init__(
@@ -110,10 +109,10 @@ class WireServer:
         *,
         max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
         hello_timeout_s: float = HELLO_TIMEOUT_S,
-        gate: Gatekeeper | None = None,
+        authorizer: CallAuthorizer | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self.gate = gate
+        self.authorizer = authorizer
         self._tls = tls
         self.identity = HelloReply(PROTOCOL_VERSION, kind, server_id, epoch)
         self.max_frame_bytes = max_frame_bytes
@@ -122,11 +121,11 @@ class WireServer:
         self.connections: set[_Connection] = set()
         self.on_hello: Callable[[Session], None] = lambda _session: None
         self._servers: list[asyncio.Server] = []
-        if gate is not None:
-            gate.on_change.append(self._send_away)
+        if authorizer is not None:
+            authorizer.on_change.append(self._send_away)
 
     def _send_away(self) -> None:
-        """End the connections of those whose token is no longer accepted, or stands for something else now."""
+        """Close the connections whose token is no longer accepted, or has other scopes now."""
         for connection in list(self.connections):
             connection.recheck()
 
@@ -138,7 +137,7 @@ class WireServer:
         """Listen on TCP; port 0 picks a free one. Returns the port.
 
         Raises:
-            PortInUse: another process has it.
+            PortInUse: the port is taken.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -158,29 +157,29 @@ class WireServer:
         return int(server.sockets[0].getsockname()[1])
 
     async def listen_unix(self, path: str) -> None:
-        """Listen on a Unix socket as well; a stale one of a dead process is replaced."""
+        """Listen on a Unix socket as well. Replaces the socket of a dead process."""
         loop = asyncio.get_running_loop()
         remove_stale_socket(path)
         self._servers.append(await loop.create_unix_server(lambda: _Connection(self), path))
 
     async def close(self) -> None:
-        """Stop listening, end every connection, and wait for the calls that it had in work."""
+        """Stop listening, close all connections, and wait for the calls that run."""
         for server in self._servers:
             server.close()
         tasks = [task for connection in self.connections for task in connection.tasks()]
         for connection in list(self.connections):
             connection.abort()
         if tasks:
-            # Cancelled by the abort; what they use (an engine's thread, a pool) is closed after us.
+            # The abort cancelled them. What they use (an engine's thread, a pool) is closed after this.
             await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
         await asyncio.sleep(0)
 
 
 def remove_stale_socket(path: str) -> None:
-    """Delete the Unix socket `path` if nobody listens on it.
+    """Delete the Unix socket `path` if no process listens on it.
 
     Raises:
-        PortInUse: somebody does.
+        PortInUse: a process listens on it.
     """
     if not os.path.exists(path):
         return
@@ -235,7 +234,7 @@ class _Connection(asyncio.Protocol):
             self._serve()
 
     def _serve(self) -> None:
-        """Serve what has arrived, unless the peer does not read or others must have a turn."""
+        """Serve the frames that arrived, until the peer stops reading or it is the turn of others."""
         try:
             for _ in range(MAX_FRAMES_PER_TURN):
                 if not self._can_write.is_set() or not self._is_open():
@@ -252,7 +251,7 @@ class _Connection(asyncio.Protocol):
             self._refuse(error)
 
     def _serve_later(self) -> None:
-        """Go on in the next turn of the loop; until then nothing more is read."""
+        """Continue in the next turn of the loop; pause reading until then."""
         if self._next_turn is None and self._transport is not None:
             self._transport.pause_reading()
             self._next_turn = asyncio.get_running_loop().call_soon(self._take_turn)
@@ -279,7 +278,7 @@ class _Connection(asyncio.Protocol):
         except KvpoolError as error:
             if not self.session.client_id:
                 raise ProtocolError("the first frame must be Hello") from error
-            # A well-formed frame with bad content is the fault of one call, not of the connection.
+            # A well-formed frame with invalid content fails one call, not the connection.
             self._answer(request_id, one_way, Kind.ERROR, error_body(error))
             return
         self._dispatch(request_id, one_way, request)
@@ -300,8 +299,8 @@ class _Connection(asyncio.Protocol):
             self._answer(request_id, one_way, Kind.ERROR, error_body(error))
             return
         try:
-            if self._server.gate is not None:
-                request = self._server.gate.admit(request, self.session.principal)
+            if self._server.authorizer is not None:
+                request = self._server.authorizer.authorize(request, self.session.principal)
             result = handler(request, self.session)
             if isinstance(result, Reply):
                 self._answer(request_id, one_way, Kind.REPLY, result)
@@ -325,9 +324,9 @@ class _Connection(asyncio.Protocol):
             )
         if not hello.client_id or len(hello.client_id) > 64:
             raise ProtocolError("Hello.client_id must be 1 to 64 characters")
-        gate = self._server.gate
+        authorizer = self._server.authorizer
         try:
-            self.session.principal = gate.authenticate(hello.token) if gate else ANYBODY
+            self.session.principal = authorizer.authenticate(hello.token) if authorizer else ANYBODY
         except Unauthenticated as error:
             self._refuse(error)
             return
@@ -346,7 +345,7 @@ class _Connection(asyncio.Protocol):
     # ------------------------------------------------------------ tasks
 
     def _start(self, request_id: int, one_way: bool, result: Any) -> None:
-        """Await or iterate what a handler returned, in a task of its own."""
+        """Await or iterate the result of a handler in a new task."""
         if one_way:
             if (
                 len(self._one_way) >= MAX_ONE_WAY
@@ -447,15 +446,19 @@ class _Connection(asyncio.Protocol):
         self._transport = None
 
     def tasks(self) -> list[asyncio.Task[None]]:
-        """Calls in work."""
+        """The calls that run."""
         return [*self._tasks.values(), *self._answered, *self._one_way]
 
     def recheck(self) -> None:
-        """Close the connection if its caller's token was taken back; its calls in work are cancelled."""
-        gate = self._server.gate
-        is_known = gate is not None and bool(self.session.client_id)
-        if is_known and gate is not None and not gate.is_current(self.session.principal):
-            self._refuse(unknown_token())
+        """Close the connection and cancel its calls if its token is no longer accepted."""
+        authorizer = self._server.authorizer
+        is_known = authorizer is not None and bool(self.session.client_id)
+        if (
+            is_known
+            and authorizer is not None
+            and not authorizer.is_current(self.session.principal)
+        ):
+            self._refuse(Unauthenticated("this token is no longer accepted"))
 
     def abort(self) -> None:
         """Drop the connection at once."""
@@ -464,9 +467,9 @@ class _Connection(asyncio.Protocol):
 
 
 def _discard(result: Any) -> None:
-    """End what a handler returned, if that never ran; nothing happens to one that has ended.
+    """Close the result of a handler if it never ran. Does nothing to one that has ended.
 
-    An async generator needs nothing: none of its body runs before it is iterated.
+    An async generator needs no close: its body runs only when it is iterated.
     """
     if inspect.iscoroutine(result):
         result.close()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import kvpool
-from kvpool.serving.supervisor import Fleet
+from kvpool.serving.supervisor import Supervisor
 
 ROOT = Path(__file__).parents[2]
 SERVER_PACKAGES = {"conductor", "tiers", "workers", "planner", "benchmarks"}
@@ -138,10 +138,10 @@ def test_the_client_alone_puts_and_gets_and_names_the_extra_of_a_server(
         "error: `kvpool node` is not installed (pip install 'kvpool[server]')\n"
     )
     (tmp_path / "data").write_bytes(os.urandom(300_001))
-    with Fleet(tmp_path / "logs") as fleet:
+    with Supervisor(tmp_path / "logs") as supervisor:
         free = ("--wire-port", "0", "--http-port", "0", "--grpc-port", "0")
-        conductor = fleet.start("conductor", ["conductor", *free])["wire"]
-        fleet.start("node", ["node", *free, "--conductor", conductor, "--dram", "64MiB"])
+        conductor = supervisor.start("conductor", ["conductor", *free])["wire"]
+        supervisor.start("node", ["node", *free, "--conductor", conductor, "--dram", "64MiB"])
         to = ("--conductor", conductor)
         put = run(client, "-m", "kvpool", "put", "data", *to, cwd=tmp_path)
         assert put.returncode == 0, put.stderr

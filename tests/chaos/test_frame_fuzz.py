@@ -64,7 +64,7 @@ SETTINGS = (
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     running = Cluster(tmp_path)
-    with running.fleet:
+    with running.supervisor:
         running.start_node("n0", *SETTINGS)
         yield running
 
@@ -228,7 +228,7 @@ def test_hostile_frames_get_typed_errors_or_close_their_own_connection_alone(
     assert good.error is None, repr(good.error)
     assert good.rounds > 20
     assert grown < MAX_GROWTH_BYTES
-    cluster.fleet.check()
+    cluster.supervisor.check()
     log = cluster.member("n0").log_path.read_text()
     assert "Traceback" not in log
     assert "failed" not in log.replace("handshake failed", "")

@@ -53,7 +53,7 @@ class Phoenix:
 
     def kill(self) -> None:
         self.cluster.kill(self.name)
-        self.cluster.fleet.members.remove(self.cluster.member(self.name))
+        self.cluster.supervisor.members.remove(self.cluster.member(self.name))
 
     def log(self) -> str:
         return (self.cluster.directory / "logs" / f"{self.name}.log").read_text()
@@ -127,7 +127,7 @@ class Writing:
 @pytest.fixture
 def phoenix(tmp_path: Path) -> Iterator[Phoenix]:
     cluster = Cluster(tmp_path)
-    with cluster.fleet:
+    with cluster.supervisor:
         cluster.start_conductor("conductor.advanced.heartbeat_s=0.2")
         yield Phoenix(cluster, tmp_path / "nvme")
 

@@ -46,7 +46,7 @@ SETTINGS = (
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     running = Cluster(tmp_path)
-    with running.fleet:
+    with running.supervisor:
         running.start_node("n0", *SETTINGS, f"node.nvme_directories={tmp_path / 'nvme'}")
         yield running
 

@@ -108,7 +108,7 @@ class Storm:
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     running = Cluster(tmp_path)
-    with running.fleet:
+    with running.supervisor:
         running.start_node("n0", *SMALL, f"node.nvme_directories={tmp_path / 'nvme'}")
         yield running
 
@@ -132,7 +132,7 @@ def test_a_storm_with_kills_reads_no_wrong_byte_leaks_nothing_and_keeps_deadline
         started = time.monotonic()
         while time.monotonic() < started + STORM_S:
             time.sleep(KILL_EVERY_S)  # the pace of the storm; nothing waits for it
-            cluster.fleet.check()
+            cluster.supervisor.check()
             storm.check_alive()
             storm.kill_one()
             kills += 1

@@ -44,7 +44,7 @@ HUGE = 2**63 - 1
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     running = Cluster(tmp_path_factory.mktemp("bad-input"))
-    with running.fleet:
+    with running.supervisor:
         running.start_node(
             *(
                 "n0",

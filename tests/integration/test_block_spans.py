@@ -23,7 +23,7 @@ LENGTHS = np.array([100, LAYOUT.part_bytes - 1100, 1000], dtype=np.int64)  # unl
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     running = Cluster(tmp_path_factory.mktemp("spans"))
-    with running.fleet:
+    with running.supervisor:
         running.start_conductor()
         running.start_node("n0")
         running.wait_joined(nodes=1)

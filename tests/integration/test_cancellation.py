@@ -30,7 +30,7 @@ BLOCKS = 96
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     running = Cluster(tmp_path_factory.mktemp("cancellation"))
-    with running.fleet:
+    with running.supervisor:
         running.start_node("n0", "node.dram_bytes=256MiB", "node.advanced.slab_bytes=4MiB")
         yield running
 

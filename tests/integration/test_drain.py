@@ -31,7 +31,7 @@ KVPOOL = (sys.executable, "-m", "kvpool")
 def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """Nodes a and b; parametrize indirectly with settings of node a."""
     running = Cluster(tmp_path)
-    with running.fleet:
+    with running.supervisor:
         running.start_conductor(
             "conductor.advanced.heartbeat_s=0.2", "conductor.advanced.suspect_after_s=1"
         )
@@ -40,7 +40,7 @@ def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]
             settings = (f"node.node_id={name}", "node.advanced.grace_s=0.2", *more)
             running.launch_node(name, *settings, host=host)
         for name in HOSTS:
-            running.nodes[name] = running.fleet.wait_ready(running.member(name), 60)
+            running.nodes[name] = running.supervisor.wait_ready(running.member(name), 60)
         running.wait_joined(nodes=2)
         yield running
 
@@ -236,10 +236,10 @@ def test_a_conductor_that_restarts_learns_that_a_node_drains(cluster: Cluster) -
             stdout=subprocess.PIPE,
         )
         wait_until(lambda: cluster.stats()["node_states"].get("a") == "draining", "draining")
-        old = cluster.fleet.members[0]
+        old = cluster.supervisor.members[0]
         old.process.kill()
         old.process.wait(10)
-        cluster.fleet.members.remove(old)
+        cluster.supervisor.members.remove(old)
         cluster.start_conductor(
             "conductor.advanced.heartbeat_s=0.2", port=address.rpartition(":")[2]
         )

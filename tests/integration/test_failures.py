@@ -30,7 +30,7 @@ QUICK = (
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     running = Cluster(tmp_path)
-    with running.fleet:
+    with running.supervisor:
         running.start_conductor(
             "conductor.advanced.heartbeat_s=0.2",
             "conductor.advanced.suspect_after_s=0.8",
@@ -134,7 +134,7 @@ async def test_a_node_that_dies_between_pin_and_read_is_a_typed_error_or_right_b
                 assert transport == "shm"
                 assert (out == data).all()
             assert time.monotonic() - started < 4
-            cluster.fleet.members.remove(cluster.member(name))
+            cluster.supervisor.members.remove(cluster.member(name))
             wait_until(lambda: not cluster.stats()["node_states"], "the dead node is forgotten")
 
 
@@ -153,7 +153,7 @@ async def test_get_from_a_dead_node_is_a_miss_and_a_restarted_one_serves_again(
         got = await pool.get(NAMESPACE, hashes, np.zeros_like(data), timeout_s=3)
         assert (got.found, time.monotonic() - started < 4) == (0, True)
         assert got.miss_reason in ("unavailable", "not_in_index")
-        cluster.fleet.members.remove(cluster.member("n0"))
+        cluster.supervisor.members.remove(cluster.member("n0"))
         wait_until(lambda: not cluster.stats()["node_states"], "the dead node is forgotten")
         with pytest.raises(Unavailable):
             await pool.put(NAMESPACE, hashes, data, timeout_s=2)
@@ -179,10 +179,10 @@ def test_a_node_serves_on_without_conductor_and_reports_all_to_the_next(cluster:
     cluster.wait_joined(nodes=1)
     hashes, data = chain(4, 5), np.full((5, SIZE), 3, np.uint8)
     address = cluster.conductor["wire"]
-    old = cluster.fleet.members[0]
+    old = cluster.supervisor.members[0]
     os.kill(old.process.pid, signal.SIGKILL)
     old.process.wait(10)
-    cluster.fleet.members.remove(old)
+    cluster.supervisor.members.remove(old)
     with Pool(node=cluster.nodes["n0"]["wire"], host_label="here") as pool:
         assert pool.put(NAMESPACE, hashes, data).stored == 5
     with Pool(conductor=address, timeout_s=1) as pool, pytest.raises(Unavailable):
@@ -234,7 +234,7 @@ def test_blocks_on_nvme_survive_kill_and_are_verified_when_read(
 
     wait_until(lambda: on_disk() == 20, "written through")
     cluster.kill("n0")
-    cluster.fleet.members.remove(cluster.member("n0"))
+    cluster.supervisor.members.remove(cluster.member("n0"))
     # One byte of the eleventh block rots while nobody looks.
     slabs = disk / "slabs"
     content = slabs.read_bytes()
@@ -263,7 +263,7 @@ def test_what_an_older_life_of_a_node_said_is_void(cluster: Cluster) -> None:
         wait_until(lambda: pool.lookup(NAMESPACE, hashes).found == 2, "the index hears of it")
         link_node = pool.nodes()[0].descriptor
         cluster.kill("n0")
-        cluster.fleet.members.remove(cluster.member("n0"))
+        cluster.supervisor.members.remove(cluster.member("n0"))
         again = cluster.start_node("n0", "node.node_id=fixed")
         assert again["epoch"] > facts["epoch"]
         wait_until(lambda: pool.lookup(NAMESPACE, hashes).found == 0, "blocks of the old life go")
@@ -276,8 +276,8 @@ def test_what_an_older_life_of_a_node_said_is_void(cluster: Cluster) -> None:
 async def test_a_client_that_outlives_a_nodes_restart_meets_it_afresh(cluster: Cluster) -> None:
     port = cluster.conductor["wire"].rpartition(":")[2]
     settings = ("node.node_id=fixed", f"node.wire_port={int(port) + 1}")
-    member = cluster.fleet.launch("n0", _node_on_fixed_port(cluster, settings))
-    cluster.nodes["n0"] = cluster.fleet.wait_ready(member, 60)
+    member = cluster.supervisor.launch("n0", _node_on_fixed_port(cluster, settings))
+    cluster.nodes["n0"] = cluster.supervisor.wait_ready(member, 60)
     cluster.wait_joined(nodes=1)
     old = np.full((3, SIZE), 11, np.uint8)
     new = np.full((3, SIZE), 22, np.uint8)
@@ -288,9 +288,9 @@ async def test_a_client_that_outlives_a_nodes_restart_meets_it_afresh(cluster: C
         await pool.put(NAMESPACE, first, old)
         await pool.get(NAMESPACE, first, np.zeros_like(old))  # the memory is mapped from here on
         cluster.kill("n0")
-        cluster.fleet.members.remove(cluster.member("n0"))
-        member = cluster.fleet.launch("n0", _node_on_fixed_port(cluster, settings))
-        again = cluster.fleet.wait_ready(member, 60)
+        cluster.supervisor.members.remove(cluster.member("n0"))
+        member = cluster.supervisor.launch("n0", _node_on_fixed_port(cluster, settings))
+        again = cluster.supervisor.wait_ready(member, 60)
         assert (again["id"], again["wire"]) == (
             cluster.nodes["n0"]["id"],
             cluster.nodes["n0"]["wire"],

@@ -40,9 +40,9 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
             sets = [text for setting in ENGINE for text in ("--set", setting)]
             arguments = [*sets, "worker", *FREE_PORTS, "--role", role, "--host-label", "here"]
             arguments += ["--conductor", running.conductor["wire"]]
-            running.fleet.launch(f"w{number}", arguments)
+            running.supervisor.launch(f"w{number}", arguments)
         for number in range(len(ROLES)):
-            running.fleet.wait_ready(running.member(f"w{number}"), 60)
+            running.supervisor.wait_ready(running.member(f"w{number}"), 60)
         for name in "ab":
             running.wait_live(name, 2)
             wait_until(lambda name=name: _live_workers(running, name) == len(ROLES), "workers")

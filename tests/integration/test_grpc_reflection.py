@@ -94,7 +94,7 @@ class Reflected:
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Reflected]]:
     running = Cluster(tmp_path_factory.mktemp("grpc"))
-    with running.fleet:
+    with running.supervisor:
         running.start_conductor(
             "conductor.advanced.heartbeat_s=0.2", "conductor.advanced.suspect_after_s=5"
         )

@@ -21,7 +21,7 @@ from tests.support.process_cluster import Cluster, wait_until
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     running = Cluster(tmp_path_factory.mktemp("hashes"))
-    with running.fleet:
+    with running.supervisor:
         running.start_conductor()
         running.start_node("n0", "node.transports=shm")
         running.wait_joined(nodes=1)
@@ -32,7 +32,7 @@ def wrong(namespace: Namespace) -> HashProof:
     """As from another version of the library."""
     proof = proof_of(namespace)
     told = {**proof.versions, "xxhash": "2.0.0 (0.6)"}
-    return msgspec.structs.replace(proof, golden=bytes(16), versions=told)
+    return msgspec.structs.replace(proof, known_answer=bytes(16), versions=told)
 
 
 @pytest.mark.parametrize("at", ["conductor", "node"])

@@ -43,7 +43,7 @@ def _has_cuda() -> bool:
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     running = Cluster(tmp_path)
-    with running.fleet:
+    with running.supervisor:
         running.start_node(
             "a",
             *SETTINGS,
@@ -144,7 +144,7 @@ def test_prefetch_brings_blocks_into_hbm_from_dram_and_nvme(cluster: Cluster) ->
         assert (out == data).all()
         wait_until(lambda: blocks_in(cluster, "nvme") == BLOCKS, "written through")
     cluster.kill("a")
-    cluster.fleet.members.remove(cluster.member("a"))
+    cluster.supervisor.members.remove(cluster.member("a"))
     cluster.start_node(
         "a",
         *SETTINGS,
@@ -203,7 +203,7 @@ def test_hbm_of_a_gpu_is_written_and_read_over_nixl(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     hashes, data = chain(7), content(7)
     out = np.zeros_like(data)
-    with cluster.fleet:
+    with cluster.supervisor:
         cluster.start_node("a", *SETTINGS[:-1], "node.advanced.hbm_device=cuda:0")
         with client(cluster) as pool:
             put = pool.put(NAMESPACE, hashes, data, tier=Tier.HBM)
@@ -222,7 +222,7 @@ def test_hbm_of_a_gpu_is_written_and_read_over_nixl(tmp_path: Path) -> None:
 
 def test_a_device_that_is_not_there_ends_the_start_with_a_clear_error(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
-    with cluster.fleet:
+    with cluster.supervisor:
         member = cluster.launch_node("a", "node.hbm_bytes=2MiB", "node.advanced.hbm_device=cuda:99")
         assert member.process.wait(60) == 2
     logged = "".join(path.read_text() for path in (tmp_path / "logs").iterdir() if path.is_file())

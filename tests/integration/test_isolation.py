@@ -40,7 +40,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     directory = tmp_path_factory.mktemp("isolated")
     running = Cluster(directory, env=environment(tokens_file(directory)))
     running.http = httpx.Client(timeout=10, headers=bearer("operator"))
-    with running.fleet:
+    with running.supervisor:
         running.start_conductor()
         running.start_node("a", "node.advanced.isolated_dram_bytes=8MiB")
         running.wait_joined(nodes=3)  # its own, and those of vault and safe

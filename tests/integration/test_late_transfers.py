@@ -83,7 +83,7 @@ asyncio.run(main())
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     running = Cluster(tmp_path, env=TCP_ONLY)
-    with running.fleet:
+    with running.supervisor:
         running.start_node("n0", "node.dram_bytes=64MiB", "node.advanced.slab_bytes=8MiB")
         yield running
 

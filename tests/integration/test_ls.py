@@ -26,7 +26,7 @@ DATA = np.zeros((5, LAYOUT.part_bytes), np.uint8)
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     directory = tmp_path_factory.mktemp("ls")
     running = Cluster(directory, env=environment(tokens_file(directory)))
-    with running.fleet:
+    with running.supervisor:
         running.start_conductor()
         for name in ("a", "b"):
             running.start_node(name, f"node.node_id={name}", host=name)

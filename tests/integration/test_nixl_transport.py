@@ -25,7 +25,7 @@ RUN_BYTES = 256 << 10
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     running = Cluster(tmp_path)
-    with running.fleet:
+    with running.supervisor:
         running.start_node("n0", "node.dram_bytes=64MiB", "node.advanced.slab_bytes=8MiB")
         yield running
 

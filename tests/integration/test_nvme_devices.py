@@ -37,7 +37,7 @@ HASHES, DATA = chain(1), numbers(1)
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     running = Cluster(tmp_path)
-    with running.fleet:
+    with running.supervisor:
         running.start_conductor(
             "conductor.advanced.heartbeat_s=0.2", "conductor.advanced.suspect_after_s=1"
         )
@@ -57,7 +57,7 @@ def start(cluster: Cluster, *settings: str, directories: list[Path] | None = Non
 
 def killed(cluster: Cluster) -> None:
     cluster.kill("a")
-    cluster.fleet.members.remove(cluster.member("a"))
+    cluster.supervisor.members.remove(cluster.member("a"))
 
 
 def client(cluster: Cluster) -> Pool:

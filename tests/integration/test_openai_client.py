@@ -25,7 +25,7 @@ PROMPT = [int(at * 7919 % 50_000) for at in range(640)]
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     running = Cluster(tmp_path)
-    with running.fleet:
+    with running.supervisor:
         running.start_conductor(
             "conductor.advanced.heartbeat_s=0.2", "conductor.advanced.min_remote_prefill_tokens=64"
         )
@@ -33,9 +33,9 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         for role in ("prefill", "decode"):
             sets = [text for setting in ENGINE for text in ("--set", setting)]
             arguments = [*sets, "worker", *FREE_PORTS, "--role", role, "--host-label", "here"]
-            running.fleet.launch(role, [*arguments, "--conductor", running.conductor["wire"]])
+            running.supervisor.launch(role, [*arguments, "--conductor", running.conductor["wire"]])
         for role in ("prefill", "decode"):
-            running.workers[role] = running.fleet.wait_ready(running.member(role), 60)
+            running.workers[role] = running.supervisor.wait_ready(running.member(role), 60)
         running.wait_joined(nodes=1, workers=2)
         yield running
 

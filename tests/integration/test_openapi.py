@@ -40,7 +40,7 @@ FACES = ("conductor", "node")
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     running = Cluster(tmp_path_factory.mktemp("openapi"))
-    with running.fleet:
+    with running.supervisor:
         tokenizer = save_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
         running.start_conductor(
             "conductor.advanced.max_output_tokens=8",
@@ -50,8 +50,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         running.start_node("n")
         sets = [text for setting in ENGINE for text in ("--set", setting)]
         arguments = [*sets, "worker", *FREE_PORTS, "--role", "both", "--host-label", "here"]
-        running.fleet.launch("w", [*arguments, "--conductor", running.conductor["wire"]])
-        running.fleet.wait_ready(running.member("w"), 60)
+        running.supervisor.launch("w", [*arguments, "--conductor", running.conductor["wire"]])
+        running.supervisor.wait_ready(running.member("w"), 60)
         running.wait_joined(nodes=1, workers=1)
         yield running
 

@@ -25,7 +25,7 @@ PAGE = SIZE // PAGES
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     running = Cluster(tmp_path)
-    with running.fleet:
+    with running.supervisor:
         running.start_node("n0")
         yield running
 

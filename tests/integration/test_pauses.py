@@ -24,7 +24,7 @@ from tests.support.process_cluster import Cluster, wait_until
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     running = Cluster(tmp_path)
-    with running.fleet:
+    with running.supervisor:
         running.start_conductor(
             "conductor.advanced.heartbeat_s=0.2",
             "conductor.advanced.suspect_after_s=0.8",
@@ -37,7 +37,7 @@ def test_a_frozen_conductor_costs_a_deadline_and_forgets_nobody(cluster: Cluster
     cluster.start_node("n0", "node.transports=shm")
     cluster.wait_joined(nodes=1)
     hashes, data = prompt(1, 4), contents(prompt(1, 4))
-    conductor = cluster.fleet.members[0].process
+    conductor = cluster.supervisor.members[0].process
     with (
         Pool(conductor=cluster.conductor["wire"], host_label="here") as pool,
         Pool(node=cluster.nodes["n0"]["wire"], host_label="here") as direct,

@@ -37,12 +37,12 @@ SIZE = LAYOUT.part_bytes
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     running = Cluster(tmp_path_factory.mktemp("pool"))
-    with running.fleet:
+    with running.supervisor:
         running.start_conductor()
         for name, host in (("here", "here"), ("there", "there")):
             running.launch_node(name, "node.advanced.lease_s=5", host=host)
         for name in ("here", "there"):
-            running.nodes[name] = running.fleet.wait_ready(running.member(name), 60)
+            running.nodes[name] = running.supervisor.wait_ready(running.member(name), 60)
         running.wait_joined(nodes=2)
         yield running
 

@@ -38,7 +38,7 @@ def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]
         "node.nvme_bytes=16MiB",
         *getattr(request, "param", ()),
     )
-    with running.fleet:
+    with running.supervisor:
         running.start_conductor(
             "conductor.advanced.heartbeat_s=0.2", "conductor.advanced.suspect_after_s=1"
         )
@@ -48,7 +48,7 @@ def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]
             pool.put(NAMESPACE, HASHES, DATA)
         wait_until(lambda: blocks_in(running, "nvme") == BLOCKS, "written through")
         running.kill("a")
-        running.fleet.members.remove(running.member("a"))
+        running.supervisor.members.remove(running.member("a"))
         running.start_node("a", *settings)
         running.wait_joined(nodes=1)
         yield running

@@ -28,7 +28,7 @@ ENGINE = (
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     """Two hosts with a node each, whose DRAM is small; a worker on the first."""
     running = Cluster(tmp_path)
-    with running.fleet:
+    with running.supervisor:
         running.start_conductor(
             "conductor.advanced.heartbeat_s=0.2",
             "conductor.advanced.suspect_after_s=3",
@@ -45,10 +45,10 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
             )
         sets = [text for setting in ENGINE for text in ("--set", setting)]
         arguments = [*sets, "worker", *FREE_PORTS, "--role", "both", "--host-label", "host-a"]
-        running.fleet.launch("w", [*arguments, "--conductor", running.conductor["wire"]])
+        running.supervisor.launch("w", [*arguments, "--conductor", running.conductor["wire"]])
         for name in ("a", "b"):
-            running.nodes[name] = running.fleet.wait_ready(running.member(name), 60)
-        running.fleet.wait_ready(running.member("w"), 60)
+            running.nodes[name] = running.supervisor.wait_ready(running.member(name), 60)
+        running.supervisor.wait_ready(running.member("w"), 60)
         running.wait_joined(nodes=2, workers=1)
         yield running
 
@@ -147,7 +147,7 @@ def test_a_hint_moves_blocks_to_the_host_of_the_worker_that_would_read_them(
         moved = pool.replicate(space, hashes, to=node_b)
         assert moved.stored == BLOCKS
     cluster.kill("a")
-    cluster.fleet.members.remove(cluster.member("a"))
+    cluster.supervisor.members.remove(cluster.member("a"))
     wait_until(lambda: where.nodes() == {node_b}, "the first host's node is forgotten", 30)
     other = ("node.dram_bytes=8MiB", "node.advanced.slab_bytes=1MiB")
     cluster.start_node("a", *other, host="host-a")  # comes back with nothing

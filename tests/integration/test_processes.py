@@ -130,7 +130,7 @@ def _is_alive(pid: int) -> bool:
 
 def test_files_go_into_the_pool_and_come_back_by_command(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
-    with cluster.fleet:
+    with cluster.supervisor:
         cluster.start_conductor()
         cluster.start_node("n0")
         cluster.wait_joined(nodes=1)

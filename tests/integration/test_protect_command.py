@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Cluster]:
     running = Cluster(tmp_path_factory.mktemp("protect"))
-    with running.fleet:
+    with running.supervisor:
         running.start_conductor(model=str(model))
         running.start_node("n0")
         running.wait_joined(nodes=1)

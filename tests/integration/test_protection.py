@@ -24,7 +24,7 @@ TENANT = msgspec.structs.replace(NAMESPACE, tenant="guaranteed")
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     running = Cluster(tmp_path_factory.mktemp("protection"))
-    with running.fleet:
+    with running.supervisor:
         running.start_conductor()
         running.start_node(
             "small",

@@ -25,7 +25,7 @@ RDMA = ("self/memory", "tcp/lo", "rc_mlx5/mlx5_0:1")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two nodes for two hosts; the second listens on every interface, so that others may have to reach it."""
     running = Cluster(tmp_path_factory.mktemp("fabric"), env={"UCX_NET_DEVICES": "lo"})
-    with running.fleet:
+    with running.supervisor:
         running.start_conductor()
         running.start_node("a", "node.node_id=a", host="here")
         everywhere = (
@@ -96,12 +96,12 @@ def test_where_rdma_is_required_nothing_goes_over_tcp(
 def test_a_node_that_requires_rdma_does_not_start_without(cluster: Cluster) -> None:
     member = cluster.launch_node("c", "node.require_rdma=true", host="third")
     with pytest.raises((KvpoolError, RuntimeError, subprocess.SubprocessError)):
-        cluster.fleet.wait_ready(member, 60)
+        cluster.supervisor.wait_ready(member, 60)
     assert member.process.wait(20) != 0
     told = (cluster.directory / "logs" / "c.log").read_text()
     assert "node.require_rdma is set, and UCX has no RDMA here" in told
     assert "tcp/lo" in told
-    cluster.fleet.members.remove(member)
+    cluster.supervisor.members.remove(member)
 
 
 def test_requiring_rdma_without_nixl_is_a_contradiction() -> None:
@@ -113,7 +113,7 @@ def test_a_worker_that_requires_rdma_does_not_start_without(cluster: Cluster) ->
     settings = ("client.require_rdma=true", "worker.engine=fake")
     member = cluster.launch_worker("w", "both", Path("tiny"), *settings)
     with pytest.raises((KvpoolError, RuntimeError, subprocess.SubprocessError)):
-        cluster.fleet.wait_ready(member, 60)
+        cluster.supervisor.wait_ready(member, 60)
     told = (cluster.directory / "logs" / "w.log").read_text()
     assert "client.require_rdma is set, and UCX has no RDMA here" in told
-    cluster.fleet.members.remove(member)
+    cluster.supervisor.members.remove(member)

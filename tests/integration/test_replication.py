@@ -47,7 +47,7 @@ TCP_ONLY = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Three nodes that live through all tests of this module that use them."""
     running = Cluster(tmp_path_factory.mktemp("copies"))
-    with running.fleet:
+    with running.supervisor:
         running.start_conductor(
             "conductor.advanced.heartbeat_s=0.2", "conductor.advanced.suspect_after_s=1"
         )
@@ -56,7 +56,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
                 name, f"node.node_id={name}", "node.advanced.quarantine_s=1", host=host
             )
         for name in HOSTS:
-            running.nodes[name] = running.fleet.wait_ready(running.member(name), 60)
+            running.nodes[name] = running.supervisor.wait_ready(running.member(name), 60)
         running.wait_joined(nodes=3)
         yield running
 
@@ -65,7 +65,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def doomed(tmp_path: Path) -> Iterator[Cluster]:
     """Two nodes for a test that ends one of them; copies go over TCP."""
     running = Cluster(tmp_path, env=TCP_ONLY)
-    with running.fleet:
+    with running.supervisor:
         running.start_conductor(
             "conductor.advanced.heartbeat_s=0.2", "conductor.advanced.suspect_after_s=0.8"
         )
@@ -78,7 +78,7 @@ def doomed(tmp_path: Path) -> Iterator[Cluster]:
             )
             running.launch_node(name, *sizes, *once, host=HOSTS[name])
         for name in ("a", "b"):
-            running.nodes[name] = running.fleet.wait_ready(running.member(name), 60)
+            running.nodes[name] = running.supervisor.wait_ready(running.member(name), 60)
         running.wait_joined(nodes=2)
         yield running
 

@@ -29,7 +29,7 @@ HOSTS = {"shm": "here", "nixl": "elsewhere"}  # the transport by which a client 
 def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """A node of two arenas of 16 MiB; parametrize indirectly with more settings of it."""
     running = Cluster(tmp_path)
-    with running.fleet:
+    with running.supervisor:
         running.start_conductor("conductor.advanced.heartbeat_s=0.2")
         settings = (
             "node.advanced.arenas=2",

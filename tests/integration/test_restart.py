@@ -23,7 +23,7 @@ SETTINGS = (
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     running = Cluster(tmp_path)
-    with running.fleet:
+    with running.supervisor:
         yield running
 
 

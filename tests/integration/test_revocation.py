@@ -23,7 +23,7 @@ ACME = msgspec.structs.replace(NAMESPACE, tenant="acme")
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     running = Cluster(tmp_path, env=environment(tokens_file(tmp_path)))
     running.http = httpx.Client(timeout=10, headers=bearer("operator"))
-    with running.fleet:
+    with running.supervisor:
         running.start_conductor()
         running.start_node("n0")
         running.wait_joined(nodes=1)

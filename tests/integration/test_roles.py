@@ -32,7 +32,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     # Else a decode worker would prefill when the queues are long, and both objectives would be missed.
     rules = tmp_path / "rules.yaml"
     rules.write_text("rules: [{name: r, match: {min_prompt_tokens: 64}, mode: disaggregated}]\n")
-    with running.fleet:
+    with running.supervisor:
         running.start_conductor(
             "conductor.move_roles=true",
             f"conductor.rules_path={rules}",
@@ -51,9 +51,9 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
             sets = [text for setting in ENGINE for text in ("--set", setting)]
             arguments = [*sets, "worker", *FREE_PORTS, "--role", role, "--host-label", "here"]
             arguments += ["--conductor", running.conductor["wire"]]
-            members.append(running.fleet.launch(f"w{number}", arguments))
+            members.append(running.supervisor.launch(f"w{number}", arguments))
         for member in members:
-            running.fleet.wait_ready(member, 60)
+            running.supervisor.wait_ready(member, 60)
         running.wait_joined(nodes=1, workers=4)
         yield running
 

@@ -21,7 +21,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     directory = tmp_path_factory.mktemp("rules")
     (directory / "rules.yaml").write_text("mode: disaggregated\n")
     running = Cluster(directory)
-    with running.fleet:
+    with running.supervisor:
         running.start_conductor(
             f"conductor.rules_path={directory / 'rules.yaml'}",
             "conductor.advanced.min_remote_prefill_tokens=0",
@@ -30,7 +30,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         for role in ("prefill", "decode"):
             sets = [text for setting in ENGINE for text in ("--set", setting)]
             arguments = [*sets, "worker", *FREE_PORTS, "--role", role, "--host-label", "here"]
-            running.fleet.start(role, [*arguments, "--conductor", running.conductor["wire"]])
+            running.supervisor.start(role, [*arguments, "--conductor", running.conductor["wire"]])
         running.wait_joined(nodes=1, workers=2)
         yield running
 

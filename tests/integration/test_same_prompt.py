@@ -54,7 +54,7 @@ asyncio.run(main())
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     running = Cluster(tmp_path_factory.mktemp("same-prompt"))
-    with running.fleet:
+    with running.supervisor:
         running.start_node("n0", "node.advanced.quarantine_s=30", "node.advanced.reservation_s=60")
         yield running
 

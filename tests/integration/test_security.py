@@ -44,13 +44,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     env = environment(tokens_file(directory))
     running = Cluster(directory, env={**env, "KVPOOL_WORKER__TENANT": "acme"})
     running.http = httpx.Client(timeout=10, headers=bearer("operator"))
-    with running.fleet:
+    with running.supervisor:
         running.start_conductor()
         for name in ("a", "b"):
             running.launch_node(name)
         running.launch_worker("w", "both", Path(MODEL), "worker.engine=fake")
         for name in ("a", "b"):
-            running.nodes[name] = running.fleet.wait_ready(running.member(name), 60)
+            running.nodes[name] = running.supervisor.wait_ready(running.member(name), 60)
         running.ready_worker("w")
         running.wait_joined(nodes=2, workers=1)
         with client(running, "acme") as pool:
@@ -364,7 +364,7 @@ def test_one_may_listen_beyond_this_machine_with_tokens_or_when_told_so(tmp_path
         (f"conductor.tokens_path={tokens}", "unencrypted"),
     ):
         running = Cluster(tmp_path)
-        with running.fleet:
+        with running.supervisor:
             running.start_conductor(setting, "conductor.host=0.0.0.0")
             [log] = [p for p in (tmp_path / "logs").iterdir() if p.name.startswith("conductor")]
             assert warning in log.read_text()

@@ -46,7 +46,7 @@ def start(cluster: Cluster, model: Path) -> Cluster:
     cluster.launch_worker("decode-a", "decode", model, cache, host="host-a")
     cluster.launch_worker("decode-b", "decode", model, cache, host="host-b")
     for name in ("node-a", "node-b"):
-        cluster.nodes[name] = cluster.fleet.wait_ready(cluster.member(name), 60)
+        cluster.nodes[name] = cluster.supervisor.wait_ready(cluster.member(name), 60)
     for name in ("prefill", "decode-a", "decode-b"):
         cluster.ready_worker(name)
     cluster.wait_joined(nodes=2, workers=3)
@@ -56,7 +56,7 @@ def start(cluster: Cluster, model: Path) -> Cluster:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Cluster]:
     running = Cluster(tmp_path_factory.mktemp("serving"))
-    with running.fleet:
+    with running.supervisor:
         yield start(running, model)
 
 
@@ -64,7 +64,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[C
 def own_cluster(tmp_path: Path, model: Path) -> Iterator[Cluster]:
     """For tests that kill."""
     running = Cluster(tmp_path)
-    with running.fleet:
+    with running.supervisor:
         yield start(running, model)
 
 
@@ -196,7 +196,7 @@ def test_every_phase_of_a_disaggregated_request_is_measured_and_exported(cluster
     for source in ("dram", "computed"):
         assert f'kvpool_prompt_tokens_total{{source="{source}"}}' in metrics
     assert "kvpool_decode_active_sequences{worker=" in metrics
-    log = cluster.fleet.members[0].log_path.read_text()
+    log = cluster.supervisor.members[0].log_path.read_text()
     line = next(line for line in log.splitlines() if done["request_id"] in line and "done" in line)
     assert all(name in line for name in PHASES)
 
@@ -442,7 +442,7 @@ def test_workers_without_any_node_serve_locally(tmp_path: Path, model: Path) -> 
     cluster = Cluster(
         tmp_path, env={"KVPOOL_CONDUCTOR__ADVANCED__HEARTBEAT_S": "0.2", **os.environ}
     )
-    with cluster.fleet:
+    with cluster.supervisor:
         cluster.start_conductor("conductor.advanced.min_remote_prefill_tokens=64")
         cluster.launch_worker("both", "both", model)
         cluster.ready_worker("both")
@@ -453,7 +453,7 @@ def test_workers_without_any_node_serve_locally(tmp_path: Path, model: Path) -> 
 
 def test_without_any_worker_a_request_is_refused_with_advice(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
-    with cluster.fleet:
+    with cluster.supervisor:
         cluster.start_conductor()
         url = f"http://{cluster.conductor['http']}/v1/completions"
         response = httpx.post(url, json=body(prompt(1, 40)), timeout=10)

@@ -27,7 +27,7 @@ FAKE = ("worker.engine=fake", "fake_engine.bytes_per_token=64")
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     running = Cluster(tmp_path)
-    with running.fleet:
+    with running.supervisor:
         running.start_conductor(*SETTINGS)
         yield running
 
@@ -53,7 +53,7 @@ def test_a_stall_of_the_conductor_expires_nobody_and_erases_nothing(cluster: Clu
         pool.put(NAMESPACE, hashes, data)
         wait_until(lambda: pool.lookup(NAMESPACE, hashes).found == 6, "the index hears of it")
         gaps = cluster.stats()["counters"].get("event_gaps", 0)
-        stand_still(cluster, cluster.fleet.members[0].name, 10)
+        stand_still(cluster, cluster.supervisor.members[0].name, 10)
         until = time.monotonic() + 3  # longer than `dead_after_s`
         while time.monotonic() < until:
             stats = cluster.stats()
@@ -62,7 +62,7 @@ def test_a_stall_of_the_conductor_expires_nobody_and_erases_nothing(cluster: Clu
             assert pool.lookup(NAMESPACE, hashes).found == 6
             time.sleep(0.05)
         assert cluster.stats()["counters"].get("event_gaps", 0) == gaps
-        log = cluster.fleet.members[0].log_path.read_text()
+        log = cluster.supervisor.members[0].log_path.read_text()
     assert log.count("node joined") == 2  # nobody had to join again
     assert "is dead" not in log
 

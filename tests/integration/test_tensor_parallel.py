@@ -32,7 +32,7 @@ SEEDS = itertools.count(1000)  # prompts that no other test uses
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     running = Cluster(tmp_path_factory.mktemp("tensor-parallel"))
-    with running.fleet:
+    with running.supervisor:
         running.start_conductor()
         running.start_node("n0")
         running.wait_joined(nodes=1)

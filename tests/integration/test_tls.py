@@ -49,12 +49,12 @@ def secured(
     if is_mutual:
         context.load_cert_chain(*certificates.of("client"))
     running.http = httpx.Client(timeout=10, headers=bearer("operator"), verify=context)
-    with running.fleet:
+    with running.supervisor:
         running.start_conductor()
         for name, host in (("a", "here"), ("b", "there")):
             running.launch_node(name, host=host)
         for name in ("a", "b"):
-            running.nodes[name] = running.fleet.wait_ready(running.member(name), 60)
+            running.nodes[name] = running.supervisor.wait_ready(running.member(name), 60)
         running.wait_joined(nodes=2)  # over HTTPS; and the nodes joined over TLS
         yield running, is_mutual
 

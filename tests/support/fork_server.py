@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvpool.serving.supervisor import Fleet, Member
+from kvpool.serving.supervisor import Member, Supervisor
 from tests.support.sizes import IS_FULL
 
 # What each command imports: before the first fork at all, or before the first of this command.
@@ -136,8 +136,8 @@ def fork_server() -> ForkServer:
     return server
 
 
-class ForkedFleet(Fleet):
-    """A fleet whose members are forks of the template."""
+class ForkedFleet(Supervisor):
+    """A supervisor whose members are forks of the template."""
 
     def launch(self, name: str, arguments: Sequence[str]) -> Member:
         log_path = self._log_dir / f"{name}.log"

@@ -43,7 +43,7 @@ class Pair(Cluster):
         facts = self.start_conductor(*QUICK, "conductor.index=redis", url, *settings, port=port)
         self.facts[name] = facts
         self.conductor = kept
-        self.members = {**getattr(self, "members", {}), name: self.fleet.members[-1]}
+        self.members = {**getattr(self, "members", {}), name: self.supervisor.members[-1]}
 
     def member_of(self, name: str) -> Member:
         member: Member = self.members[name]
@@ -53,7 +53,7 @@ class Pair(Cluster):
         os.kill(self.member_of(name).process.pid, number)
         if number == signal.SIGKILL:
             self.member_of(name).process.wait(10)
-            self.fleet.members.remove(self.member_of(name))
+            self.supervisor.members.remove(self.member_of(name))
 
     def stats_of(self, name: str) -> dict[str, Any]:
         url = f"http://{self.facts[name]['http']}/v1/stats"
@@ -80,7 +80,7 @@ def running_pair(directory: Path, *settings: str) -> Iterator[Pair]:
     """A pair with these settings of both conductors; everything ends with the block."""
     running = Pair(directory)
     try:
-        with running.fleet:
+        with running.supervisor:
             running.start_pair(*settings)
             yield running
     finally:

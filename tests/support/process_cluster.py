@@ -14,7 +14,7 @@ import msgspec
 
 from kvpool import Pool, hash_chain
 from kvpool.blocks.layout import Layout, Namespace
-from kvpool.serving.supervisor import Fleet, Member
+from kvpool.serving.supervisor import Member, Supervisor
 from tests.support.fork_server import ForkedFleet
 from tests.support.sizes import IS_FULL
 
@@ -37,10 +37,10 @@ def wait_until(claim: Callable[..., Any], what: str, timeout_s: float = 15.0) ->
 
 
 class Cluster:
-    """A pool of real processes. Close it with `fleet.stop()`."""
+    """A pool of real processes. Close it with `supervisor.stop()`."""
 
     def __init__(self, directory: Path, *, env: dict[str, str] | None = None) -> None:
-        self.fleet = (Fleet if IS_FULL else ForkedFleet)(directory / "logs", env)
+        self.supervisor = (Supervisor if IS_FULL else ForkedFleet)(directory / "logs", env)
         self.directory = directory
         self.conductor: dict[str, Any] = {}
         self.nodes: dict[str, dict[str, Any]] = {}
@@ -51,18 +51,18 @@ class Cluster:
     def start_conductor(self, *settings: str, port: str = "0", model: str = "") -> dict[str, Any]:
         arguments = [*_sets(settings), "conductor", "--wire-port", port, "--http-port", "0"]
         arguments += ["--grpc-port", "0", *(["--model", model] if model else [])]
-        self.conductor = self.fleet.start(f"conductor-{time.time_ns()}", arguments)
+        self.conductor = self.supervisor.start(f"conductor-{time.time_ns()}", arguments)
         return self.conductor
 
     def launch_node(self, name: str, *settings: str, host: str = "here") -> Member:
         defaults = ("node.dram_bytes=32MiB", "node.advanced.slab_bytes=1MiB")
         arguments = [*_sets((*defaults, *settings)), "node", *FREE_PORTS, "--grpc-port", "0"]
         arguments += ["--host-label", host, "--conductor", self.conductor.get("wire", "none")]
-        return self.fleet.launch(name, arguments)
+        return self.supervisor.launch(name, arguments)
 
     def start_node(self, name: str, *settings: str, host: str = "here") -> dict[str, Any]:
         member = self.launch_node(name, *settings, host=host)
-        self.nodes[name] = self.fleet.wait_ready(member, 60)
+        self.nodes[name] = self.supervisor.wait_ready(member, 60)
         return self.nodes[name]
 
     def launch_worker(
@@ -72,14 +72,14 @@ class Cluster:
         arguments = [*_sets((*defaults, *settings)), "worker", *FREE_PORTS, "--role", role]
         arguments += ["--model", str(model), "--model-name", "tiny", "--host-label", host]
         arguments += ["--conductor", self.conductor["wire"]]
-        return self.fleet.launch(name, arguments)
+        return self.supervisor.launch(name, arguments)
 
     def ready_worker(self, name: str) -> dict[str, Any]:
-        self.workers[name] = self.fleet.wait_ready(self.member(name), 60)
+        self.workers[name] = self.supervisor.wait_ready(self.member(name), 60)
         return self.workers[name]
 
     def member(self, name: str) -> Member:
-        return next(member for member in self.fleet.members if member.name == name)
+        return next(member for member in self.supervisor.members if member.name == name)
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         """Send a signal to a process; after SIGKILL wait for its end."""

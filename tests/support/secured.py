@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.security.credentials import Credentials
-from kvpool.security.tokens import EVERY_TENANT, Scope, token_line
+from kvpool.security.tokens import token_line
+from kvpool.wire.credentials import Credentials
+from kvpool.wire.principal import EVERY_TENANT, Scope
 
 # name: (tenant, scopes, isolated)
 HOLDERS: dict[str, tuple[str, list[Scope], bool]] = {

@@ -15,7 +15,7 @@ from kvpool.blocks.tier import unpack_tiers
 from kvpool.errors import InvalidArgument
 from kvpool.proto import kvpool_pb2 as pb
 from kvpool.proto import kvpool_pb2_grpc as pb_grpc
-from kvpool.security.authorization import CALLER, Gate
+from kvpool.security.authorization import CALLER, Authorizer
 from kvpool.security.tls import ServerTls
 from kvpool.serving.grpc import GrpcServer, hashes_from, namespace_from_proto, typed_errors
 from kvpool.serving.http import base_app
@@ -45,14 +45,14 @@ HexHash = Annotated[str, Path(pattern="^[0-9a-f]{32}$")]
 class NodeGrpc(pb_grpc.NodeServicer):
     """gRPC face of a `NodeService`."""
 
-    def __init__(self, service: NodeService, gate: Gate) -> None:
+    def __init__(self, service: NodeService, authorizer: Authorizer) -> None:
         self._service = service
-        self._gate = gate
+        self._authorizer = authorizer
 
     @typed_errors
     async def RegisterNamespace(self, request: Any, _context: Any) -> Any:
         namespace = namespace_from_proto(request.namespace)
-        admitted = self._gate.admit(m.RegisterNamespace(namespace), CALLER.get())
+        admitted = self._authorizer.authorize(m.RegisterNamespace(namespace), CALLER.get())
         reply = self._service.register_namespace(admitted)
         return pb.RegisterNamespaceReply(namespace_id=reply.namespace_id, name=namespace.name)
 
@@ -60,7 +60,7 @@ class NodeGrpc(pb_grpc.NodeServicer):
     async def Lookup(self, request: Any, _context: Any) -> Any:
         hashes = pack_hashes(hashes_from(request.hashes))
         lookup = m.NodeLookup(request.namespace_id, hashes)
-        reply = self._service.lookup(self._gate.admit(lookup, CALLER.get()))
+        reply = self._service.lookup(self._authorizer.authorize(lookup, CALLER.get()))
         return pb.NodeLookupReply(
             found=reply.found, tiers=[str(tier) for tier in unpack_tiers(reply.tiers)]
         )
@@ -71,14 +71,18 @@ class NodeGrpc(pb_grpc.NodeServicer):
         put = m.PutInline(
             request.namespace_id, block_hash, request.parent, request.part, request.data
         )
-        reply = await self._service.put_inline(self._gate.admit(put, CALLER.get()), GRPC_CLIENT)
+        reply = await self._service.put_inline(
+            self._authorizer.authorize(put, CALLER.get()), GRPC_CLIENT
+        )
         return pb.PutReply(status=_STATUS[reply.status])
 
     @typed_errors
     async def Get(self, request: Any, _context: Any) -> Any:
         [block_hash] = hashes_from([request.block_hash])
         get = m.GetInline(request.namespace_id, block_hash, request.part)
-        reply = await self._service.get_inline(self._gate.admit(get, CALLER.get()), GRPC_CLIENT)
+        reply = await self._service.get_inline(
+            self._authorizer.authorize(get, CALLER.get()), GRPC_CLIENT
+        )
         return pb.GetReply(data=reply.data, checksum=reply.checksum, tier=str(reply.tier))
 
     @typed_errors
@@ -87,15 +91,18 @@ class NodeGrpc(pb_grpc.NodeServicer):
 
 
 def grpc_server(
-    service: NodeService, max_message_bytes: int, gate: Gate, tls: ServerTls | None = None
+    service: NodeService,
+    max_message_bytes: int,
+    authorizer: Authorizer,
+    tls: ServerTls | None = None,
 ) -> GrpcServer:
     """The node's gRPC server, not started."""
-    servicer = NodeGrpc(service, gate)
+    servicer = NodeGrpc(service, authorizer)
     return GrpcServer(
         lambda server: pb_grpc.add_NodeServicer_to_server(servicer, server),
         "Node",
         max_message_bytes=max_message_bytes,
-        gate=gate,
+        authorizer=authorizer,
         tls=tls,
     )
 
@@ -110,7 +117,7 @@ def http_app(
     registry: CollectorRegistry,
     not_ready: Callable[[], str],
     max_body_bytes: int,
-    gate: Gate,
+    authorizer: Authorizer,
     notice: Callable[[], str] = lambda: "",
 ) -> FastAPI:
     """The node's HTTP face: health, metrics, stats, and single blocks for anyone with curl."""
@@ -119,7 +126,7 @@ def http_app(
         registry,
         not_ready,
         max_body_bytes=max_body_bytes,
-        gate=gate,
+        authorizer=authorizer,
         notice=notice,
     )
 
@@ -148,7 +155,7 @@ def http_app(
             namespace = msgspec.json.decode(await request.body(), type=Namespace)
         except msgspec.DecodeError as error:
             raise InvalidArgument(f"not a namespace: {error}") from error
-        admitted = gate.admit(m.RegisterNamespace(namespace), CALLER.get())
+        admitted = authorizer.authorize(m.RegisterNamespace(namespace), CALLER.get())
         reply = service.register_namespace(admitted)
         return {"namespace_id": reply.namespace_id.hex(), "name": namespace.name}
 
@@ -170,7 +177,7 @@ def http_app(
             part,
             await request.body(),
         )
-        reply = await service.put_inline(gate.admit(message, CALLER.get()), HTTP_CLIENT)
+        reply = await service.put_inline(authorizer.authorize(message, CALLER.get()), HTTP_CLIENT)
         return {"status": _STATUS[reply.status]}
 
     @app.get(
@@ -184,7 +191,7 @@ def http_app(
         part: Annotated[int, Query(ge=0, le=4096)] = 0,
     ) -> Response:
         message = m.GetInline(bytes.fromhex(namespace_id), bytes.fromhex(block_hash), part)
-        reply = await service.get_inline(gate.admit(message, CALLER.get()), HTTP_CLIENT)
+        reply = await service.get_inline(authorizer.authorize(message, CALLER.get()), HTTP_CLIENT)
         headers = {"X-Kvpool-Checksum": f"{reply.checksum:016x}", "X-Kvpool-Tier": str(reply.tier)}
         return Response(reply.data, media_type="application/octet-stream", headers=headers)
 

@@ -18,9 +18,9 @@ from kvpool.blocks.hash_check import proof_of
 from kvpool.blocks.hashing import pack_hashes
 from kvpool.client.node.placement import nodes_for_tenant, rank_nodes
 from kvpool.errors import Draining, InvalidArgument, KvpoolError
-from kvpool.security.credentials import NO_CREDENTIALS, Credentials
 from kvpool.wire import FailoverClient, WireClient
 from kvpool.wire import messages as m
+from kvpool.wire.credentials import NO_CREDENTIALS, Credentials
 from tiers.store.store import Store
 
 log = structlog.get_logger(__name__)

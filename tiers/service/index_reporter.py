@@ -18,9 +18,9 @@ from kvpool.blocks.hash_check import proof_of
 from kvpool.blocks.hashing import HASH_BYTES, pack_hashes
 from kvpool.blocks.layout import Namespace
 from kvpool.errors import REFUSALS, KvpoolError, Unavailable
-from kvpool.security.credentials import NO_CREDENTIALS, Credentials
 from kvpool.wire import WireClient, split_addresses
 from kvpool.wire import messages as m
+from kvpool.wire.credentials import NO_CREDENTIALS, Credentials
 from tiers.service.service import NodeService
 from tiers.store.blocks import StoreEvent
 

@@ -30,11 +30,11 @@ from kvpool.errors import (
     StaleEpoch,
     Unavailable,
 )
-from kvpool.security.credentials import NO_CREDENTIALS, Credentials
 from kvpool.transports import Pieces, Transports
 from kvpool.transports.copy import Sums
 from kvpool.transports.nixl import NixlTransport
 from kvpool.wire import messages as m
+from kvpool.wire.credentials import NO_CREDENTIALS, Credentials
 from tiers.memory.arena import Arena
 from tiers.memory.arena_set import ArenaSet
 from tiers.store.store import Reservation, Store

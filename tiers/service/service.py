@@ -24,9 +24,9 @@ from kvpool.blocks.hashing import HASH_BYTES, checksum, pack_hashes, unpack_hash
 from kvpool.blocks.layout import Namespace
 from kvpool.blocks.tier import Tier
 from kvpool.errors import BlockMiss, InvalidArgument, KvpoolError, NoRoom, WrongByteCount
-from kvpool.security.tokens import ANYBODY, Principal
 from kvpool.wire import Session, WireServer
 from kvpool.wire import messages as m
+from kvpool.wire.principal import ANYBODY, Principal
 from tiers.memory.arena import Arena
 from tiers.memory.arena_set import ArenaSet
 from tiers.memory.hbm_arena import DeviceArena

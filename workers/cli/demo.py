@@ -27,7 +27,7 @@ from rich.table import Table
 
 from kvpool.cli.output import print_json
 from kvpool.errors import KvpoolError
-from kvpool.serving.supervisor import Fleet
+from kvpool.serving.supervisor import Supervisor
 
 MODEL = "smollm2-135m"
 MAX_NEW_TOKENS = 48
@@ -88,15 +88,15 @@ def demo(
         logs = log_dir or Path(scratch) / "logs"
         with _step(out, "preparing the model (converted once, then cached)"):
             model = _model()
-        with Fleet(logs) as fleet:
-            address, wire = _start(fleet, out, Path(scratch), model)
+        with Supervisor(logs) as supervisor:
+            address, wire = _start(supervisor, out, Path(scratch), model)
             answers = _ask_all(out, address)
             result = _result(answers)
             _show(out, answers, result)
             out.print("\n[bold]kvpool stats[/bold]")
             _print_stats(out, wire)
             with _step(out, "stopping everything"):
-                fleet.stop()
+                supervisor.stop()
     result_file.write_text(json.dumps(result, indent=2) + "\n")
     out.print(f"{time.monotonic() - started:.0f} s in all; result in {result_file}")
     if as_json:
@@ -124,15 +124,15 @@ def _model() -> Path:
     return prepare_model(MODEL, default_cache_dir())
 
 
-def _start(fleet: Fleet, out: Console, scratch: Path, model: Path) -> tuple[str, str]:
+def _start(supervisor: Supervisor, out: Console, scratch: Path, model: Path) -> tuple[str, str]:
     """The processes; returns the conductor's HTTP and wire addresses."""
     free = ["--wire-port", "0", "--http-port", "0"]
     with _step(out, "starting conductor and two pool nodes"):
-        conductor = fleet.start(
+        conductor = supervisor.start(
             "conductor", ["conductor", *free, "--grpc-port", "0", "--model", str(model)]
         )
         nodes = [
-            fleet.launch(
+            supervisor.launch(
                 f"node-{host}",
                 [
                     *("node", *free, "--grpc-port", "0", "--conductor", conductor["wire"]),
@@ -143,10 +143,10 @@ def _start(fleet: Fleet, out: Console, scratch: Path, model: Path) -> tuple[str,
             for host in "ab"
         ]
         for node in nodes:
-            fleet.wait_ready(node, READY_TIMEOUT_S)
+            supervisor.wait_ready(node, READY_TIMEOUT_S)
     with _step(out, "starting one prefill and two decode workers"):
         workers = [
-            fleet.launch(
+            supervisor.launch(
                 f"{role}-{host}",
                 [
                     *("--set", "worker.advanced.local_cache_tokens=4096"),
@@ -158,7 +158,7 @@ def _start(fleet: Fleet, out: Console, scratch: Path, model: Path) -> tuple[str,
             for role, host in (("prefill", "a"), ("decode", "a"), ("decode", "b"))
         ]
         for worker in workers:
-            fleet.wait_ready(worker, READY_TIMEOUT_S)
+            supervisor.wait_ready(worker, READY_TIMEOUT_S)
     address = f"http://{conductor['http']}"
     _wait_for_members(address, nodes=2, workers=3)
     return address, conductor["wire"]

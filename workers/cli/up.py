@@ -13,7 +13,7 @@ import typer
 from kvpool.cli.context import invocation
 from kvpool.cli.output import error_console
 from kvpool.errors import KvpoolError
-from kvpool.serving.supervisor import Fleet
+from kvpool.serving.supervisor import Supervisor
 
 READY_TIMEOUT_S = 60.0
 MODEL_TIMEOUT_S = 300.0  # the first start may convert the model
@@ -51,10 +51,10 @@ def up(
         signal.signal(number, lambda *_: stop.set())
     log_dir = log_dir or Path(tempfile.mkdtemp(prefix="kvpool-logs-"))
     shared = _passed_on(options)
-    with Fleet(log_dir) as fleet:
+    with Supervisor(log_dir) as supervisor:
         ports = _free_ports if free_ports else _ports_after
         config = settings.conductor
-        facts = fleet.start(
+        facts = supervisor.start(
             "conductor",
             [*shared, "conductor"]
             + _port_flags(ports(config.wire_port, config.http_port, config.grpc_port, 0))
@@ -70,7 +70,7 @@ def up(
             if nodes > 1:
                 for path in own.nvme_directories:
                     command += ["--nvme-directory", str(path / f"node-{i}")]
-            node_facts = fleet.start(f"node-{i}", command, READY_TIMEOUT_S)
+            node_facts = supervisor.start(f"node-{i}", command, READY_TIMEOUT_S)
             out.print(
                 f"node       wire {node_facts['wire']}  transports {node_facts['transports']}"
             )
@@ -81,13 +81,13 @@ def up(
             flags = _port_flags(ports(own_worker.wire_port, own_worker.http_port, None, i))
             command = [*shared, "worker", "--role", role, "--conductor", address, *flags]
             command += ["--model", str(model_path), "--model-name", str(model)]
-            waiting.append(fleet.launch(f"{role}-{i}", command))
+            waiting.append(supervisor.launch(f"{role}-{i}", command))
         for member in waiting:
-            worker_facts = fleet.wait_ready(member, MODEL_TIMEOUT_S)
+            worker_facts = supervisor.wait_ready(member, MODEL_TIMEOUT_S)
             out.print(f"{worker_facts['role']:<10} wire {worker_facts['wire']}")
         out.print(f"logs in {log_dir}; Ctrl-C stops everything")
         while not stop.wait(0.5):
-            fleet.check()
+            supervisor.check()
         out.print("stopping")
 
 

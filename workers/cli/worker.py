@@ -14,9 +14,9 @@ from kvpool.client import Pool
 from kvpool.config.profile_file import ProfileFile, write_profile_file
 from kvpool.config.settings import Settings
 from kvpool.errors import NotFound
-from kvpool.security.credentials import credentials_of
 from kvpool.serving.process import run_process
 from kvpool.wire import WireClient
+from kvpool.wire.credentials import credentials_of
 
 app = typer.Typer(invoke_without_command=True)
 

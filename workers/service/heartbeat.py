@@ -10,9 +10,9 @@ import structlog
 
 from kvpool.blocks.hash_check import proof_of
 from kvpool.errors import REFUSALS, HashMismatch, InvalidArgument, KvpoolError
-from kvpool.security.credentials import NO_CREDENTIALS, Credentials
 from kvpool.wire import WireClient, split_addresses
 from kvpool.wire import messages as m
+from kvpool.wire.credentials import NO_CREDENTIALS, Credentials
 from workers.service.service import WorkerService
 
 log = structlog.get_logger(__name__)

@@ -12,7 +12,7 @@ from kvpool.cli.context import invocation, overrides
 from kvpool.cli.ids import short_id
 from kvpool.cli.output import AsJson, console, format_seconds, print_json, print_table
 from kvpool.errors import InvalidArgument, NotFound, Unavailable
-from kvpool.security.credentials import Credentials, credentials_of
+from kvpool.wire.credentials import Credentials, credentials_of
 
 TIMEOUT_S = 10.0
 SHORT_ID = 12  # characters shown of a worker's or node's id

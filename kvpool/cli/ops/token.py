@@ -11,7 +11,8 @@ import typer
 
 from kvpool.cli.output import AsJson, console, error_console, print_json
 from kvpool.errors import ConfigError
-from kvpool.security.tokens import TOKEN_BYTES, TOKEN_PREFIX, Scope, read_tokens, token_line
+from kvpool.security.tokens import TOKEN_BYTES, TOKEN_PREFIX, read_tokens, token_line
+from kvpool.wire.principal import Scope
 
 app = typer.Typer(help="Make API tokens.", no_args_is_help=True)
 

@@ -31,10 +31,10 @@ from kvpool.errors import (
     StaleEpoch,
     Unavailable,
 )
-from kvpool.security.credentials import Credentials
 from kvpool.transports import Transports
 from kvpool.wire import FailoverClient, WireClient
 from kvpool.wire import messages as m
+from kvpool.wire.credentials import Credentials
 
 T = TypeVar("T")
 

@@ -38,12 +38,12 @@ from kvpool.errors import (
     Unavailable,
     UnknownNamespace,
 )
-from kvpool.security.credentials import NO_CREDENTIALS, Credentials
 from kvpool.transports import Pieces, Transport, Transports
 from kvpool.transports.copy import Int64Array, Sums
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
 from kvpool.wire.client import Undo
+from kvpool.wire.credentials import NO_CREDENTIALS, Credentials
 
 MAX_TTL_S = 3600.0  # the longest that nodes accept
 NODE_TIME_SHARE = 0.9  # of a call's time-out: the node's reply must arrive within it, too

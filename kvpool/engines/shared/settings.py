@@ -16,7 +16,7 @@ from kvpool.blocks.layout import HashAlgorithm
 from kvpool.client import AsyncPool, Pool
 from kvpool.config.settings import DEFAULT_CONDUCTOR, Addresses, CallerConfig, OptionalText, Seconds
 from kvpool.errors import ConfigError, brief, did_you_mean
-from kvpool.security.credentials import credentials_of
+from kvpool.wire.credentials import credentials_of
 
 
 class EngineSettings(CallerConfig):

@@ -15,7 +15,7 @@ from tests.support.process_cluster import Cluster
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """One conductor and one node, shared by all tests that break nothing."""
     running = Cluster(tmp_path_factory.mktemp("lmcache"))
-    with running.fleet:
+    with running.supervisor:
         running.start_conductor()
         running.start_node("n0", "node.dram_bytes=128MiB")
         running.wait_joined(nodes=1)

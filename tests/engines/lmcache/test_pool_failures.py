@@ -62,7 +62,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     cluster.conductor = {"wire": f"127.0.0.1:{port}"}
     memory = HostMemoryAllocator(192 << 20)
     options = {"max_backoff_s": 1.0, "lookup_timeout_s": 5.0}
-    with s.adapter(s.parameters(cluster, **options)) as adapter, cluster.fleet:
+    with s.adapter(s.parameters(cluster, **options)) as adapter, cluster.supervisor:
         driver = Driver(adapter, memory)
         late = Late([], [], [], {})
         for seed in range(5):
@@ -82,7 +82,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         cluster.launch_node("small", *SMALL, host="small")
         cluster.launch_node("disk", *nvme, "node.advanced.write_through=true", SHM, host="disk")
         for name in ("here", "small", "disk"):
-            cluster.nodes[name] = cluster.fleet.wait_ready(cluster.member(name), 60)
+            cluster.nodes[name] = cluster.supervisor.wait_ready(cluster.member(name), 60)
         cluster.wait_joined(nodes=3)
         yield World(cluster, driver, late)
 

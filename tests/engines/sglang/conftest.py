@@ -37,7 +37,7 @@ MakeBackend = Callable[..., Any]
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A conductor and a node, for tests that leave them alone."""
     running = Cluster(tmp_path_factory.mktemp("sglang"))
-    with running.fleet:
+    with running.supervisor:
         running.start_conductor()
         running.start_node("n0")
         running.wait_joined(nodes=1)

@@ -180,7 +180,7 @@ def test_8_bit_formats_are_told_apart(make_backend: MakeBackend) -> None:
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     directory: Path = tmp_path_factory.mktemp("tenants")
     running = Cluster(directory, env=environment(tokens_file(directory)))
-    with running.fleet:
+    with running.supervisor:
         running.start_conductor()
         running.start_node("n0")
         yield running

@@ -33,7 +33,7 @@ IN_TIME_S = 3.0  # of any call, with room for a busy machine
 def own(tmp_path: Path) -> Iterator[Cluster]:
     """A pool that the test may break."""
     running = Cluster(tmp_path)
-    with running.fleet:
+    with running.supervisor:
         yield running
 
 
@@ -117,7 +117,7 @@ def test_a_pool_that_hangs_is_a_miss_in_time(make_backend: MakeBackend, own: Clu
     backend = make_backend(pool, extra=QUICK | {"conductor": conductor})
     stored(backend, pool, keys(N))
     slots = indices(pool, [8, 9, 10])
-    for name in ("n0", own.fleet.members[0].name):
+    for name in ("n0", own.supervisor.members[0].name):
         own.kill(name, signal.SIGSTOP)
         try:
             for _ in range(3):

@@ -23,7 +23,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         cluster.wait_joined(nodes=1)
         yield cluster
     finally:
-        cluster.fleet.stop()
+        cluster.supervisor.stop()
 
 
 @pytest.fixture(scope="session")

@@ -118,7 +118,7 @@ def servers(
     finally:
         for server in started:
             server.stop()
-        cluster.fleet.stop()
+        cluster.supervisor.stop()
 
 
 def test_the_decode_server_reads_what_the_prefill_server_computed(

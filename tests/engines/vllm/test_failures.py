@@ -42,7 +42,7 @@ def fragile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         cluster.wait_joined(nodes=1)
         yield cluster
     finally:
-        cluster.fleet.stop()
+        cluster.supervisor.stop()
 
 
 def namespace(engine: Engine) -> Namespace:
@@ -141,13 +141,13 @@ def test_a_pool_that_is_not_there_at_start_is_met_when_it_comes(
 
         wait_until(is_stored, "what is computed is stored")
     finally:
-        cluster.fleet.stop()
+        cluster.supervisor.stop()
 
 
 def test_a_pool_lost_while_serving_is_done_without(engine: MakeEngine, fragile: Cluster) -> None:
     one = engine({"conductor": fragile.conductor["wire"]})
     one.run("a", PROMPT)
-    for member in list(fragile.fleet.members):
+    for member in list(fragile.supervisor.members):
         fragile.kill(member.name)
     one.scheduler.reset_prefix_cache()
     assert one.run("b", PROMPT) == EXPECTED
@@ -162,7 +162,7 @@ def test_a_pool_that_does_not_answer_holds_up_the_loop_until_the_deadline_and_no
     one.run("a", PROMPT)
     one.scheduler.reset_prefix_cache()
     before = one.totals["lookup_wait_s"]
-    paused = [member.process.pid for member in fragile.fleet.members]
+    paused = [member.process.pid for member in fragile.supervisor.members]
     for pid in paused:
         os.kill(pid, signal.SIGSTOP)
     try:
@@ -240,7 +240,7 @@ def test_a_pool_without_a_node_is_said_at_start(
             engine({"conductor": cluster.conductor["wire"]})
         assert any("has no node" in line["event"] for line in lines)
     finally:
-        cluster.fleet.stop()
+        cluster.supervisor.stop()
 
 
 @pytest.mark.parametrize("version", ["0.31.1", "0.33.0", "1.0.0", "0.3.2"])
@@ -306,7 +306,7 @@ def test_a_node_that_has_restarted_is_read_from_at_once(
         assert second.totals["loaded_tokens"] - before == 256
         assert second.totals.get("loads_failed", 0) == 0
     finally:
-        cluster.fleet.stop()
+        cluster.supervisor.stop()
 
 
 def test_a_load_that_fails_is_not_tried_again_by_the_request(

@@ -330,7 +330,7 @@ def test_a_node_that_has_died_costs_its_own_blocks_alone(
         assert one.totals["loaded_tokens"] - before == 512
         assert one.totals.get("lookups_without_pool", 0) == 0
     finally:
-        cluster.fleet.stop()
+        cluster.supervisor.stop()
 
 
 def test_an_unforeseen_error_in_a_lookup_is_a_miss(

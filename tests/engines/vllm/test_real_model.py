@@ -50,7 +50,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         cluster.nvme = nvme  # type: ignore[attr-defined]
         yield cluster
     finally:
-        cluster.fleet.stop()
+        cluster.supervisor.stop()
 
 
 @pytest.fixture(scope="module")

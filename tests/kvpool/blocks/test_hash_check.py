@@ -5,20 +5,20 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvpool.blocks.hash_check import check_proof, golden_hash, proof_of, versions
+from kvpool.blocks.hash_check import check_proof, known_answer, proof_of, versions
 from kvpool.blocks.layout import Layout, Namespace
 from kvpool.errors import HashMismatch
-from kvpool.security.authorization import Gate
-from kvpool.security.tokens import Principal, Scope
+from kvpool.security.authorization import Authorizer
 from kvpool.wire import messages as m
+from kvpool.wire.principal import Principal, Scope
 
 NAMESPACE = Namespace("m", "r", Layout("bfloat16", 2, 2, 32, 16))
 
 
-def test_the_golden_hash_never_changes() -> None:
-    assert golden_hash(NAMESPACE).hex() == "9f754f66444d91eab4634b4f617b714b"
+def test_the_known_answer_never_changes() -> None:
+    assert known_answer(NAMESPACE).hex() == "9f754f66444d91eab4634b4f617b714b"
     secure = msgspec.structs.replace(NAMESPACE, hash_algorithm="sha256")
-    assert golden_hash(secure).hex() == "8584282fd90b3873fa4d69bc06984b0a"
+    assert known_answer(secure).hex() == "8584282fd90b3873fa4d69bc06984b0a"
 
 
 def test_whoever_hashes_alike_or_shows_nothing_is_welcome() -> None:
@@ -35,12 +35,12 @@ def test_whoever_hashes_alike_or_shows_nothing_is_welcome() -> None:
         ({"versions": {**versions(), "platform": "s390x, big-endian"}}, "big-endian there, "),
         ({"algorithm": "sha256"}, "hash algorithm sha256 there, xxh3-128 here"),
         ({}, "is the code modified?"),
-        ({"versions": {}}, "kvpool not told there, "),
+        ({"versions": {}}, "kvpool unknown there, "),
         ({"versions": {**versions(), "fork": "1"}}, "fork 1 there, unknown here"),
     ],
 )
 def test_a_refusal_says_what_differs(change: dict[str, object], said: str) -> None:
-    proof = msgspec.structs.replace(proof_of(NAMESPACE), golden=bytes(16), **change)
+    proof = msgspec.structs.replace(proof_of(NAMESPACE), known_answer=bytes(16), **change)
     with pytest.raises(HashMismatch, match="m@r") as refused:
         check_proof(NAMESPACE, proof)
     assert said in refused.value.message
@@ -53,17 +53,17 @@ def test_a_message_of_an_older_process_has_no_proof_and_is_read() -> None:
 
 
 def test_a_tenants_proof_is_of_the_namespace_as_the_tenant_calls_it() -> None:
-    gate = Gate()
+    authorizer = Authorizer()
     tenant = Principal("t", "acme", frozenset({Scope.READ}))
-    admitted = gate.admit(m.RegisterNamespace(NAMESPACE, proof_of(NAMESPACE)), tenant)
+    admitted = authorizer.authorize(m.RegisterNamespace(NAMESPACE, proof_of(NAMESPACE)), tenant)
     assert admitted.namespace.tenant == "acme"
     check_proof(admitted.namespace, admitted.proof)
     wrong = m.RegisterNamespace(
-        NAMESPACE, msgspec.structs.replace(proof_of(NAMESPACE), golden=bytes(16))
+        NAMESPACE, msgspec.structs.replace(proof_of(NAMESPACE), known_answer=bytes(16))
     )
     with pytest.raises(HashMismatch):
-        gate.admit(wrong, tenant)
+        authorizer.authorize(wrong, tenant)
     own = msgspec.structs.replace(NAMESPACE, tenant="acme")
-    assert gate.admit(m.RegisterNamespace(own, proof_of(own)), tenant).proof == proof_of(
+    assert authorizer.authorize(m.RegisterNamespace(own, proof_of(own)), tenant).proof == proof_of(
         own
     )  # the handler checks it

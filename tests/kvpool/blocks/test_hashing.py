@@ -1,4 +1,4 @@
-"""Prefix hashes: fixed for ever by golden vectors, the same in every process, and strict about tokens."""
+"""Prefix hashes: fixed for ever by known answers, the same in every process, and strict about tokens."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def reference_chain(
     return chain
 
 
-GOLDEN = {
+KNOWN_ANSWERS = {
     "xxh3": (XXH3, (), ["671c323b0432eaff62472e68764cab3b", "714596d22ddc887a1f5941d13afa991e"]),
     "sha256": (
         SHA256,
@@ -75,9 +75,9 @@ GOLDEN = {
 }
 
 
-@pytest.mark.parametrize("name", GOLDEN)
-def test_golden_vectors_never_change(name: str) -> None:
-    namespace, extra, expected = GOLDEN[name]
+@pytest.mark.parametrize("name", KNOWN_ANSWERS)
+def test_known_answers_never_change(name: str) -> None:
+    namespace, extra, expected = KNOWN_ANSWERS[name]
     assert [h.hex() for h in hash_chain(namespace, TOKENS, extra)] == expected
 
 

@@ -13,21 +13,22 @@ from fastapi import Response
 from fastapi.responses import StreamingResponse
 
 from kvpool.errors import KvpoolError, Unauthenticated
-from kvpool.security.authorization import Gate
-from kvpool.security.credentials import Credentials
+from kvpool.security.authorization import Authorizer
 from kvpool.security.scopes import ROUTES
 from kvpool.security.token_file import TokenFile
-from kvpool.security.tokens import EVERY_TENANT, Scope, read_tokens, token_line
+from kvpool.security.tokens import read_tokens, token_line
 from kvpool.serving.http import HttpServer, base_app
 from kvpool.serving.metrics import new_registry
 from kvpool.wire import WireClient, WireServer
 from kvpool.wire import messages as m
+from kvpool.wire.credentials import Credentials
+from kvpool.wire.principal import EVERY_TENANT, Scope
 
 ADMIN = [Scope.ADMIN]
 
 
 class Served:
-    """A file of tokens, and the gate that goes by it."""
+    """A file of tokens, and the authorizer that goes by it."""
 
     def __init__(self, directory: Path, *names: str) -> None:
         self.path = directory / "tokens.yaml"
@@ -35,8 +36,8 @@ class Served:
         for name in names:
             self.add(name)
         self.write()
-        self.gate = Gate(read_tokens(self.path))
-        self.file = TokenFile(self.path, self.gate)
+        self.authorizer = Authorizer(read_tokens(self.path))
+        self.file = TokenFile(self.path, self.authorizer)
 
     def add(self, name: str, secret: str = "", **kind: Any) -> None:
         tenant, scopes = kind.pop("tenant", EVERY_TENANT), kind.pop("scopes", ADMIN)
@@ -48,63 +49,65 @@ class Served:
         fresh.write_text("\n".join(self.lines.values()) + "\n")
         fresh.replace(self.path)
 
-    def change(self) -> None:
+    async def change(self) -> None:
         self.write()
-        self.file.reload_if_changed()
+        await self.file.reload_if_changed()
 
     def is_known(self, secret: str) -> bool:
         try:
-            self.gate.authenticate(secret)
+            self.authorizer.authenticate(secret)
         except Unauthenticated:
             return False
         return True
 
 
-def test_a_token_that_is_taken_back_is_refused_and_a_new_one_accepted(tmp_path: Path) -> None:
+async def test_a_token_that_is_taken_back_is_refused_and_a_new_one_accepted(tmp_path: Path) -> None:
     served = Served(tmp_path, "a", "b")
     del served.lines["b"]
     served.add("c")
     served.write()
     assert served.is_known("kvp_b")
-    served.file.reload_if_changed()
+    await served.file.reload_if_changed()
     assert [served.is_known(f"kvp_{name}") for name in "abc"] == [True, False, True]
 
 
 @pytest.mark.parametrize("text", ["", "- {name: x}\n", "no: list\n", "\t"])
-def test_a_file_that_is_not_valid_changes_nothing_and_says_so(tmp_path: Path, text: str) -> None:
+async def test_a_file_that_is_not_valid_changes_nothing_and_says_so(
+    tmp_path: Path, text: str
+) -> None:
     served = Served(tmp_path, "a")
     served.path.write_text(text)
-    served.file.reload_if_changed()
+    await served.file.reload_if_changed()
     assert served.is_known("kvp_a")
-    assert "not in force" in served.gate.notice
+    assert "not in force" in served.authorizer.notice
     served.path.unlink()
-    served.file.reload_if_changed()
+    await served.file.reload_if_changed()
     assert served.is_known("kvp_a")
-    served.change()
-    assert served.gate.notice == ""
+    await served.change()
+    assert served.authorizer.notice == ""
 
 
-def test_who_is_isolated_cannot_change_and_stays_so_without_a_token(tmp_path: Path) -> None:
+async def test_who_is_isolated_cannot_change_and_stays_so_without_a_token(tmp_path: Path) -> None:
     served = Served(tmp_path, "a")
     both = [Scope.READ, Scope.WRITE]
 
     def has_notice() -> bool:
-        return bool(served.gate.notice)
+        return bool(served.authorizer.notice)
 
     served.add("vault", tenant="vault", scopes=both, is_isolated=True)
-    served.change()
+    await served.change()
     assert has_notice()
     assert not served.is_known("kvp_vault")
-    served.gate = Gate(read_tokens(served.path))  # a server that starts with it
-    served.file = TokenFile(served.path, served.gate)
+    served.authorizer = Authorizer(read_tokens(served.path))  # a server that starts with it
+    served.file = TokenFile(served.path, served.authorizer)
     del served.lines["vault"]
-    served.change()
+    await served.change()
     assert not has_notice()
     assert not served.is_known("kvp_vault")
-    assert served.gate.tokens is not None
-    assert served.gate.tokens.isolated_tenants == {"vault"}
+    assert served.authorizer.tokens is not None
+    assert served.authorizer.tokens.isolated_tenants == {"vault"}
     served.add("vault", tenant="vault", scopes=both)
-    served.change()
+    await served.change()
     assert has_notice()
     assert not served.is_known("kvp_vault")
 
@@ -125,7 +128,7 @@ async def test_the_open_connection_of_a_token_that_is_taken_back_ends_and_what_i
             cancelled.append("hang")
         return m.Ok()
 
-    server = WireServer("node", "n", 1, gate=served.gate)
+    server = WireServer("node", "n", 1, authorizer=served.authorizer)
     server.handle(m.Ping, lambda _r, _s: m.Ok())
     server.handle(m.Release, lambda _r, _s: hang())
     address = f"127.0.0.1:{await server.listen('127.0.0.1', 0)}"
@@ -141,7 +144,7 @@ async def test_the_open_connection_of_a_token_that_is_taken_back_ends_and_what_i
         served.add("b", "kvp_fresh")
     else:
         served.add("b", tenant="t", scopes=[Scope.READ])
-    served.change()
+    await served.change()
     with pytest.raises(KvpoolError):
         await asyncio.wait_for(in_work, 5)
     assert cancelled == ["hang"]
@@ -164,7 +167,9 @@ async def test_a_stream_over_http_ends_when_its_token_is_taken_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = Served(tmp_path, "a", "b")
-    app = base_app("t", new_registry(), lambda: "", max_body_bytes=1000, gate=served.gate)
+    app = base_app(
+        "t", new_registry(), lambda: "", max_body_bytes=1000, authorizer=served.authorizer
+    )
     monkeypatch.setitem(ROUTES, ("GET", "/endless"), Scope.READ)
     ended: list[str] = []
 
@@ -190,7 +195,7 @@ async def test_a_stream_over_http_ends_when_its_token_is_taken_back(
             pieces = answer.aiter_text()
             assert await anext(pieces)
             del served.lines["b"]
-            served.change()
+            await served.change()
             with pytest.raises(httpx.RemoteProtocolError):
                 await asyncio.wait_for(_drain(pieces), 5)
         assert ended == ["stream"]
@@ -200,7 +205,7 @@ async def test_a_stream_over_http_ends_when_its_token_is_taken_back(
         ) as answer:
             assert answer.status_code == 200
         served.path.write_text("nonsense")
-        served.file.reload_if_changed()
+        await served.file.reload_if_changed()
         ready = (await client.get("/readyz")).json()
         assert "not in force" in ready["notice"]
     await server.close()

@@ -1,4 +1,4 @@
-"""Tokens, scopes and the gate: who may do what, and what a tenant learns of the others (nothing)."""
+"""Tokens, scopes and the authorizer: who may do what, and what a tenant learns of the others (nothing)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,11 @@ import yaml
 from kvpool.blocks.layout import Layout, Namespace
 from kvpool.errors import ConfigError, Forbidden, Unauthenticated, UnknownNamespace
 from kvpool.proto import kvpool_pb2
-from kvpool.security.authorization import Gate
+from kvpool.security.authorization import Authorizer
 from kvpool.security.scopes import MESSAGES, METHODS, ROUTES
-from kvpool.security.tokens import (
-    ANYBODY,
-    EVERY_TENANT,
-    Scope,
-    Tokens,
-    parse_tokens,
-    read_tokens,
-    token_line,
-)
+from kvpool.security.tokens import Tokens, parse_tokens, read_tokens, token_line
 from kvpool.wire import messages as m
+from kvpool.wire.principal import ANYBODY, EVERY_TENANT, Scope
 
 LAYOUT = Layout("bfloat16", layers=1, kv_heads=1, head_dim=8)
 A, B = (Namespace("model", "1", LAYOUT, tenant=tenant) for tenant in "ab")
@@ -37,10 +30,10 @@ def tokens(**holders: tuple[str, list[Scope]]) -> Tokens:
     return parse_tokens(yaml.safe_load("\n".join(lines)), "test")
 
 
-def gate_of(*known: Namespace, **holders: tuple[str, list[Scope]]) -> Gate:
-    gate = Gate(tokens(**holders))
-    gate.find_namespace = {n.namespace_id: n for n in known}.get
-    return gate
+def authorizer_of(*known: Namespace, **holders: tuple[str, list[Scope]]) -> Authorizer:
+    authorizer = Authorizer(tokens(**holders))
+    authorizer.find_namespace = {n.namespace_id: n for n in known}.get
+    return authorizer
 
 
 # ---------------------------------------------------------------- tables
@@ -121,15 +114,15 @@ def test_names_and_tokens_come_once_and_a_tenant_is_isolated_or_not() -> None:
         parse_tokens([one, other], "test")
 
 
-# ---------------------------------------------------------------- the gate
+# ---------------------------------------------------------------- the authorizer
 
 
 def test_without_tokens_everybody_may_do_everything() -> None:
-    gate = Gate()
-    assert gate.authenticate("") is ANYBODY
-    assert gate.authenticate_header("") is ANYBODY
+    authorizer = Authorizer()
+    assert authorizer.authenticate("") is ANYBODY
+    assert authorizer.authenticate_header("") is ANYBODY
     drain = m.Drain(1.0)
-    assert gate.admit(drain, ANYBODY) is drain
+    assert authorizer.authorize(drain, ANYBODY) is drain
 
 
 @pytest.mark.parametrize(
@@ -137,12 +130,12 @@ def test_without_tokens_everybody_may_do_everything() -> None:
     [("Bearer token-x", True), ("bearer token-x", True), ("", False), ("Basic token-x", False)],
 )
 def test_the_header_carries_the_token(header: str, is_known: bool) -> None:
-    gate = gate_of(x=("a", [READ]))
+    authorizer = authorizer_of(x=("a", [READ]))
     if is_known:
-        assert gate.authenticate_header(header).name == "x"
+        assert authorizer.authenticate_header(header).name == "x"
     else:
         with pytest.raises(Unauthenticated):
-            gate.authenticate_header(header)
+            authorizer.authenticate_header(header)
 
 
 HASH = bytes(16)
@@ -167,27 +160,27 @@ EXAMPLES: dict[Scope, m.Message] = {
 def test_scopes_allow_their_messages_and_no_others(
     holder: tuple[str, list[Scope]], allowed: set[Scope]
 ) -> None:
-    gate = gate_of(A, x=holder)
-    principal = gate.authenticate("token-x")
+    authorizer = authorizer_of(A, x=holder)
+    principal = authorizer.authenticate("token-x")
     for scope, message in EXAMPLES.items():
         if scope in allowed:
-            assert gate.admit(message, principal) == message
+            assert authorizer.authorize(message, principal) == message
         else:
             with pytest.raises(Forbidden, match=scope):
-                gate.admit(message, principal)
+                authorizer.authorize(message, principal)
 
 
 def test_a_message_that_the_table_lacks_needs_admin(monkeypatch: pytest.MonkeyPatch) -> None:
     table: dict[Any, Any] = MESSAGES
     monkeypatch.delitem(table, m.Lookup)
-    gate = gate_of(A, a=("a", [WRITE]))
+    authorizer = authorizer_of(A, a=("a", [WRITE]))
     with pytest.raises(Forbidden, match="admin"):
-        gate.admit(EXAMPLES[READ], gate.authenticate("token-a"))
+        authorizer.authorize(EXAMPLES[READ], authorizer.authenticate("token-a"))
 
 
 def test_every_message_that_names_a_namespace_is_held_to_the_tenants_own() -> None:
-    gate = gate_of(A, B, a=("a", [INTERNAL]))
-    principal = gate.authenticate("token-a")
+    authorizer = authorizer_of(A, B, a=("a", [INTERNAL]))
+    principal = authorizer.authenticate("token-a")
     with_namespace = [kind for kind in MESSAGES if "namespace_id" in kind.__struct_fields__]
     assert len(with_namespace) >= 12
     for kind in with_namespace:
@@ -197,60 +190,60 @@ def test_every_message_that_names_a_namespace_is_held_to_the_tenants_own() -> No
             message = kind(**{**fields, "namespace_id": namespace_id})
             if kind in (m.Prefill, m.Generate):  # the conductor's word to a worker
                 with pytest.raises(Forbidden):
-                    gate.admit(message, principal)
+                    authorizer.authorize(message, principal)
                 continue
             with pytest.raises(UnknownNamespace) as caught:
-                gate.admit(message, principal)
+                authorizer.authorize(message, principal)
             texts.append(str(caught.value).replace(namespace_id.hex(), "ID"))
         assert len(set(texts)) <= 1, "another's namespace and nobody's are told apart"
         if kind not in (m.Prefill, m.Generate):
             own = kind(**{**fields, "namespace_id": A.namespace_id})
-            assert gate.admit(own, principal) is own
+            assert authorizer.authorize(own, principal) is own
 
 
 def test_registering_anothers_namespace_is_refused_like_an_unknown_one() -> None:
-    gate = gate_of(B, a=("a", [READ]))
-    principal = gate.authenticate("token-a")
+    authorizer = authorizer_of(B, a=("a", [READ]))
+    principal = authorizer.authenticate("token-a")
     with pytest.raises(UnknownNamespace) as registering:
-        gate.admit(m.RegisterNamespace(B), principal)
+        authorizer.authorize(m.RegisterNamespace(B), principal)
     with pytest.raises(UnknownNamespace) as naming:
-        gate.admit(m.NodeLookup(B.namespace_id, HASH), principal)
+        authorizer.authorize(m.NodeLookup(B.namespace_id, HASH), principal)
     assert str(registering.value) == str(naming.value)
 
 
 def test_a_tenant_left_out_is_filled_in_and_the_id_without_it_still_names_it() -> None:
-    gate = gate_of(A, a=("a", [READ]), b=("b", [READ]))
+    authorizer = authorizer_of(A, a=("a", [READ]), b=("b", [READ]))
     nameless = msgspec.structs.replace(A, tenant="")
-    principal = gate.authenticate("token-a")
-    assert gate.admit(m.RegisterNamespace(nameless), principal).namespace == A
+    principal = authorizer.authenticate("token-a")
+    assert authorizer.authorize(m.RegisterNamespace(nameless), principal).namespace == A
     lookup = m.NodeLookup(nameless.namespace_id, HASH)
-    assert gate.admit(lookup, principal).namespace_id == A.namespace_id
+    assert authorizer.authorize(lookup, principal).namespace_id == A.namespace_id
     with pytest.raises(UnknownNamespace):
-        gate.admit(lookup, gate.authenticate("token-b"))
+        authorizer.authorize(lookup, authorizer.authenticate("token-b"))
 
 
 def test_only_internal_processes_reserve_for_others_and_only_for_their_tenant_join() -> None:
-    gate = gate_of(A, a=("a", [WRITE]), w=("a", [INTERNAL]))
+    authorizer = authorizer_of(A, a=("a", [WRITE]), w=("a", [INTERNAL]))
     reserve = m.Reserve(A.namespace_id, HASH, b"", 0, 1.0, writer_id="somebody")
     with pytest.raises(Forbidden):
-        gate.admit(reserve, gate.authenticate("token-a"))
-    worker = gate.authenticate("token-w")
-    assert gate.admit(reserve, worker) is reserve
+        authorizer.authorize(reserve, authorizer.authenticate("token-a"))
+    worker = authorizer.authenticate("token-w")
+    assert authorizer.authorize(reserve, worker) is reserve
     for namespace, is_own in ((A, True), (B, False)):
         descriptor = m.WorkerDescriptor("w", 1, "both", "h", "h:1", namespace, "model", 100)
         if is_own:
-            gate.admit(m.WorkerJoin(descriptor), worker)
+            authorizer.authorize(m.WorkerJoin(descriptor), worker)
         else:
             with pytest.raises(Forbidden, match=r"worker\.tenant"):
-                gate.admit(m.WorkerJoin(descriptor), worker)
+                authorizer.authorize(m.WorkerJoin(descriptor), worker)
 
 
 def test_a_tenants_process_cannot_speak_as_a_worker_of_another() -> None:
     """A join with a newer epoch would void the other's worker, a leave would end it."""
-    gate = gate_of(A, w=("a", [INTERNAL]), pool=("*", [INTERNAL]))
-    gate.find_worker = {"a0": "a", "b0": "b"}.get
+    authorizer = authorizer_of(A, w=("a", [INTERNAL]), pool=("*", [INTERNAL]))
+    authorizer.find_worker = {"a0": "a", "b0": "b"}.get
     load = m.WorkerLoad(0, 0, 0, 0, 0.0, 0.0)
-    worker = gate.authenticate("token-w")
+    worker = authorizer.authenticate("token-w")
     for worker_id, is_own in (("a0", True), ("b0", False), ("new", True)):
         descriptor = m.WorkerDescriptor(worker_id, 9, "both", "h", "h:1", A, "model", 100)
         for message in (
@@ -258,18 +251,18 @@ def test_a_tenants_process_cannot_speak_as_a_worker_of_another() -> None:
             m.WorkerHeartbeat(worker_id, 9, load),
             m.WorkerLeave(worker_id, 9),
         ):
-            assert gate.admit(message, gate.authenticate("token-pool")) is message
+            assert authorizer.authorize(message, authorizer.authenticate("token-pool")) is message
             if is_own:
-                assert gate.admit(message, worker) is message
+                assert authorizer.authorize(message, worker) is message
             else:
                 with pytest.raises(Forbidden, match="tenant's"):
-                    gate.admit(message, worker)
+                    authorizer.authorize(message, worker)
 
 
 # ---------------------------------------------------------------- isolated tenants
 
 
-def _isolating(lent_to: str) -> Gate:
+def _isolating(lent_to: str) -> Authorizer:
     lines = [
         token_line("token-vault", "vault", "vault", [WRITE], is_isolated=True),
         token_line("token-safe", "safe", "safe", [WRITE], is_isolated=True),
@@ -277,18 +270,18 @@ def _isolating(lent_to: str) -> Gate:
         token_line("token-node", "node", EVERY_TENANT, [INTERNAL]),
     ]
     known = parse_tokens(yaml.safe_load("\n".join(lines)), "test")
-    return Gate(known, keeps_apart=True, lent_to=lent_to)
+    return Authorizer(known, keeps_apart=True, lent_to=lent_to)
 
 
 @pytest.mark.parametrize(
     ("lent_to", "welcome"), [("", {"a", "node"}), ("vault", {"vault", "node"})]
 )
 def test_a_server_that_lends_memory_lets_in_whose_it_is(lent_to: str, welcome: set[str]) -> None:
-    gate = _isolating(lent_to)
+    authorizer = _isolating(lent_to)
     for name in ("vault", "safe", "a", "node"):
         for attempt in (
-            partial(gate.authenticate, f"token-{name}"),
-            partial(gate.authenticate_header, f"Bearer token-{name}"),
+            partial(authorizer.authenticate, f"token-{name}"),
+            partial(authorizer.authenticate_header, f"Bearer token-{name}"),
         ):
             if name in welcome:
                 assert attempt().name == name
@@ -301,18 +294,18 @@ def test_a_server_that_lends_memory_lets_in_whose_it_is(lent_to: str, welcome: s
 def test_nobody_registers_a_namespace_where_its_blocks_must_not_stand(
     lent_to: str, held: set[str]
 ) -> None:
-    gate = _isolating(lent_to)
-    node = gate.authenticate("token-node")
+    authorizer = _isolating(lent_to)
+    node = authorizer.authenticate("token-node")
     for tenant in ("", "a", "unheard-of", "vault", "safe"):
         request = m.RegisterNamespace(msgspec.structs.replace(A, tenant=tenant))
         if tenant in held:
-            assert gate.admit(request, node) is request
+            assert authorizer.authorize(request, node) is request
         else:
             with pytest.raises(Forbidden):
-                gate.admit(request, node)
+                authorizer.authorize(request, node)
 
 
 def test_other_servers_let_isolated_tenants_in() -> None:
     lines = [token_line("token-vault", "vault", "vault", [WRITE], is_isolated=True)]
-    gate = Gate(parse_tokens(yaml.safe_load("\n".join(lines)), "test"))
-    assert gate.authenticate("token-vault").is_isolated
+    authorizer = Authorizer(parse_tokens(yaml.safe_load("\n".join(lines)), "test"))
+    assert authorizer.authenticate("token-vault").is_isolated

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.serving.supervisor import Fleet
+from kvpool.serving.supervisor import Supervisor
 
 
 @pytest.mark.parametrize("command", ["node", "worker"])
@@ -17,8 +17,8 @@ def test_modules_in_the_current_folder_do_not_hide_those_of_kvpool(
     for name in ("tiers/__init__.py", "workers.py", "kvpool.py"):
         (tmp_path / name).write_text("raise RuntimeError('the wrong module')\n")
     monkeypatch.chdir(tmp_path)
-    with Fleet(tmp_path / "logs") as fleet:
-        member = fleet.launch("member", [command, "--help"])
+    with Supervisor(tmp_path / "logs") as supervisor:
+        member = supervisor.launch("member", [command, "--help"])
         assert member.process.wait(60) == 0, member.log_tail()
 
 
@@ -26,5 +26,5 @@ def test_pythonpath_still_overrides_what_is_installed(tmp_path: Path) -> None:
     (tmp_path / "kvpool").mkdir()
     (tmp_path / "kvpool/__init__.py").touch()
     (tmp_path / "kvpool/__main__.py").write_text('print(\'{"wire": "here"}\', flush=True)\n')
-    with Fleet(tmp_path / "logs", {"PYTHONPATH": str(tmp_path)}) as fleet:
-        assert fleet.start("member", []) == {"wire": "here"}
+    with Supervisor(tmp_path / "logs", {"PYTHONPATH": str(tmp_path)}) as supervisor:
+        assert supervisor.start("member", []) == {"wire": "here"}

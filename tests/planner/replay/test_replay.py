@@ -33,8 +33,8 @@ from tests.support.traces import CONVERSATION, needs_conversation, of_chains
 from tiers.policies import POLICIES
 
 CAPACITIES = (1000, 3000, 10000, 30000, 50000)
-GOLDEN_SIZE = (600, 10027)  # requests and blocks of the made-up trace
-GOLDEN = {  # capacity -> blocks found by LRU and by the optimum
+KNOWN_ANSWERS_SIZE = (600, 10027)  # requests and blocks of the made-up trace
+KNOWN_ANSWERS = {  # capacity -> blocks found by LRU and by the optimum
     50: (1132, 1541),
     200: (1196, 2069),
     1000: (1469, 3041),
@@ -75,8 +75,8 @@ def chat() -> Iterator[CompactTrace]:
 
 def test_the_figures_of_a_made_up_trace_stay_what_they_were(chat: CompactTrace) -> None:
     """Golden values: the two rules of the public figures, on a trace that is always here."""
-    assert (chat.requests, chat.blocks) == GOLDEN_SIZE
-    for size, (lru, optimum) in GOLDEN.items():
+    assert (chat.requests, chat.blocks) == KNOWN_ANSWERS_SIZE
+    for size, (lru, optimum) in KNOWN_ANSWERS.items():
         assert replay(chat, "lru", size).hit_blocks == lru, size
         assert sum(belady_hits(chat, size)) == optimum, size
 

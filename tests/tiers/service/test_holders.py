@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvpool.errors import LeaseExpired, ReservationGone
-from kvpool.security.tokens import Principal, Scope
 from kvpool.wire import messages as m
+from kvpool.wire.principal import Principal, Scope
 from tests.support.process_cluster import LAYOUT, NAMESPACE
 from tiers.service.migrator import Migrator
 from tiers.service.replication import WRITER

@@ -11,7 +11,7 @@ from conductor.scheduling.cost_profile import read_profile
 from kvpool.config.profile_file import read_profile_file
 from kvpool.config.settings import FakeEngineConfig
 from kvpool.errors import InvalidArgument
-from kvpool.serving.supervisor import Fleet
+from kvpool.serving.supervisor import Supervisor
 from tests.support.fork_server import run_kvpool
 from workers.engine.fake_engine import FakeEngine
 from workers.service.profiling import MeasurementGrid, measure_engine, parse_numbers
@@ -71,17 +71,17 @@ def test_the_command_measures_an_engine_and_writes_a_profile(tmp_path: Path) -> 
 
 def test_the_command_measures_a_running_worker(tmp_path: Path) -> None:
     free = ["--wire-port", "0", "--http-port", "0"]
-    with Fleet(tmp_path) as fleet:
-        conductor = fleet.start("conductor", ["conductor", *free, "--grpc-port", "0"], 60)
+    with Supervisor(tmp_path) as supervisor:
+        conductor = supervisor.start("conductor", ["conductor", *free, "--grpc-port", "0"], 60)
         worker = [*SETS, "worker", *free, "--role", "both", "--conductor", conductor["wire"]]
-        started = fleet.start("worker", worker, 60)
+        started = supervisor.start("worker", worker, 60)
         out = tmp_path / "profile.json"
         done = profile(str(out), "--running", started["id"][:8], "--conductor", conductor["wire"])
         assert done.returncode == 0, done.stderr
         assert_predicts_its_samples(out, 400, 0.01 + 400 * 1e-4)
         nobody = profile(str(out), "--running", "nobody", "--conductor", conductor["wire"])
         assert nobody.returncode == 1
-        fleet.start(
+        supervisor.start(
             "seeded",
             ["--set", f"conductor.profile={out}", "conductor", *free, "--grpc-port", "0"],
             60,

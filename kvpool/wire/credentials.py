@@ -1,4 +1,4 @@
-"""What a client shows to the servers that it speaks to: its token, and its side of TLS."""
+"""The credentials of a client: its token and its TLS files."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from kvpool.errors import ConfigError
 
 @dataclass(frozen=True)
 class Credentials:
-    """A token and the files of TLS; all may be left out.
+    """A token and TLS files. All are optional.
 
     Args:
-        token: of `kvpool token create`.
-        tls_ca: certificates (PEM) of those who may have signed a server's; with it, every TCP connection is
-            encrypted and the server's name checked.
-        tls_cert: our own certificate, for servers that ask for one.
-        tls_key: its key.
+        token: from `kvpool token create`.
+        tls_ca: PEM file of the CAs that may sign a server's certificate. If set, every TCP connection is
+            encrypted and the server's name is checked.
+        tls_cert: PEM file of the client's own certificate, for servers that ask for one.
+        tls_key: PEM file of the key of `tls_cert`.
 
     Raises:
-        ConfigError: a certificate without its key or without `tls_ca`; a file cannot be used.
+        ConfigError: `tls_cert` is given without `tls_key` or `tls_ca`, or a file cannot be used.
     """
 
     token: str = field(default="", repr=False)
@@ -35,12 +35,14 @@ class Credentials:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key are set together or not at all")
         if self.tls_cert is not None and self.tls_ca is None:
-            raise ConfigError("a client's tls_cert needs tls_ca", hint="it says whom to trust")
-        _ = self.tls  # a file that cannot be used is told now
+            raise ConfigError(
+                "a client's tls_cert needs tls_ca", hint="tls_ca names the CAs to trust"
+            )
+        _ = self.tls  # raises now if a file cannot be used
 
     @functools.cached_property
     def tls(self) -> ssl.SSLContext | None:
-        """For connections to servers; None: they are not encrypted."""
+        """The context for connections to servers; None: no encryption."""
         if self.tls_ca is None:
             return None
         try:
@@ -54,14 +56,14 @@ class Credentials:
 
 
 def unusable(error: Exception, *paths: Path | str | None) -> ConfigError:
-    """That one of these files cannot be used for TLS."""
+    """The error for TLS files that cannot be used."""
     names = ", ".join(str(path) for path in paths if path is not None)
     reason = getattr(error, "strerror", None) or str(error)
     return ConfigError(f"TLS cannot use {names}: {reason}", hint="PEM files are expected")
 
 
 def credentials_of(config: CallerConfig) -> Credentials:
-    """What a process shows to those that it calls, by its settings.
+    """The credentials in a process's settings.
 
     Raises:
         ConfigError: as `Credentials`.
