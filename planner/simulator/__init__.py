@@ -1,4 +1,5 @@
-"""A cluster on a virtual clock: the real scheduler, index, admission, routing rules and role controller, driven by a trace.
+"""Simulates a cluster on a virtual clock, driven by a trace.
 
-What is simulated are engines, links and disks; what decides is imported from where production has it.
+Engines, links and disks are simulated. Scheduler, index, admission queue, routing rules and role controller are
+production's own code.
 """

@@ -1,4 +1,4 @@
-"""What a search of placements means: disaggregate or not and why, pool sizes, costs, and files to start from. Pure."""
+"""Turns a search of placements into advice: whether to disaggregate and why, pool sizes, costs, and files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from planner.simulator.workload import Arrival
 from planner.sizing.crossover import least_bandwidth
 from planner.sizing.hardware import Machine, fitting, gpu_named
 
-MARGIN = 1.05  # a placement has to carry so many times more to be worth its complexity
+MARGIN = 1.05  # disaggregation must carry so many times more to be worth its complexity
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -26,7 +26,7 @@ def advise(
     hits: Sequence[Hits],
     gpu_dollars_per_hour: float | None,
 ) -> dict[str, Any]:
-    """The answer of `kvpool plan deploy`."""
+    """The result of `kvpool plan deploy`."""
     coupled = max((p for p in found if p.scenario.serving == "coupled"), key=_worth, default=None)
     apart = max((p for p in found if p.scenario.serving != "coupled"), key=_worth, default=None)
     is_apart = apart is not None and (coupled is None or _worth(apart) > MARGIN * _worth(coupled))
@@ -44,7 +44,7 @@ def advise(
         nvme = max(nvme, wanted)
         reasons.append(
             f"pool: {wanted * block_bytes / 1e9:,.0f} GB would find {NEAR:.0%} of what can be found; "
-            f"{hosts} hosts lend {hosts * base.dram_bytes / 1e9:,.0f} GB of DRAM"
+            f"{hosts} hosts have {hosts * base.dram_bytes / 1e9:,.0f} GB of DRAM for it"
         )
     price = gpu_dollars_per_hour
     if price is None:
@@ -133,7 +133,7 @@ def _machine(base: Scenario, group: Group) -> Machine:
 
 
 def _shortest_remote(machine: Machine, bytes_per_s: float) -> int | None:
-    """From which prompt length on a transfer costs less than the interference it removes; None: never."""
+    """The prompt length above which a transfer costs less than the interference it removes; None: none."""
     for tokens in LENGTHS:
         needed = least_bandwidth(machine, tokens)
         if needed is not None and needed <= bytes_per_s:
@@ -147,7 +147,7 @@ def _share(size_bytes: int, nodes: int, most_gib: int = 1 << 30) -> str:
 
 
 def _dollars(placed: EvaluatedPlacement, price: float, speed: float) -> float | None:
-    """Dollars per million tokens computed or answered, at so many times the recorded rate."""
+    """Dollars per million tokens computed or generated, at `speed` times the recorded rate."""
     row = placed.row
     tokens = int(row["computed_tokens"] + row["output_tokens"])
     if not tokens or speed <= 0:
@@ -170,30 +170,31 @@ def _reasons(
     outputs = sum(a.output_tokens for a in arrivals)
     found = [f"prompt to output: {prompts / max(1, outputs):.1f} tokens to 1"]
     row = best.row
-    in_work = (row["ttft_s"]["mean"] + row["tpot_s"]["mean"] * outputs / len(arrivals)) * (
+    running = (row["ttft_s"]["mean"] + row["tpot_s"]["mean"] * outputs / len(arrivals)) * (
         len(arrivals) / row["seconds"]
     )
-    found.append(f"concurrency: {in_work:.0f} requests in work on average")
+    found.append(f"concurrency: {running:.0f} requests running on average")
     if shortest is None:
         found.append(
-            f"bandwidth: over {base.link_bytes_per_s / 1e9:g} GB/s a transfer always costs more TTFT than the "
-            "interference it removes"
+            f"bandwidth: at {base.link_bytes_per_s / 1e9:g} GB/s, a transfer always costs more TTFT than the "
+            "interference that it removes"
         )
     else:
         found.append(
-            f"bandwidth: {base.link_bytes_per_s / 1e9:g} GB/s pay from prompts of {shortest} tokens on"
+            f"bandwidth: at {base.link_bytes_per_s / 1e9:g} GB/s, remote prefill pays for prompts of "
+            f"{shortest} tokens or more"
         )
     if apart is None:
-        found.append(f"fleet: {gpus} GPUs are too few for two roles of this model")
+        found.append(f"GPUs: {gpus} are too few for two roles of this model")
     elif coupled is not None:
         found.append(
             f"simulated: {apart.named()} carries {apart.speed:.2f} times the recorded rate within both "
-            f"objectives, {coupled.named()} {coupled.speed:.2f} times"
+            f"objectives, {coupled.named()} carries {coupled.speed:.2f} times"
         )
         if apart.gpus != gpus or coupled.gpus != gpus:
-            found.append(f"fleet: of {gpus} GPUs these use {apart.gpus} and {coupled.gpus}")
+            found.append(f"GPUs: of {gpus}, these use {apart.gpus} and {coupled.gpus}")
     if best.speed < 1:
         found.append(
-            "the fleet is too small: it does not carry the recorded rate within both objectives"
+            f"{gpus} GPUs are too few: they do not carry the recorded rate within both objectives"
         )
     return found

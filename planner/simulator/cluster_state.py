@@ -1,11 +1,10 @@
-"""What the scheduler is shown of the simulated cluster: workers as they last reported, nodes, the cost model.
+"""The scheduler's inputs from the simulated cluster: workers as they last reported, nodes, the cost model.
 
-It plays the part of `conductor.cluster.cluster.Cluster.scheduling_inputs` over simulated members. It decides nothing.
+It replaces `conductor.cluster.cluster.Cluster.scheduling_inputs`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from conductor.scheduling.cost_model import MEASURED, CostModel
@@ -21,9 +20,9 @@ PROBES = ((256, 0), (1024, 0), (4096, 0), (16384, 0), (2048, 8192), (8192, 32768
 
 
 class ClusterState:
-    """Views of workers and nodes, and the fits behind the predictions.
+    """The status of workers and nodes, and the fitted cost model.
 
-    The fits start as if `kvpool worker profile` had been run on every worker: from a few measurements each.
+    The fits start from a few measurements of every worker, as if `kvpool worker profile` had been run on it.
     """
 
     def __init__(self, setup: Setup, namespace_id: bytes) -> None:
@@ -39,16 +38,19 @@ class ClusterState:
             self.set_role(spec, spec.role)
             self._profile(spec)
         for node in setup.nodes:
-            room = node.dram_blocks * setup.block_bytes
+            available = node.dram_blocks * setup.block_bytes
             self.nodes[node.node_id] = NodeStatus(
-                node.node_id, node.host, room, read_bytes_per_s={Tier.NVME: node.nvme_bytes_per_s}
+                node.node_id,
+                node.host,
+                available,
+                read_bytes_per_s={Tier.NVME: node.nvme_bytes_per_s},
             )
         if setup.serving == "disaggregated":
-            # Nothing is kept: what is on its way from prefill to decode always finds room.
+            # Nodes keep nothing, so transfers from prefill to decode always find memory.
             self.nodes = {n: replace(v, available_bytes=1 << 62) for n, v in self.nodes.items()}
 
     def scheduling_inputs(self) -> SchedulingInputs:
-        """The cluster as a decision may see it now."""
+        """The cluster as the scheduler may see it now."""
         if self._inputs is None:
             config = self.setup.scheduling
             self._inputs = SchedulingInputs(
@@ -69,11 +71,11 @@ class ClusterState:
         )
 
     def sequence_kv_tokens(self, spec: InstanceSpec) -> int:
-        """Tokens of an engine's KV memory that are for sequences in work."""
+        """The tokens of KV memory that an engine has for running sequences."""
         return int(spec.kv_capacity_tokens * (1 - self.setup.engine_share))
 
     def take_heartbeat(self, instance: Instance, now: float) -> None:
-        """A heartbeat: the load, and a measured decode step for the fit."""
+        """Take an instance's load, and its decode step for the fit."""
         step_s = instance.step_s()
         if step_s:
             self.cost.observe_tpot(instance.worker_id, instance.context, instance.sequences, step_s)
@@ -90,7 +92,7 @@ class ClusterState:
         self.workers[instance.worker_id] = replace(known, load=load, reported_at=now)
 
     def reserve_bytes(self, node_id: str | None, size_bytes: int) -> None:
-        """Reserve (positive) or give back room on a node."""
+        """Reserve bytes on a node, or give them back if `size_bytes` is negative."""
         if node_id is None or self.setup.serving != "pooled":
             return
         self.reserved_bytes[node_id] += size_bytes
@@ -98,15 +100,12 @@ class ClusterState:
         self.nodes[node_id] = replace(node, available_bytes=node.available_bytes - size_bytes)
 
     def report_disk_queues(self, network: Network, now: float) -> None:
-        """Nodes report what their disks have to read."""
+        """Take the bytes that wait to be read from each node's disk."""
         for spec in self.setup.nodes:
             if spec.nvme_blocks:
                 queued = network.disk_queue_bytes(now, spec.node_id, spec.nvme_bytes_per_s)
-                view = self.nodes[spec.node_id]
-                self.nodes[spec.node_id] = replace(view, queued_read_bytes=queued)
-
-    def roles(self) -> Mapping[str, str]:
-        return {worker_id: worker.role for worker_id, worker in self.workers.items()}
+                node = self.nodes[spec.node_id]
+                self.nodes[spec.node_id] = replace(node, queued_read_bytes=queued)
 
     def _profile(self, spec: InstanceSpec) -> None:
         c = spec.cost

@@ -1,9 +1,9 @@
-"""One engine on the virtual clock: a queue of prompts and a batch of sequences that decode.
+"""One engine on the virtual clock: a queue of prompts and a batch of decoding sequences.
 
-A prefill instance takes one prompt after the other, whole: fetch, compute, and where sends are not
-overlapped the send as well. Any other instance runs in steps: while prompts wait, each step computes a
-chunk of them beside one token of every sequence (Sarathi-Serve); else steps decode alone, and many of them
-are taken at once, in closed form. Times are those of its cost profile. It decides nothing about requests.
+A prefill instance processes whole prompts one after another: it fetches, computes, and sends if sends do not
+overlap the prefill. Any other instance runs in steps. While prompts wait, each step computes a chunk of them and
+one token of every sequence (Sarathi-Serve). Otherwise steps only decode, and many of them are computed at once in
+closed form. Times come from its cost profile.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from conductor.scheduling.cost_model import Profile
 from planner.simulator.virtual_clock import EventLoop
 
-MIN_CHUNK_TOKENS = 64  # prompts get on, however large the batch
+MIN_CHUNK_TOKENS = 64  # so that prompts make progress beside a large batch
 
 
 @dataclass(slots=True)
@@ -26,11 +26,11 @@ class Prompt:
 
     Args:
         output_tokens: to decode here afterwards; 0: it decodes elsewhere.
-        fetch: called when its turn has come at a prefill instance; may change `new` and `reused`; returns when
-            what is reused has arrived.
-        done: called when it is computed, with when its computing began; returns until when the instance is
-            busy with it.
-        finished: called when its last token is out.
+        fetch: called when the instance begins with the prompt; may change `new` and `reused`; returns the
+            time at which the reused KV has arrived.
+        done: called when the prompt is computed, with the time at which computing began; returns the time
+            until which the instance is busy with it.
+        finished: called after the last token.
     """
 
     request_id: str
@@ -62,10 +62,10 @@ class _Sequence:
 
 
 class Instance:
-    """See the module's docstring.
+    """An engine of one role.
 
     Args:
-        kv_tokens: room for sequences in work.
+        kv_tokens: KV memory for running sequences.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class Instance:
         self._numbers = 0
         self._version = 0
         self._doing = ""  # "", "whole", "chunk", "steps", "edge"
-        self._since = 0.0  # when the steps under way began
+        self._since = 0.0  # when the current steps began
         self._reserving: set[str] = set()
 
-    # ------------------------------------------------------------ what the outside sees
+    # ------------------------------------------------------------ public
 
     @property
     def sequences(self) -> int:
@@ -110,15 +110,15 @@ class Instance:
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens still to be computed, the head's rest included."""
+        """Tokens to compute, including the rest of the first prompt."""
         return sum(prompt.left for prompt in self._queue)
 
     def step_s(self) -> float:
-        """The decode step of now."""
+        """Seconds of a decode step now."""
         return self._decode_s() if self._batch else 0.0
 
     def tpot_with(self, context: int) -> float:
-        """The decode step if one more sequence of so many tokens joined."""
+        """Seconds of a decode step if one more sequence of `context` tokens joined."""
         c = self._cost
         total = self._now_context() + context
         return c.tpot_base_s + c.tpot_context_s * total + c.tpot_sequence_s * (len(self._batch) + 1)
@@ -171,7 +171,7 @@ class Instance:
         self._loop.at(ready + takes_s, computed)
 
     def _chunk(self) -> None:
-        """One step over a chunk of the waiting prompts and one token of each sequence."""
+        """Run one step over a chunk of the waiting prompts and one token of each sequence."""
         self._doing = "chunk"
         c, batch = self._cost, len(self._batch)
         budget = self._chunk_tokens - batch if self._chunk_tokens else self._queue[0].left
@@ -211,7 +211,7 @@ class Instance:
         self._loop.at(self._loop.now + takes_s, stepped)
 
     def _decode(self) -> None:
-        """Steps until the first sequence ends, unless something comes before."""
+        """Run steps until the first sequence ends, unless a prompt arrives before."""
         self._doing = "steps"
         self._since = self._loop.now
         self._version += 1
@@ -227,7 +227,7 @@ class Instance:
         self._loop.at(self._since + self._steps_s(steps), ended)
 
     def _interrupt(self) -> None:
-        """End the decoding at the next edge of a step, and choose anew there."""
+        """Stop decoding at the end of the current step, and choose the next work there."""
         steps = self._steps_until(self._loop.now)
         edge = self._since + self._steps_s(steps)
         self._version += 1
@@ -241,7 +241,7 @@ class Instance:
         self._loop.at(edge, at_edge)
 
     def _joined(self, prompt: Prompt) -> None:
-        """A computed prompt decodes from now on, or leaves."""
+        """Let a computed prompt decode, or leave if nothing is to be decoded here."""
         reserved = prompt.context + prompt.output_tokens
         is_reserved = prompt.request_id in self._reserving
         self._reserving.discard(prompt.request_id)
@@ -259,13 +259,13 @@ class Instance:
         self.context += prompt.context
 
     def _advance(self, steps: int) -> None:
-        """So many steps are over: a token more for each sequence; some are at their end."""
+        """Add `steps` tokens to each sequence, and end those that are complete."""
         self._steps += steps
         self.context += steps * len(self._batch)
         while self._batch and self._batch[0].ends_at_step <= self._steps:
             sequence = heapq.heappop(self._batch)
             self._kv_used -= sequence.reserved
-            # What it held by now: its prompt, and all of its answer but the first token.
+            # It held its prompt and all of its output except the last token.
             self.context -= sequence.reserved - 1
             if sequence.finished is not None:
                 sequence.finished()
@@ -298,13 +298,13 @@ class Instance:
         return self.context + self._steps_until(self._loop.now) * len(self._batch)
 
     def _steps_s(self, steps: int) -> float:
-        """The next `steps` decode steps from `_since`: each reads a token more of every sequence."""
+        """Seconds of `steps` decode steps from `_since`: each reads one more token of every sequence."""
         c, batch = self._cost, len(self._batch)
         first = c.tpot_base_s + c.tpot_context_s * self.context + c.tpot_sequence_s * batch
         return steps * first + c.tpot_context_s * batch * steps * (steps - 1) / 2
 
     def _steps_until(self, now: float) -> int:
-        """Steps that began by `now`: the one under way is finished."""
+        """The number of steps that have begun by `now`."""
         elapsed = now - self._since
         c, batch = self._cost, len(self._batch)
         first = c.tpot_base_s + c.tpot_context_s * self.context + c.tpot_sequence_s * batch

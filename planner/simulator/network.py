@@ -1,7 +1,7 @@
-"""Links and disks on the virtual clock: each host's two directions are queues, and so is each disk. Pure.
+"""Links and disks on the virtual clock: each host's two directions are queues, and so is each disk.
 
-A transfer begins when sender and receiver are both free for it and takes latency + bytes / bandwidth. That
-is coarser than sharing by flows, and conserves what matters: nobody moves more than the line rate.
+A transfer begins when sender and receiver are both free, and takes latency + bytes / bandwidth. Real flows share a
+link; queues are coarser but also keep every host within its line rate.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ from conductor.scheduling.cost_model import LinkProfile
 
 
 class Network:
-    """Occupation of links and disks; `moved` counts bytes by kind of path."""
+    """The queues of links and disks. `moved` counts bytes by kind of path."""
 
     def __init__(self, same_host: LinkProfile, other_host: LinkProfile) -> None:
         self.same_host = same_host
         self.other_host = other_host
         self.moved: dict[str, float] = defaultdict(float)
-        self.waited_s = 0.0
         self._sending: dict[str, float] = defaultdict(float)
         self._receiving: dict[str, float] = defaultdict(float)
         self._disks: dict[str, float] = defaultdict(float)
 
     def transfer(self, now: float, source: str, target: str, size_bytes: float) -> float:
-        """When `size_bytes` that are ready now have arrived."""
+        """The time at which `size_bytes` that are ready now have arrived."""
         return self.stream(now, now, source, target, size_bytes, 1)
 
     def stream(
@@ -36,10 +35,10 @@ class Network:
         size_bytes: float,
         layers: int,
     ) -> float:
-        """When bytes that become ready layer by layer from `begins` to `complete` have all arrived.
+        """The time at which bytes that become ready layer by layer from `begins` to `complete` have arrived.
 
-        No earlier than the last layer's own transfer after it is complete; the link is held for as long as
-        the bytes take, so that others may use what is left of it meanwhile.
+        The last layer's transfer starts when it is complete. The link is busy only for the duration of the
+        bytes at line rate, so other transfers can use the rest of the interval.
         """
         if size_bytes <= 0:
             return complete
@@ -51,12 +50,11 @@ class Network:
             start = begins
         else:
             start = max(begins, self._sending[source], self._receiving[target])
-            self.waited_s += start - begins
             self._sending[source] = self._receiving[target] = start + takes_s
         return link.latency_s + max(start + takes_s, complete + takes_s / layers)
 
     def read_disk(self, now: float, node_id: str, size_bytes: float, bytes_per_s: float) -> float:
-        """When a node's disk has brought `size_bytes` into memory."""
+        """The time at which a node's disk has read `size_bytes` into memory."""
         if size_bytes <= 0:
             return now
         self.moved["nvme"] += size_bytes
@@ -65,5 +63,5 @@ class Network:
         return end
 
     def disk_queue_bytes(self, now: float, node_id: str, bytes_per_s: float) -> int:
-        """Bytes that a node's disk reads before anything new."""
+        """The bytes that wait to be read from a node's disk."""
         return int(max(0.0, self._disks[node_id] - now) * bytes_per_s)

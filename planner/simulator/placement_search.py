@@ -1,8 +1,8 @@
-"""Which placement of N GPUs serves the most within the objectives: DistServe's search, by simulation.
+"""Searches the placement of N GPUs that serves the most within the objectives, by simulation, as DistServe does.
 
-Every division into prefill and decode instances, with every tensor parallelism that the model fits, and coupled
-serving beside them, on a sample of the trace; of the best few the highest rate at which 90 % of all requests
-still meet both objectives (goodput, OSDI'24) is looked for. Pure.
+It simulates every division into prefill and decode instances with every tensor parallelism that the model fits, and
+coupled serving, on a sample of the trace. For the best few it finds the highest rate at which 90 % of all requests
+meet both objectives (goodput, OSDI'24).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from planner.sizing.hardware import fitting, gpu_named
 
 MAX_TP = 64
 FINALISTS = 3  # of disaggregated placements, and as many of coupled ones
-MAX_SPLITS = 7  # tried of each pair of tensor parallelisms
+MAX_SPLITS = 7  # tried for each pair of tensor parallelisms
 SEARCH_STEPS = 5
 HIGHEST_SPEED = 64.0
 
@@ -29,10 +29,10 @@ OnProgress = Callable[[str], None]
 
 @dataclass(slots=True, frozen=True)
 class EvaluatedPlacement:
-    """One placement and what it carried.
+    """One placement and its figures.
 
-    `speed` is how much faster than recorded the trace may come; 0: not even at a quarter. `row`: at the
-    recorded rate.
+    `row`: at the recorded rate. `speed`: the highest factor on the recorded rate within the objectives; 0: the
+    objectives are missed even at a quarter of the rate.
     """
 
     scenario: Scenario
@@ -55,10 +55,10 @@ class EvaluatedPlacement:
 
 
 def placements(base: Scenario, gpus: int) -> list[Scenario]:
-    """Every placement worth trying.
+    """Every placement to try.
 
     Raises:
-        ConfigError: the model does not fit so many GPUs.
+        ConfigError: the model does not fit on so many GPUs.
     """
     sizes = _sizes(base, gpus)
     found = [
@@ -91,7 +91,7 @@ def search(
     make_cache: CacheFactory,
     progress: OnProgress = lambda _: None,
 ) -> list[EvaluatedPlacement]:
-    """The finalists, best first: by rate carried per GPU, then by TTFT.
+    """The finalists, best first: by rate carried per GPU, then by the share within the objectives and TTFT.
 
     Raises:
         ConfigError: the model does not fit, or an objective is missing.
@@ -120,7 +120,7 @@ def search(
 
 
 def _sizes(base: Scenario, gpus: int) -> list[int]:
-    """Tensor parallelisms, in powers of two, that the model fits."""
+    """The tensor parallelisms, powers of two, with which the model fits."""
     gpu = gpu_named(base.gpu)
     found: list[int] = []
     tp = 1
@@ -137,19 +137,19 @@ def _sizes(base: Scenario, gpus: int) -> list[int]:
         except ConfigError as does_not_fit:
             error = does_not_fit
         else:
-            # Beyond one host all-reduces leave the fast links that the rates assume.
+            # With more than 8 GPUs, all-reduces leave the fast links within a host that the rates assume.
             if tp <= 8 or not found:
                 found.append(tp)
         tp *= 2
     if not found:
-        raise error or ConfigError(f"{gpus} GPUs", hint="at least one is needed")
+        raise error or ConfigError(f"{gpus} GPUs are too few", hint="give at least 1")
     return found
 
 
 def _highest_speed(
     scenario: Scenario, arrivals: Sequence[Arrival], make_cache: CacheFactory
 ) -> float:
-    """How much faster the arrivals may come until less than 90 % of them meet both objectives."""
+    """The highest factor on the arrival rate at which 90 % of the requests meet both objectives."""
 
     def holds(speed: float) -> bool:
         faster = [replace(arrival, at_s=arrival.at_s / speed) for arrival in arrivals]

@@ -1,7 +1,4 @@
-"""The node's eviction policies, as caches for a simulated cluster: the one place where the two meet.
-
-The conductor may not import the node's code; whoever runs a simulation hands it in.
-"""
+"""The node's eviction policies, as caches for a simulated cluster."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from tiers.policies.registry import policy_class
 
 
 class PolicyCache:
-    """Blocks under one eviction policy; parents stay while children do, as in a node.
+    """Blocks under one eviction policy. As in a node, a parent is not evicted before its children.
 
     Raises:
         ConfigError: no policy has that name.
@@ -34,7 +31,7 @@ class PolicyCache:
         )
 
     def use(self, chain: Sequence[bytes]) -> list[bytes]:
-        """Use a chain's blocks, taking in those that are missing; returns what was evicted for them."""
+        """Use a chain's blocks, and add those that are missing. Returns the blocks evicted for them."""
         self._evicted.clear()
         self._cache.access_chain(chain)
         return list(self._evicted)
@@ -47,7 +44,7 @@ class PolicyCache:
 
 
 def cache_factory(policy: str) -> Callable[[int], PolicyCache]:
-    """Makes caches under that policy.
+    """A function that makes caches of a given size under a policy.
 
     Raises:
         ConfigError: no policy has that name.

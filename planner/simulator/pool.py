@@ -1,4 +1,4 @@
-"""Pool nodes as caches of blocks, and the real block index fed with their events as nodes feed it. Pure."""
+"""Pool nodes as caches of blocks, and the real block index, which gets their events."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ EPOCH = 1
 
 
 class Pool:
-    """Nodes, what stands on them, and where the index says so.
+    """Nodes, their blocks, and the index of these blocks.
 
     Args:
         namespace_id: of the one model that is served.
-        make_cache: the eviction policy's cache.
+        make_cache: makes a cache under the nodes' eviction policy.
     """
 
     def __init__(
@@ -38,22 +38,18 @@ class Pool:
             self._tiers[node.node_id] = tiers
 
     def find(self, hashes: Sequence[bytes]) -> Found:
-        """What the pool has of a chain."""
+        """The chain's leading blocks that the pool has, with their holders."""
         if not hashes:
             return Found((), self.hosts)
         return Found(self.index.holders(self._namespace_id, hashes), self.hosts)
 
     def store(self, node_id: str, chain: Sequence[bytes]) -> None:
-        """The chain's blocks were written to a node; all its tiers take them (write-through)."""
+        """Write the chain's blocks to a node. All its tiers take them (write-through)."""
         self._use(node_id, chain)
 
     def read(self, node_id: str, chain: Sequence[bytes]) -> None:
-        """The chain's blocks were read there: a use, and what stood on disk is in memory again."""
+        """Use the chain's blocks on a node. Blocks on disk come into memory again."""
         self._use(node_id, chain)
-
-    def blocks(self) -> int:
-        """Blocks over all nodes, the fastest tier of each counted."""
-        return sum(len(tiers[0][1]) for tiers in self._tiers.values() if tiers)
 
     def _use(self, node_id: str, chain: Sequence[bytes]) -> None:
         for tier, cache in self._tiers[node_id]:

@@ -1,4 +1,4 @@
-"""How large a pool pays: the hit ratio by capacity, and where the curve bends. Pure."""
+"""Finds the size of the pool that pays: the hit ratio by capacity, and the bends of that curve."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from planner.simulator.setup import CacheFactory
 from planner.simulator.workload import Arrival
 
-ENOUGH = 0.95  # of what an unbounded pool would find
-NEAR = 0.7  # of it, from dram
+ENOUGH = 0.95  # of the hits of an unbounded pool, from either tier
+NEAR = 0.7  # of them, from DRAM
 
 
 @dataclass(slots=True, frozen=True)
 class Hits:
-    """Share of prompt blocks found at their turn in a pool of so many blocks."""
+    """The share of prompt blocks found in a pool of `blocks` blocks."""
 
     blocks: int
     hit_ratio: float
 
 
 def curve(arrivals: Sequence[Arrival], make_cache: CacheFactory, points: int = 8) -> list[Hits]:
-    """Hit ratios at capacities that double up to one that holds everything."""
+    """Hit ratios at capacities that double, up to one that holds everything."""
     distinct = len({block for arrival in arrivals for block in arrival.hashes})
     if not distinct:
         return []
@@ -30,7 +30,7 @@ def curve(arrivals: Sequence[Arrival], make_cache: CacheFactory, points: int = 8
 
 
 def recommended(hits: Sequence[Hits]) -> tuple[int, int]:
-    """Blocks for dram, and for nvme beyond it: 70 % of all hits from memory, 95 % from either."""
+    """Blocks for DRAM and for NVMe: 70 % of an unbounded pool's hits from DRAM, 95 % from either."""
     if not hits or not hits[-1].hit_ratio:
         return 0, 0
     most = hits[-1].hit_ratio

@@ -1,4 +1,4 @@
-"""What became of each request, and the figures over all of them. Pure arithmetic."""
+"""The requests of a simulated run, and the figures over all of them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,16 @@ from planner.simulator.workload import Arrival
 
 @dataclass(slots=True)
 class SimulatedRequest:
-    """One request's way through the simulated cluster; times in seconds since the start, -1 while unknown."""
+    """One request in the simulated cluster. Times are in seconds since the start; -1: not yet."""
 
     arrival: Arrival
     decision: Decision | None = None
-    refused: str = ""  # the reason
+    refused: str = ""  # the reason; "": not refused
     is_wasted: bool = False  # refused after its prefill
     reused_tokens: int = 0
     computed_tokens: int = 0
-    planned_blocks: int = 0
     first_at: float = -1.0
     finished_at: float = -1.0
-    prefill_began_at: float = -1.0
-    prefilled_at: float = -1.0
-    sent_at: float = -1.0
-    waited_s: float = 0.0
     is_attainment_reported: bool = False
 
     @property
@@ -42,13 +37,13 @@ class SimulatedRequest:
 
     @property
     def tpot_s(self) -> float:
-        """Mean time between tokens; 0 for an answer of one token."""
+        """Mean time between tokens; 0 for an output of one token."""
         return (self.finished_at - self.first_at) / max(1, self.arrival.output_tokens - 1)
 
 
 @dataclass(slots=True)
 class SimulationRun:
-    """All requests of a run and what was counted on the way."""
+    """All requests of a run, and its counters."""
 
     requests: list[SimulatedRequest]
     end_s: float
@@ -60,7 +55,7 @@ class SimulationRun:
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
-    """Mean and percentiles; zeros when there is nothing."""
+    """Mean and percentiles; zeros if there are no values."""
     array = np.fromiter(values, float)
     if not array.size:
         return {"mean": 0.0, "p50": 0.0, "p90": 0.0, "p99": 0.0}
@@ -70,7 +65,7 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 
 def is_good(request: SimulatedRequest, slo_ttft_s: float, slo_tpot_s: float) -> bool:
-    """It was served within both objectives; an objective of 0 is none."""
+    """Whether the request was served within both objectives. An objective of 0 is always met."""
     return (
         request.is_served
         and (not slo_ttft_s or request.ttft_s <= slo_ttft_s)
@@ -79,10 +74,10 @@ def is_good(request: SimulatedRequest, slo_ttft_s: float, slo_tpot_s: float) -> 
 
 
 def summary(result: SimulationRun, slo_ttft_s: float, slo_tpot_s: float) -> dict[str, Any]:
-    """One run as figures.
+    """The figures of one run.
 
-    Goodput is requests within both objectives per second until the last one ended; `slo_share` is their
-    share of all that arrived, refused ones included.
+    Goodput counts requests within both objectives, per second until the last request ended. `slo_share` is
+    their share of all requests, including refused ones.
     """
     requests = result.requests
     served = [r for r in requests if r.is_served]

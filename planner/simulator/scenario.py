@@ -1,4 +1,4 @@
-"""A cluster as a user describes it (model, GPUs, counts, sizes), made into a `Setup`. Pure."""
+"""A cluster as a user describes it (model, GPUs, counts, sizes), and the `Setup` made from it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _GROUP = re.compile(r"^(?P<count>\d{1,5})(?:@(?P<gpu>[A-Za-z0-9-]+))?(?::(?P<tp>
 
 @dataclass(slots=True, frozen=True)
 class Group:
-    """So many equal instances; `gpu` and `tp` None: as everywhere else."""
+    """`count` equal instances. `gpu` or `tp` None: as in the scenario."""
 
     count: int
     gpu: str | None = None
@@ -36,31 +36,33 @@ def groups_of(text: str) -> list[Group]:
     """Instances from `8`, `8@h100`, `4@h100:8,4@a100:8` (GPU, and GPUs per instance).
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the text has another form.
     """
     found = []
     for part in text.split(","):
         match = _GROUP.match(part.strip())
         if match is None:
-            raise ConfigError(f"instances {part!r}", hint="write 8, 8@h100 or 4@h100:8,4@a100:8")
+            raise ConfigError(
+                f"{part!r} is not a group of instances", hint="write 8, 8@h100 or 4@h100:8,4@a100:8"
+            )
         tp = int(match["tp"]) if match["tp"] else None
         found.append(Group(int(match["count"]), match["gpu"], tp))
     if sum(group.count for group in found) > MAX_INSTANCES:
-        raise ConfigError(f"more than {MAX_INSTANCES} instances")
+        raise ConfigError(f"more than {MAX_INSTANCES} instances cannot be simulated")
     return found
 
 
 @dataclass(slots=True, frozen=True)
 class Scenario:
-    """What a user says of the cluster; see `kvpool simulate --help`.
+    """A cluster in a user's words. `kvpool simulate --help` describes the options behind the fields.
 
     Args:
-        hosts: instances stand on so many hosts in turn; 0: each on its own.
+        hosts: the number of hosts, over which the instances are spread in turn; 0: one per instance.
         link_bytes_per_s: of each host, in each direction.
-        dram_bytes, nvme_bytes: that each host lends to the pool.
-        admission: as the scheduler's; "late": TTFT is judged at arrival and TPOT by the decode instance only
-            when the prefill is done, as systems do that decide in two places.
-        measured: costs of every instance instead of those computed from the GPU.
+        dram_bytes, nvme_bytes: of each host, for the pool.
+        admission: as in the scheduler; "late": TTFT is checked at arrival and TPOT at the decode instance when
+            the prefill is done, as in systems that decide in two places.
+        measured: costs of every instance, instead of those computed from the GPU.
     """
 
     model: ModelShape
@@ -100,7 +102,7 @@ def setup_of(scenario: Scenario) -> Setup:
     """The cluster to simulate.
 
     Raises:
-        ConfigError: it could not serve, the model does not fit, or a name is unknown.
+        ConfigError: the cluster cannot serve, the model does not fit, or a name is unknown.
     """
     other_host = LinkProfile(2e-4, scenario.link_bytes_per_s)
     instances: list[InstanceSpec] = []
@@ -113,7 +115,7 @@ def setup_of(scenario: Scenario) -> Setup:
         for group in groups:
             cost, capacity, dollars, kind = _engine(scenario, group, other_host)
             for _ in range(group.count):
-                # Numbered per role, so that with half as many hosts each holds one of either.
+                # Numbered per role: with half as many hosts as instances, each host has one of each role.
                 at = number if scenario.hosts else len(instances)
                 instances.append(
                     InstanceSpec(
@@ -130,9 +132,9 @@ def setup_of(scenario: Scenario) -> Setup:
     block_bytes = scenario.block_tokens * scenario.model.bytes_per_token(scenario.kv_value_bytes)
     if scenario.serving == "pooled" and max(scenario.dram_bytes, scenario.nvme_bytes) < block_bytes:
         raise ConfigError(
-            f"hosts lend the pool {scenario.dram_bytes:,} B of DRAM and {scenario.nvme_bytes:,} B of NVMe,"
-            f" and one block takes {block_bytes:,} B",
-            hint="more DRAM, or serving without a pool: disaggregated or coupled",
+            f"each host gives the pool {scenario.dram_bytes:,} B of DRAM and {scenario.nvme_bytes:,} B of"
+            f" NVMe, but one block takes {block_bytes:,} B",
+            hint="give more DRAM, or simulate serving without a pool: disaggregated or coupled",
         )
     hosts = sorted({instance.host for instance in instances})
     nodes = tuple(
@@ -180,7 +182,7 @@ def setup_of(scenario: Scenario) -> Setup:
 def _engine(
     scenario: Scenario, group: Group, other_host: LinkProfile
 ) -> tuple[Profile, int, float, str]:
-    """Costs, KV room, price and name of one instance."""
+    """Costs, KV capacity in tokens, price per hour and name of one instance."""
     measured = scenario.measured
     if measured is not None and measured.kv_capacity_tokens:
         return measured.cost, measured.kv_capacity_tokens, 0.0, measured.source
@@ -191,7 +193,7 @@ def _engine(
         weight_bytes=scenario.weight_bytes,
         kv_value_bytes=scenario.kv_value_bytes,
     )
-    if measured is not None:  # it says nothing of room: take what such a GPU would have
+    if measured is not None:  # without a capacity: take that of such a GPU
         return measured.cost, machine.kv_capacity_tokens, 0.0, measured.source
     cost = machine.profile(scenario.same_host, other_host)
     kind = f"{machine.gpu.name} x{machine.tp}"

@@ -1,4 +1,4 @@
-"""What is simulated: instances, nodes, links, objectives. Plain values; nothing happens here."""
+"""The simulated cluster as values: instances, nodes, links, objectives."""
 
 from __future__ import annotations
 
@@ -20,22 +20,20 @@ TpotCheck = Literal["scheduler", "decode", "both"]
 
 
 class Cache(Protocol):
-    """Blocks of one tier or engine under an eviction policy; the node's real policies stand behind it."""
+    """Blocks of one tier or engine under an eviction policy."""
 
     def use(self, chain: Sequence[bytes]) -> list[bytes]:
-        """Use a chain's blocks, taking in those that are missing; returns what was evicted for them."""
+        """Use a chain's blocks, and add those that are missing. Returns the blocks evicted for them."""
 
     def __contains__(self, block_hash: bytes, /) -> bool: ...
 
-    def __len__(self) -> int: ...
 
-
-CacheFactory = Callable[[int], Cache]  # an empty cache of so many blocks
+CacheFactory = Callable[[int], Cache]  # makes an empty cache of a number of blocks
 
 
 @dataclass(slots=True, frozen=True)
 class InstanceSpec:
-    """One engine instance (its GPUs together). `cost`: what it really takes, whatever the scheduler believes."""
+    """One engine instance (its GPUs together). `cost`: its real costs; the scheduler has its own estimate."""
 
     worker_id: str
     role: Literal["prefill", "decode", "both"]
@@ -43,7 +41,7 @@ class InstanceSpec:
     cost: Profile
     kv_capacity_tokens: int
     dollars_per_hour: float = 0.0
-    kind: str = ""  # for people: "h100 x8"
+    kind: str = ""  # e.g. "h100 x8"
 
 
 @dataclass(slots=True, frozen=True)
@@ -59,23 +57,23 @@ class NodeSpec:
 
 @dataclass(slots=True, frozen=True)
 class Setup:
-    """A whole cluster and how it is run.
+    """A whole cluster and how it serves.
 
     Args:
-        serving: "coupled": each instance prefills and decodes, chunked, and reuses what its own engine keeps;
-            "disaggregated": prefill and decode apart, nothing is kept in between; "pooled": apart, and
-            every block stays in the pool for whoever asks next.
-        is_overlapped: layers are sent while the next ones compute; else the prefill waits for its send.
+        serving: "coupled": each instance prefills in chunks and decodes, and reuses what its own engine keeps;
+            "disaggregated": instances prefill or decode, and nothing is kept in between; "pooled": the same, and
+            every block stays in the pool for later requests.
+        is_overlapped: layers are sent while the next ones compute; otherwise the prefill waits for its send.
         chunk_tokens: of a step that prefills beside decodes (Sarathi-Serve); 0: whole prompts stall decoding.
-        engine_share: of an engine's KV memory that keeps prefixes; the rest is for sequences in work.
-        tpot_check: who refuses what would break the TPOT objective: the scheduler, before the prefill; "decode":
-            the decode instance, after it; "both".
-        heartbeat_s: how often the scheduler hears of the load.
+        engine_share: the share of an engine's KV memory that keeps prefixes; the rest is for running sequences.
+        tpot_check: who refuses requests that would break the TPOT objective: "scheduler" before the prefill,
+            "decode": the decode instance after it, or "both".
+        heartbeat_s: the interval between reports of the load.
         roles: limits of the role controller; None: roles are fixed.
-        max_waiting: places in the admission queue.
+        max_waiting: length of the admission queue.
 
     Raises:
-        ConfigError: a cluster that could not serve anything.
+        ConfigError: the cluster cannot serve anything.
     """
 
     serving: Serving

@@ -1,8 +1,8 @@
-"""The run itself: requests arrive, the real scheduler decides, simulated engines and links carry it out.
+"""Runs a simulation: requests arrive, the real scheduler decides, and simulated engines and links carry it out.
 
-The order of things is the gateway's (`conductor.gateway.gateway`): look the chain up, decide, reserve near the
-decode instance, prefill and send layer by layer, decode; measurements go back to the cost model. Everything
-follows from the setup and the requests: equal inputs give equal results.
+The steps are the gateway's (`conductor.gateway.gateway`): look the chain up, decide, reserve near the decode
+instance, prefill and send layer by layer, decode. Measurements go back to the cost model. Equal inputs give equal
+results.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Simulation:
         self._active = 0
 
     def run(self) -> SimulationRun:
-        """Until every request has been served or refused."""
+        """Run until every request has been served or refused."""
         for request in self.requests:
             self.loop.at(request.arrival.at_s, lambda r=request: self._arrive(r))  # type: ignore[misc]
         self.loop.at(0.0, self._heartbeat)
@@ -90,7 +90,7 @@ class Simulation:
         result.counters["evicted_blocks"] = self.pool.evicted_blocks
         return result
 
-    # ------------------------------------------------------------ letting in
+    # ------------------------------------------------------------ admission
 
     def _arrive(self, request: SimulatedRequest) -> None:
         if not len(self._queue) and self._active < self.setup.max_active:
@@ -132,7 +132,6 @@ class Simulation:
             if not decision.is_refused:
                 self._queue.started(ticket.request_id, now)
                 del self._waiting[ticket.request_id]
-                request.waited_s = now - ticket.arrived_at
                 self._start(request, decision)
             elif decision.reason not in TRANSIENT_REASONS:
                 self._queue.leave(ticket.request_id)
@@ -235,7 +234,6 @@ class Simulation:
 
         def fetch() -> float:
             nonlocal resident
-            request.prefill_began_at = self.loop.now
             ready, have, resident = self._read(
                 request, decision.reuse_blocks, prefiller.worker_id, prefiller.host
             )
@@ -245,7 +243,6 @@ class Simulation:
 
         def prefilled(began: float) -> float:
             now = self.loop.now
-            request.prefilled_at = now
             request.reused_tokens = prompt.reused
             request.computed_tokens += prompt.new
             state.cost.observe_prefill(prefiller.worker_id, prompt.new, prompt.reused, now - began)
@@ -258,7 +255,7 @@ class Simulation:
             return now if setup.is_overlapped else arrives
 
         def sent(computed_at: float) -> None:
-            now = request.sent_at = self.loop.now
+            now = self.loop.now
             state.reserve_bytes(decision.target_node, -new_bytes)
             if setup.serving == "pooled":
                 self.pool.store(target, arrival.hashes)
@@ -282,7 +279,7 @@ class Simulation:
         self.instances[prefiller.worker_id].add(prompt)
 
     def _local(self, request: SimulatedRequest, decision: Decision) -> None:
-        """Read what pays, compute the rest where it is decoded."""
+        """Read what pays, and compute the rest at the decode instance."""
         assert decision.decode is not None
         arrival, setup = request.arrival, self.setup
         spec = self._specs[decision.decode]
@@ -295,7 +292,7 @@ class Simulation:
         self.loop.at(ready, begin)
 
     def _decode(self, request: SimulatedRequest, decision: Decision, new: int, reused: int) -> None:
-        """Compute what is left at the decode instance, and decode."""
+        """Compute the rest of the prompt at the decode instance, and decode."""
         assert decision.decode is not None
         arrival, setup, state = request.arrival, self.setup, self.state
         instance, spec = self.instances[decision.decode], self._specs[decision.decode]
@@ -316,7 +313,6 @@ class Simulation:
             request.computed_tokens += new
             if is_local:
                 request.reused_tokens = reused
-                request.prefilled_at = now
                 state.in_flight.prefilled(arrival.request_id, now)
                 state.cost.observe_prefill(spec.worker_id, new, reused, now - began)
                 self._keep(spec.worker_id, arrival.hashes)
@@ -355,25 +351,24 @@ class Simulation:
     def _read(
         self, request: SimulatedRequest, wanted: int, worker_id: str, host: str
     ) -> tuple[float, int, int]:
-        """Bring leading blocks to an engine: when they are there, how many, and how many the pool has."""
+        """Bring leading blocks to an engine. Returns when they arrive, how many, and how many the pool has."""
         arrival, now = request.arrival, self.loop.now
         own = self._leading(self._engines[worker_id], arrival.hashes)
         resident = 0
         if self.setup.serving == "pooled":
             resident = len(self.pool.find(arrival.hashes).holders)
-        request.planned_blocks = wanted
         have = max(own, min(wanted, resident)) if wanted > own else min(own, len(arrival.hashes))
         if have < wanted:
             self.result.counters["stale_blocks"] += wanted - have
         if have * self.setup.block_tokens >= arrival.prompt_tokens:
-            have -= 1  # one token at least is computed
+            have -= 1  # at least one token is computed
         ready = now
         if have > own:
             ready = self._fetch(now, arrival, own, have, host)
         return ready, max(0, have), resident
 
     def _fetch(self, now: float, arrival: Arrival, start: int, end: int, host: str) -> float:
-        """Move blocks [start, end) from where they stand to `host`; returns when they have arrived."""
+        """Move blocks [start, end) from their nodes to `host`. Returns the time at which they have arrived."""
         setup, ready = self.setup, now
         for segment in cut(self.pool.find(arrival.hashes).segments(host), end):
             stop = segment.start + segment.count
@@ -404,7 +399,7 @@ class Simulation:
         return next((n.node_id for n in self.setup.nodes if n.host == host), None)
 
     def _replicate(self, request: SimulatedRequest, decision: Decision) -> None:
-        """Copy what was wanted twice toward where the work is, in the background."""
+        """Copy blocks that were requested twice to nodes near the work, in the background."""
         now, hashes = self.loop.now, request.arrival.hashes
         for copy in decision.replicate:
             run = hashes[copy.start : copy.start + copy.count]
@@ -435,7 +430,10 @@ class Simulation:
     def _report_attainment(
         self, request: SimulatedRequest, *, is_late: bool, is_slow: bool
     ) -> None:
-        """Tell the role controller once of each request which role served it well (`conductor.gateway.slo_attainment`)."""
+        """Report once per request to the role controller which objectives were met.
+
+        As `conductor.gateway.slo_attainment` does.
+        """
         if self._controller is None or request.is_attainment_reported:
             return
         request.is_attainment_reported = True

@@ -1,7 +1,4 @@
-"""One scenario many times over: strategies side by side, all splits, links, and the role controller beside them.
-
-Each run is `Simulation` from scratch over the same arrivals; a sweep only varies and tabulates.
-"""
+"""Runs variants of a scenario over the same arrivals: strategies, splits, links, and the role controller."""
 
 from __future__ import annotations
 
@@ -20,16 +17,16 @@ from planner.sizing.hardware import NetworkLink
 
 Row = dict[str, Any]
 OnProgress = Callable[[str], None]
-MET = 0.9  # share of requests within an objective from which on a split counts as meeting it
+MET = 0.9  # a split meets the objectives if at least this share of requests does
 
 
 def run(scenario: Scenario, arrivals: Sequence[Arrival], make_cache: CacheFactory) -> SimulationRun:
-    """One run."""
+    """Run a scenario once."""
     return Simulation(setup_of(scenario), arrivals, make_cache).run()
 
 
 def row_of(scenario: Scenario, arrivals: Sequence[Arrival], make_cache: CacheFactory) -> Row:
-    """One run as a row: what it was, then its figures."""
+    """Run a scenario once. Returns its settings and its figures."""
     result = run(scenario, arrivals, make_cache)
     head = {
         "serving": scenario.serving,
@@ -49,7 +46,7 @@ def compare(
     make_cache: CacheFactory,
     progress: OnProgress = lambda _: None,
 ) -> list[Row]:
-    """Every scenario once."""
+    """Run every scenario once."""
     rows = []
     for scenario in scenarios:
         progress(f"{scenario.serving}, {scenario.strategy}, {scenario.admission}")
@@ -61,7 +58,7 @@ def splits_of(scenario: Scenario) -> list[Scenario]:
     """Every division of the scenario's instances into prefill and decode.
 
     Raises:
-        ConfigError: fewer than two instances, or of several kinds: then a split is no single number.
+        ConfigError: there are fewer than two instances, or they are of several kinds.
     """
     groups = [*scenario.prefill, *scenario.decode]
     count = sum(group.count for group in groups)
@@ -88,7 +85,11 @@ def ratio_sweep(
     make_cache: CacheFactory,
     progress: OnProgress = lambda _: None,
 ) -> list[Row]:
-    """Every split of the instances; `meets_both` where 90 % of all requests met both objectives."""
+    """Run every split of the instances. `meets_both`: 90 % of all requests met both objectives.
+
+    Raises:
+        ConfigError: an objective is missing, or the instances cannot be split.
+    """
     if not (scenario.slo_ttft_s and scenario.slo_tpot_s):
         raise ConfigError("a ratio sweep needs both objectives", hint="--slo-ttft and --slo-tpot")
     rows = []
@@ -107,7 +108,7 @@ def bandwidth_sweep(
     make_cache: CacheFactory,
     progress: OnProgress = lambda _: None,
 ) -> list[Row]:
-    """Every link, sends overlapped with the prefill and not, beside coupled serving, which needs none."""
+    """Run coupled serving, then every link with sends that overlap the prefill and that do not."""
     rows = []
     coupled = replace(scenario, serving="coupled")
     progress("coupled")
@@ -128,7 +129,7 @@ def role_sweep(
     make_cache: CacheFactory,
     progress: OnProgress = lambda _: None,
 ) -> list[Row]:
-    """The role controller, started from the scenario's split, beside every fixed one."""
+    """Run every fixed split, then the role controller from the scenario's split."""
     limits = scenario.roles or RoleLimits()
     fixed = replace(scenario, roles=None)
     rows = ratio_sweep(fixed, arrivals, make_cache, progress)

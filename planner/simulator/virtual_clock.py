@@ -1,4 +1,4 @@
-"""The virtual clock: calls in order of their time; equal times in the order in which they were asked for. Pure."""
+"""The virtual clock: runs calls by time, and calls of equal time in the order in which they were scheduled."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class EventLoop:
         self._count = 0
 
     def at(self, when: float, call: Call) -> None:
-        """Run `call` at `when`; a time that has passed means now, after what is due already."""
+        """Schedule `call` at `when`. A time in the past means now, after the calls that are already due."""
         self._count += 1
         heapq.heappush(self._heap, (max(when, self.now), self._count, call))
 
     def run(self, is_done: Callable[[], bool]) -> None:
-        """Run until nothing is left or `is_done`."""
+        """Run until no call is left or `is_done()`."""
         while self._heap and not is_done():
             when, _, call = heapq.heappop(self._heap)
             self.now = when

@@ -1,4 +1,4 @@
-"""What arrives and when: a trace scaled in time and cut into blocks, or a synthetic one from a seed."""
+"""The arriving requests: a trace scaled in time and cut into blocks, or a synthetic one from a seed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from planner.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest
 
 @dataclass(slots=True, frozen=True)
 class Arrival:
-    """One request: `hashes` name the whole blocks of its prompt."""
+    """One request. `hashes` name the whole blocks of its prompt."""
 
     request_id: str
     at_s: float
@@ -30,17 +30,17 @@ def arrivals(
     trace_block_tokens: int = MOONCAKE_BLOCK_TOKENS,
     max_prompt_tokens: int = 0,
 ) -> list[Arrival]:
-    """Requests of a trace, `speed` times as fast; without `block_ids` no two of them share anything.
+    """The requests of a trace, `speed` times as fast. Requests without `block_ids` share nothing.
 
     Args:
         block_tokens: of the pool; must divide the trace's blocks.
-        max_prompt_tokens: longer prompts are cut; 0: none is.
+        max_prompt_tokens: longer prompts are cut; 0: no limit.
 
     Raises:
-        ConfigError: the speed or the block size makes no sense.
+        ConfigError: the speed or the block size is invalid.
     """
     if not (speed > 0 and math.isfinite(speed)):
-        raise ConfigError(f"speed {speed}", hint="1 is as recorded, 2 twice as fast")
+        raise ConfigError(f"speed {speed} is invalid", hint="1 is as recorded, 2 twice as fast")
     if block_tokens < 1 or trace_block_tokens % block_tokens:
         raise ConfigError(
             f"blocks of {block_tokens} tokens do not divide the trace's {trace_block_tokens}"
@@ -62,7 +62,7 @@ def arrivals(
 
 
 def _block(block_ids: Sequence[int], number: int, at: int, piece: int) -> bytes:
-    """A stand-in for a prefix hash: one for each piece of each block of the trace; an own one where it has no name."""
+    """An artificial prefix hash for a piece of a block of the trace; a unique one if the block has no id."""
     if at >= len(block_ids):
         return b"\x01" + number.to_bytes(7, "little") + (at << 12 | piece).to_bytes(8, "little")
     return block_ids[at].to_bytes(12, "little", signed=True) + piece.to_bytes(4, "little")
@@ -70,7 +70,7 @@ def _block(block_ids: Sequence[int], number: int, at: int, piece: int) -> bytes:
 
 @dataclass(slots=True, frozen=True)
 class Shape:
-    """A synthetic load: requests a second, and means of lengths (exponential, in tokens)."""
+    """A synthetic load: requests per second, mean lengths in tokens (exponentially distributed), duration."""
 
     rate: float
     prompt_tokens: float
@@ -81,13 +81,14 @@ class Shape:
 def synthetic(
     shapes: Sequence[Shape], seed: int, *, shared_prefixes: int = 0
 ) -> list[TraceRequest]:
-    """Poisson arrivals through one shape after the other.
+    """Poisson arrivals through one shape after another.
 
     Args:
-        shared_prefixes: prompts begin with one of so many prefixes, half as long as the mean prompt; 0: none.
+        shared_prefixes: the number of prefixes, half as long as the mean prompt, of which each prompt begins
+            with one; 0: none.
 
     Raises:
-        ConfigError: a shape makes no sense.
+        ConfigError: a figure of a shape is not positive.
     """
     chance = random.Random(seed)
     found: list[TraceRequest] = []
