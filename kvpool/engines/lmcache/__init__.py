@@ -1,6 +1,8 @@
-"""LMCache backends: the L2 adapter of its multi-process server, and the remote connector of its in-process mode.
+"""LMCache backends: the L2 adapter of its multi-process server, and the remote connector of its
+in-process mode.
 
-Named in LMCache's configuration by this module's path. Each half loads its side of LMCache when it is asked for.
+LMCache's configuration names this module. Each backend imports its part of LMCache only when it is
+used.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """kvpool as a remote storage of LMCache's in-process mode: `remote_storage_plugins: ["kvpool"]`.
 
-LMCache calls from its own event loop and from threads; the work is done on a loop of ours. Only whole chunks
-of the layout that LMCache's metadata tells are stored: `get` has no more than a key to go by, and must not
-guess how long a chunk is. Every trouble is a miss.
+LMCache calls from its own event loop and from threads; the connector's own loop does the work. It
+stores only whole chunks of the layout in LMCache's metadata, because `get` has only a key, which
+does not contain a chunk's length. Every failure is a miss.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from lmcache.v1.storage_backend.connector import (
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 from kvpool.blocks.model_revision import model_directory
+from kvpool.client.node.transfer_threads import close_in_thread
 from kvpool.engines.lmcache.keys import Item, Keyspace, layout_of, object_layout
 from kvpool.engines.lmcache.object_table import ObjectTable
 from kvpool.engines.lmcache.objects import ObjectStore
@@ -34,27 +35,30 @@ from kvpool.errors import ConfigError, KvpoolError, Unavailable
 T = TypeVar("T")
 
 PLUGIN_TYPE = "kvpool"
-LOADERS_OWN = ("module_path", "class_name")  # keys beside ours, which LMCache reads
+LOADERS_OWN = ("module_path", "class_name")  # keys that LMCache reads itself
 
 
 class KVPoolConnectorAdapter(ConnectorAdapter):
-    """What LMCache's loader makes from `module_path` and `class_name`."""
+    """Creates the connector.
+
+    LMCache's loader finds this class by `module_path` and `class_name`.
+    """
 
     def __init__(self) -> None:
         super().__init__(f"plugin://{PLUGIN_TYPE}")
 
     def can_parse(self, url: str) -> bool:
-        """Whether this is `plugin://kvpool` or `plugin://kvpool.<instance>`."""
+        """Whether `url` is `plugin://kvpool` or `plugin://kvpool.<instance>`."""
         scheme, _, name = url.partition("://")
         return scheme == "plugin" and extract_plugin_type(name) == PLUGIN_TYPE
 
     def create_connector(self, context: ConnectorContext) -> KVPoolConnector:
-        """Raises ConfigError: a setting is wrong, or LMCache is set to what is not supported."""
+        """Create the connector. Raises as `KVPoolConnector`."""
         return KVPoolConnector(context)
 
 
 def settings_of(context: ConnectorContext) -> ConnectorSettings:
-    """The settings among LMCache's extra configuration. Raises ConfigError."""
+    """The settings in LMCache's extra configuration. Raises ConfigError: a setting is wrong."""
     prefix = f"remote_storage_plugin.{context.plugin_name or PLUGIN_TYPE}."
     extra = (context.config.extra_config if context.config is not None else None) or {}
     given = {
@@ -65,12 +69,12 @@ def settings_of(context: ConnectorContext) -> ConnectorSettings:
 
 
 class KVPoolConnector(RemoteConnector):
-    """See LMCache's `RemoteConnector`. Made by `KVPoolConnectorAdapter`, which knows LMCache's metadata.
+    """LMCache's `RemoteConnector` on a pool. `KVPoolConnectorAdapter` creates it.
 
     Raises:
         ConfigError: a setting is wrong; LMCache works layer by layer or compresses what it stores.
-        ModelNotFound: there is nothing at `model_path`, or neither it nor a revision is given and the model's
-            files are not on this host.
+        ModelNotFound: there are no files at `model_path`; or neither it nor a revision is given,
+            and the model's files are not on this host.
     """
 
     def __init__(self, context: ConnectorContext) -> None:
@@ -82,7 +86,7 @@ class KVPoolConnector(RemoteConnector):
         if config.remote_serde not in (None, "naive"):
             raise ConfigError(
                 f"remote_serde {config.remote_serde!r} is not supported with kvpool",
-                hint="leave it at naive; nodes quantise on NVMe if told so",
+                hint="use naive; nodes can quantise on NVMe",
             )
         super().__init__(config, context.metadata)
         self._model = context.metadata.model_name
@@ -96,7 +100,8 @@ class KVPoolConnector(RemoteConnector):
         self._breaker = CircuitBreaker(settings.backoff_s, settings.max_backoff_s)
         self._keys = Keyspace(settings)
         self._object_table = ObjectTable(settings.max_listed)
-        self._jobs: set[asyncio.Task[Any]] = set()  # that use LMCache's memory; on the loop alone
+        # they use LMCache's memory; used on the loop only
+        self._jobs: set[asyncio.Task[Any]] = set()
         self._is_closed = False
         self._thread = LoopThread("kvpool-lmcache")
         self._thread.open(self._open(), 10.0)
@@ -107,46 +112,46 @@ class KVPoolConnector(RemoteConnector):
         self._greeting = asyncio.ensure_future(self._greet())
 
     async def _greet(self) -> None:
-        """Meet the pool before the first request does; start anyway where it is not there."""
+        """Connect to the pool before the first request. If it does not answer, start anyway."""
         try:
             await self._pool.connect(timeout_s=self.settings.load_timeout_s)
             space = self._keys.space(self._model, self._layout)
             await self._pool.register(space.namespace)
         except KvpoolError as error:
             self._breaker.failed(time.monotonic())
-            self._warn("the pool cannot be reached; all is a miss until it can", error)
+            self._warn("the pool cannot be reached; everything is a miss until it can", error)
 
     @property
     def counters(self) -> dict[str, int]:
-        """What was found, loaded, stored and refused so far."""
+        """How much was found, loaded, stored and refused so far."""
         return dict(self._objects.counters)
 
     # ------------------------------------------------------------ finding
 
     async def exists(self, key: Any) -> bool:
-        """Whether the pool has it."""
+        """Whether the pool has the chunk."""
         return bool(await self._ask(self._leading([key]), 0))
 
     def exists_sync(self, key: Any) -> bool:
-        """The same for threads."""
+        """`exists` for threads."""
         return bool(self.batched_contains([key]))
 
     def support_batched_contains(self) -> bool:
-        """Yes."""
+        """Always true."""
         return True
 
     def batched_contains(self, keys: list[Any]) -> int:
-        """How many of them the pool has from the first on."""
+        """How many leading chunks the pool has."""
         return self._wait(self._leading(keys), 0)
 
     def support_batched_async_contains(self) -> bool:
-        """Yes."""
+        """Always true."""
         return True
 
     async def batched_async_contains(
         self, lookup_id: str, keys: list[Any], pin: bool = False
     ) -> int:
-        """The same as `batched_contains`. Nothing is pinned: nobody would say when to let go."""
+        """`batched_contains` for asyncio. Ignores `pin`: LMCache never says when to unpin."""
         return await self._ask(self._leading(keys), 0)
 
     async def _leading(self, keys: Sequence[Any]) -> int:
@@ -159,39 +164,39 @@ class KVPoolConnector(RemoteConnector):
     # ------------------------------------------------------------ reading
 
     async def get(self, key: Any) -> Any | None:
-        """A memory object with the chunk, None where it cannot be had."""
+        """A memory object with the chunk; None if it cannot be read."""
         return (await self.batched_get([key]))[0]
 
     def support_batched_get(self) -> bool:
-        """Yes."""
+        """Always true."""
         return True
 
     async def batched_get(self, keys: list[Any]) -> list[Any | None]:
-        """Memory objects with the chunks, None for each that cannot be had."""
+        """Memory objects with the chunks; None for each that cannot be read."""
         objects = self._allocate(len(keys))
         try:
             job = self._thread.start(self._read(keys[: len(objects)], objects))
         except Unavailable as error:
             self._warn("loading failed", error)
-            _let_go(objects)
+            _free(objects)
             return [None] * len(keys)
         try:
-            # LMCache may give up waiting: the read goes on to its end, for until then it may write.
+            # If LMCache is cancelled, the read continues: it may write to the memory until it ends.
             came = await asyncio.shield(asyncio.wrap_future(job))
         except asyncio.CancelledError:
-            job.add_done_callback(_let_go_of_result)
+            job.add_done_callback(_free_result)
             raise
         return [*came, *[None] * (len(keys) - len(came))]
 
     def support_batched_get_non_blocking(self) -> bool:
-        """Yes."""
+        """Always true."""
         return True
 
     async def batched_get_non_blocking(self, lookup_id: str, keys: list[Any]) -> list[Any]:
-        """Memory objects of the leading chunks that could be had."""
+        """Memory objects of the leading chunks that could be read."""
         objects = await self.batched_get(keys)
         count = objects.index(None) if None in objects else len(objects)
-        _let_go(objects[count:])
+        _free(objects[count:])
         return objects[:count]
 
     async def _read(self, keys: Sequence[Any], objects: Sequence[Any]) -> list[Any | None]:
@@ -204,11 +209,11 @@ class KVPoolConnector(RemoteConnector):
             loaded = [i for i, is_here in enumerate(came) if is_here]
             self._note([keys[i] for i in loaded], [items[i] for i in loaded])
         finally:
-            _let_go([memory for memory, is_here in zip(objects, came, strict=True) if not is_here])
+            _free([memory for memory, is_here in zip(objects, came, strict=True) if not is_here])
         return [memory if is_here else None for memory, is_here in zip(objects, came, strict=True)]
 
     def _allocate(self, count: int) -> list[Any]:
-        """Up to `count` memory objects of LMCache; fewer where it has no room now."""
+        """Up to `count` memory objects of LMCache; fewer if it has no room."""
         objects: list[Any] = []
         try:
             while len(objects) < count:
@@ -218,7 +223,7 @@ class KVPoolConnector(RemoteConnector):
                 if memory is None:
                     break
                 objects.append(memory)
-        except RuntimeError as error:  # the scheduler's half of LMCache has no memory at all
+        except RuntimeError as error:  # LMCache in the scheduler's process has no memory
             self._warn("LMCache gave no memory", error)
         if len(objects) < count:
             self._objects.counters["no_memory"] += count - len(objects)
@@ -227,23 +232,23 @@ class KVPoolConnector(RemoteConnector):
     # ------------------------------------------------------------ writing
 
     async def put(self, key: Any, memory_obj: Any) -> None:
-        """Store a chunk; LMCache drops its reference when this returns."""
+        """Store a chunk. LMCache drops its reference when this returns."""
         await self.batched_put([key], [memory_obj])
 
     def support_batched_put(self) -> bool:
-        """Yes."""
+        """Always true."""
         return True
 
     async def batched_put(self, keys: list[Any], memory_objs: list[Any]) -> None:
-        """Store chunks. Those that are not whole chunks are refused, and counted."""
+        """Store chunks. Refuses and counts those that are not whole."""
         job = self._write(list(keys), list(memory_objs))
         try:
             running = self._thread.start(job)
         except Unavailable as error:
             self._warn("storing failed", error)
             return
-        # The caller frees the memory when this ends, however it ends.
-        await _to_the_end(running)
+        # The caller frees the memory when this returns or raises.
+        await _wait_until_end(running)
 
     async def _write(self, keys: Sequence[Any], objects: Sequence[Any]) -> None:
         self._enlist()
@@ -269,7 +274,7 @@ class KVPoolConnector(RemoteConnector):
     # ------------------------------------------------------------ the rest
 
     async def list(self) -> list[str]:
-        """Keys that this process stored or loaded and that the pool still has."""
+        """Keys that this process stored or loaded, if the pool still has their chunks."""
         entries = self._object_table.page(0, self.settings.max_listed, None)
         found = await self._ask(
             self._objects.find([e.item for e in entries], self.settings.load_timeout_s), []
@@ -277,7 +282,7 @@ class KVPoolConnector(RemoteConnector):
         return [e.key.to_string() for e, is_there in zip(entries, found, strict=False) if is_there]
 
     def remove_sync(self, key: Any) -> bool:
-        """Remove a chunk from the whole pool; whether that was done."""
+        """Remove a chunk from the whole pool. Returns whether it was removed."""
         return self._wait(self._remove(key), False)
 
     async def _remove(self, key: Any) -> bool:
@@ -288,27 +293,27 @@ class KVPoolConnector(RemoteConnector):
         return is_gone
 
     async def close(self) -> None:
-        """Let calls end and stop; a second call does nothing."""
+        """Wait for running calls and stop. A second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
         try:
-            await _to_the_end(self._thread.start(self._close()))
+            await _wait_until_end(self._thread.start(self._close()))
         except Unavailable as error:
             self._warn("closing failed", error)
-        await asyncio.to_thread(self._thread.stop)
+        await close_in_thread(self._thread.stop)
 
     async def _close(self) -> None:
         self._greeting.cancel()
-        if self._jobs:  # all of them have deadlines
+        if self._jobs:  # all have deadlines
             longest_s = max(self.settings.load_timeout_s, self.settings.store_timeout_s)
             await asyncio.wait(self._jobs, timeout=longest_s)
         await self._pool.close()
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internal
 
     def _enlist(self) -> None:
-        """Closing waits for the task that calls this."""
+        """Make `close` wait for the current task."""
         task = asyncio.current_task()
         assert task is not None
         self._jobs.add(task)
@@ -340,8 +345,11 @@ class KVPoolConnector(RemoteConnector):
         self._log.report(kind, f"{type(error).__name__}: {error}", time.monotonic())
 
 
-async def _to_the_end(job: Future[Any]) -> None:
-    """Wait until `job` has ended, even if whoever waits is cancelled meanwhile; then raise what it raised."""
+async def _wait_until_end(job: Future[Any]) -> None:
+    """Wait until `job` ends, even if the waiting task is cancelled.
+
+    Then raise the error of `job`.
+    """
     waiting = asyncio.wrap_future(job)
     try:
         await asyncio.shield(waiting)
@@ -350,12 +358,12 @@ async def _to_the_end(job: Future[Any]) -> None:
         raise
 
 
-def _let_go(objects: Sequence[Any]) -> None:
+def _free(objects: Sequence[Any]) -> None:
     for memory in objects:
         if memory is not None:
             memory.ref_count_down()
 
 
-def _let_go_of_result(job: Future[list[Any | None]]) -> None:
+def _free_result(job: Future[list[Any | None]]) -> None:
     if not job.cancelled() and job.exception() is None:
-        _let_go(job.result())
+        _free(job.result())

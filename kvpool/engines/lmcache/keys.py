@@ -1,11 +1,12 @@
-"""From LMCache's names to kvpool's: a namespace for each model, revision and object layout, a hash for each key.
+"""Maps LMCache's keys to kvpool: a namespace for each model, revision and object layout, a hash for
+each key.
 
-LMCache stores opaque objects: the KV of one chunk of tokens on one rank. Each becomes one block of one part,
-kept byte for byte. Its layout (format, shapes, dtypes) is part of the namespace, so that an object of another
-shape, dtype, chunk size or number of tokens is another block and can never be read in its place. Everything
-else that LMCache's key says (model, chunk hash, rank, world size, object group, salt, tags) goes into the hash.
+LMCache stores opaque objects: the KV of one chunk of tokens on one rank. Each becomes one block of
+one part, kept byte for byte. Its layout (format, shapes, dtypes) is part of the namespace, so an
+object of another shape, dtype, chunk size or number of tokens is another block. Everything else in
+LMCache's key (model, chunk hash, rank, world size, object group, salt, tags) goes into the hash.
 
-Pure but for a cache of namespaces. Imports nothing of LMCache.
+Does no I/O, except to hash the model's files. Imports nothing from LMCache.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from kvpool.blocks.layout import MAX_ORDER_CHARS, Layout, Namespace
 from kvpool.engines.lmcache.settings import LMCacheSettings
 from kvpool.errors import InvalidArgument
 
-FORMAT = 1  # of what is hashed; another number makes all that is stored unfindable
-MAX_SPACES = 1024  # namespaces remembered; each costs a hash to make again
+FORMAT = 1  # of the hashed keys; another number hides everything stored before
+MAX_SPACES = 1024  # namespaces cached; computing one again costs a hash
 
 
 class ObjectLayout(NamedTuple):
-    """How an object's bytes are laid out: as text, equal only where the bytes are interchangeable."""
+    """The layout of an object's bytes. Equal texts mean interchangeable bytes."""
 
     text: str
     size_bytes: int
 
 
 class Space(NamedTuple):
-    """A namespace, its id (which takes a while to compute), and the root of the hashes of its objects."""
+    """A namespace, its id (slow to compute, so kept), and the root of its objects' hashes."""
 
     namespace: Namespace
     namespace_id: bytes
@@ -42,26 +43,26 @@ class Space(NamedTuple):
 
 
 class Item(NamedTuple):
-    """One object as the pool knows it. Items of one `row` follow each other as chunks of a prompt do."""
+    """One object in the pool. Items of one `row` follow each other like the chunks of a prompt."""
 
     space: Space
     name: bytes  # 16 bytes
-    row: bytes  # what their keys have in common, namespace included
+    row: bytes  # the common part of their keys, with the namespace
 
     @property
     def ident(self) -> bytes:
-        """Names it in the whole pool."""
+        """The object's unique name in the pool."""
         return self.space.namespace_id + self.name
 
 
 def object_layout(shapes: Iterable[Any], dtypes: Iterable[Any], form: str = "") -> ObjectLayout:
-    """The layout of an object of one or several tensors, each a shape and a `torch.dtype`, one after the other.
+    """The layout of an object of one or several tensors in a row, each a shape and a `torch.dtype`.
 
     Args:
-        form: LMCache's memory format where several are in use.
+        form: LMCache's memory format, if several are in use.
 
     Raises:
-        InvalidArgument: it has no bytes.
+        InvalidArgument: the object has no bytes.
     """
     texts, size_bytes = [], 0
     for shape, dtype in zip(shapes, dtypes, strict=True):
@@ -84,10 +85,10 @@ def layout_of(memory: Any, form: str = "") -> ObjectLayout:
 
 
 class Keyspace:
-    """Names objects under one set of settings. Every instance with equal ones gives equal names.
+    """Names objects under one set of settings. Equal settings give equal names in every process.
 
     Raises:
-        ModelNotFound: the model's files are not where the settings say.
+        ModelNotFound: the model's files are not at `model_path`.
     """
 
     def __init__(self, settings: LMCacheSettings) -> None:
@@ -99,20 +100,20 @@ class Keyspace:
         """The namespace of a model's objects of one layout.
 
         Raises:
-            InvalidArgument: the model has no name, or one that is too long.
+            InvalidArgument: the model's name is empty or too long.
         """
         known = self._spaces.get((model, layout.text))
         if known is not None:
             return known
         settings = self._settings
         digest = hashlib.sha256(layout.text.encode()).hexdigest()
-        # One owner has one layout (the pool refuses a second), and a model may have several here.
+        # The pool allows one layout per model and revision, but LMCache has several per model.
         revision = f"{self._weights}/lmcache-{digest[:16]}"
         text = f"lmcache:{layout.text}"
         namespace = Namespace(
             model,
             revision,
-            # Bytes, whatever they mean: they must come back as they are, so nothing may be quantised.
+            # Plain bytes: nodes must return them unchanged, so they must not quantise them.
             Layout(
                 "uint8",
                 layers=1,
@@ -142,7 +143,7 @@ class Keyspace:
         return _item(space, row, bytes(key.chunk_hash))
 
     def engine_item(self, key: Any, layout: ObjectLayout) -> Item:
-        """The item of a `CacheEngineKey` of the in-process mode, or of one layer's."""
+        """The item of a `CacheEngineKey` of the in-process mode, or of a layer's key."""
         space = self.space(key.model_name, layout)
         tags = [[str(name), str(value)] for name, value in key.tags or ()]
         layer = getattr(key, "layer_id", -1)
@@ -150,7 +151,7 @@ class Keyspace:
             ["engine", key.model_name, key.world_size, key.worker_id, str(key.dtype), tags, layer]
         )
         chunk = key.chunk_hash
-        # Of any length, and of either sign where Python's own hash made it.
+        # Bytes of any length, or an integer, negative if it is Python's own hash.
         text = chunk if isinstance(chunk, bytes) else f"{int(chunk):x}".encode()
         return _item(space, row, text)
 

@@ -1,8 +1,8 @@
 """kvpool as an L2 of LMCache's multi-process server: `--l2-adapter '{"type": "plugin", ...}'`.
 
-A thin shell: LMCache's controllers submit tasks from their threads, the work is done on one event loop
-(`objects`), and each task ends with one result and one signal on its kind's event descriptor. No task raises
-and none is lost: whatever fails is a miss, or an object that was not stored.
+LMCache's controllers submit tasks from their threads. An event loop does the work (`objects`), and
+each task ends with one result and one signal on the event descriptor of its kind. No task raises or
+is lost: a failure is a miss, or an object that was not stored.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ from kvpool.engines.shared.rate_limited_log import RateLimitedLog
 from kvpool.errors import InvalidArgument, KvpoolError, Unavailable
 
 RENEW_AFTER = 1 / 3  # of a lock's lease
-INDEX_DELAY_S = 5.0  # the pool's index hears of a stored object a little later
+INDEX_DELAY_S = 5.0  # the longest time until the pool's index has a stored object
 
 
 class KVPoolL2Adapter(L2AdapterInterface):
-    """See LMCache's `L2AdapterInterface`; this says what is particular here.
+    """LMCache's `L2AdapterInterface` on a pool.
 
-    A lookup holds what it found by leases of the pool until it is unlocked; they are renewed meanwhile, and
-    let go after `max_lock_s` in any case. The pool evicts by itself: its capacity is unknown to LMCache, and so
-    LMCache's own aggregate eviction of L2 stays off (quotas by salt work, on what this server stored).
+    A lookup leases what it found until LMCache unlocks it. The leases are renewed until then, and
+    end after `max_lock_s` in any case. The pool evicts by itself and tells LMCache no capacity, so
+    LMCache's aggregate eviction of L2 stays off. Quotas by salt work on what this server stored.
 
     Args:
         config: from `KVPoolL2AdapterConfig.from_dict`, or the mapping that it takes.
-        l1_memory_desc: not needed: nothing has to be registered beforehand.
+        l1_memory_desc: unused: no memory must be registered.
 
     Raises:
         ValueError: as `KVPoolL2AdapterConfig.from_dict`.
-        ConfigError: a file of TLS cannot be used. ModelNotFound: there is nothing at `model_path`.
+        ConfigError: a TLS file cannot be used.
+        ModelNotFound: there are no files at `model_path`.
     """
 
     def __init__(
@@ -60,13 +61,13 @@ class KVPoolL2Adapter(L2AdapterInterface):
         self._log = RateLimitedLog("kvpool.engines.lmcache")
         self._breaker = CircuitBreaker(settings.backoff_s, settings.max_backoff_s)
         self._names = ObjectNames(Keyspace(settings))
-        self._locks: LockTable[Held] = LockTable()  # on the loop alone
+        self._locks: LockTable[Held] = LockTable()  # used on the loop only
         self._object_table = ObjectTable(settings.max_listed)
         self._task_ids = itertools.count()
         self._stores: TaskResults[L2StoreResult] = TaskResults()
         self._lookups: TaskResults[Bitmap] = TaskResults()
         self._loads: TaskResults[Bitmap] = TaskResults()
-        self._jobs: set[asyncio.Task[None]] = set()  # on the loop alone
+        self._jobs: set[asyncio.Task[None]] = set()  # used on the loop only
         self._is_closed = False
         self._thread = LoopThread("kvpool-lmcache")
         self._thread.open(self._open(), 10.0)
@@ -80,31 +81,31 @@ class KVPoolL2Adapter(L2AdapterInterface):
         self._renewer = self._run(self._renew_locks())
 
     async def _greet(self) -> None:
-        """Meet the pool before the first request does; start anyway where it is not there."""
+        """Connect to the pool before the first request. If it does not answer, start anyway."""
         try:
             await self._pool.connect(timeout_s=self.settings.lookup_timeout_s)
         except KvpoolError as error:
             self._breaker.failed(time.monotonic())
-            self._warn("the pool cannot be reached; all is a miss until it can", error)
+            self._warn("the pool cannot be reached; everything is a miss until it can", error)
 
     # ------------------------------------------------------------ event descriptors
 
     def get_store_event_fd(self) -> int:
-        """Signalled once for each store that ended."""
+        """The descriptor signalled once for each store that ended."""
         return self._stores.fd
 
     def get_lookup_and_lock_event_fd(self) -> int:
-        """Signalled once for each lookup that ended."""
+        """The descriptor signalled once for each lookup that ended."""
         return self._lookups.fd
 
     def get_load_event_fd(self) -> int:
-        """Signalled once for each load that ended."""
+        """The descriptor signalled once for each load that ended."""
         return self._loads.fd
 
     # ------------------------------------------------------------ store
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Store objects; the task succeeds when all of them stand in the pool."""
+        """Store objects. The task succeeds if the pool has all of them in the end."""
         task_id = next(self._task_ids)
         deadline = time.monotonic() + self.settings.store_timeout_s
         self._submit(
@@ -114,7 +115,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
         return task_id
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
-        """The results of all stores that ended since the last call."""
+        """The results of the stores that ended since the last call."""
         return self._stores.take_all()
 
     async def _store(
@@ -134,7 +135,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
             self._note((keys[places[i]], items[i], len(buffers[i])) for i in stored.resident)
         except TimeoutError as error:
             self._objects.counters["store_gave_up"] += 1
-            self._warn("a store waited too long for others", error)
+            self._warn("a store waited too long for other stores", error)
         finally:
             self._stores.put(task_id, result)
 
@@ -143,7 +144,10 @@ class KVPoolL2Adapter(L2AdapterInterface):
     def submit_lookup_and_lock_task(
         self, keys: list[Any], group_layout_descs: Mapping[int, Any]
     ) -> int:
-        """Find objects of the layouts told, and lock what is found. An object of another layout is a miss."""
+        """Find objects of the given layouts, and lock those found.
+
+        Objects of other layouts are misses.
+        """
         task_id = next(self._task_ids)
         self._submit(
             self._lookup(task_id, list(keys), dict(group_layout_descs)),
@@ -152,7 +156,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
         return task_id
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
-        """The result of a lookup, once; None: not yet, or had already."""
+        """The result of a lookup; None if there is none yet, or if it was taken."""
         return self._lookups.take(task_id)
 
     async def _lookup(self, task_id: int, keys: Sequence[Any], descs: Mapping[int, Any]) -> None:
@@ -161,7 +165,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
             told = {
                 group: object_layout(desc.shapes, desc.dtypes)
                 for group, desc in descs.items()
-                if desc.shapes  # LMCache's own benchmark tells of none
+                if desc.shapes  # LMCache's own benchmark gives none
             }
             layouts = [
                 told.get(key.object_group_id) or self._names.last_layout(key) for key in keys
@@ -186,14 +190,14 @@ class KVPoolL2Adapter(L2AdapterInterface):
             self._lookups.put(task_id, bitmap)
 
     def submit_unlock(self, keys: list[Any]) -> None:
-        """Take a lock off each; always succeeds, whatever the keys."""
+        """Remove one lock from each key. Never fails."""
         try:
             self._thread.call_soon(self._unlock, list(keys))
         except Unavailable:
-            return  # closed: the leases ended with the connection
+            return  # the adapter is closed, and its leases ended with the connection
 
     def _unlock(self, keys: Sequence[Any]) -> None:
-        # By every layout known for its group: which one was looked up does not show in a key.
+        # A key does not say which layout was looked up, so unlock under every layout of its group.
         idents = [item.ident for key in keys for item in self._names.all_of(key)]
         for held in self._locks.unlock(idents):
             held.pinned.release()
@@ -214,8 +218,8 @@ class KVPoolL2Adapter(L2AdapterInterface):
             await group.lease.pinned.renew(ttl_s, ttl_s * RENEW_AFTER)
         except KvpoolError as error:
             if group.lease.pinned.is_released:
-                return  # it was unlocked meanwhile
-            # What it held may go now; a load will see what is still there.
+                return  # it was unlocked during the call
+            # The pool may evict its objects now; a load then finds what is left.
             self._objects.counters["locks_lost"] += 1
             self._locks.drop(group)
             group.lease.pinned.release()
@@ -224,7 +228,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
     # ------------------------------------------------------------ load
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Read objects into LMCache's memory; nothing is written to it after the task has ended."""
+        """Read objects into LMCache's memory. Nothing is written there after the task ends."""
         task_id = next(self._task_ids)
         self._submit(
             self._load(task_id, list(keys), list(objects)),
@@ -233,7 +237,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
         return task_id
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
-        """The result of a load, once; None: not yet, or had already."""
+        """The result of a load; None if there is none yet, or if it was taken."""
         return self._loads.take(task_id)
 
     async def _load(self, task_id: int, keys: Sequence[Any], objects: Sequence[Any]) -> None:
@@ -253,7 +257,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
     # ------------------------------------------------------------ delete, list, status
 
     def delete(self, keys: list[Any]) -> None:
-        """Remove objects from the whole pool. Locked ones and those of layouts never seen here are left."""
+        """Remove objects from the whole pool, except locked ones and those of unknown layouts."""
         timeout_s = self.settings.lookup_timeout_s
         try:
             self._thread.start(self._delete(list(keys), timeout_s)).result(timeout_s + 2.0)
@@ -265,20 +269,20 @@ class KVPoolL2Adapter(L2AdapterInterface):
         items = [item for item in items if not self._locks.is_locked(item.ident)]
         gone = await self._objects.drop(items, timeout_s)
         dropped = [item for item, is_gone in zip(items, gone, strict=True) if is_gone]
-        self._tell_gone(self._object_table.remove(dropped))
+        self._notify_gone(self._object_table.remove(dropped))
 
     def list_l2_keys(
         self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
     ) -> KeyListPage:
-        """Keys that this server stored or loaded and that the pool still has; others' it cannot know.
+        """Keys that this server stored or loaded, if the pool still has their objects.
 
         Raises:
-            ValueError: the page size is not positive, or the cursor is none of ours.
+            ValueError: the page size is not positive, or the cursor is invalid.
         """
         if page_size < 1:
             raise ValueError(f"page_size must be positive, got {page_size}")
         if cursor is not None and not (cursor.isascii() and cursor.isdigit()):
-            raise ValueError(f"{cursor!r} is no cursor of this list")
+            raise ValueError(f"invalid cursor {cursor!r}")
         page = self._object_table.page(int(cursor or 0), page_size, model_name)
         resident = self._still_resident(page)
         entries = tuple(KeyEntry(e.key.to_encoded_object_key(), e.size_bytes) for e in resident)
@@ -297,7 +301,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
         return [entry for entry, is_there in zip(page, found, strict=True) if is_there]
 
     def report_status(self) -> dict[str, Any]:
-        """What LMCache's server shows of it at /status."""
+        """What LMCache's server shows of the adapter at /status."""
         return {
             "is_healthy": self._thread.is_alive and not self._breaker.is_down,
             "type": "KVPoolL2Adapter",
@@ -316,7 +320,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
             return []
 
     def close(self) -> None:
-        """Let tasks end, give back all leases, and stop; a second call does nothing."""
+        """Wait for running tasks, end all leases, and stop. A second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -326,29 +330,29 @@ class KVPoolL2Adapter(L2AdapterInterface):
         except (Unavailable, TimeoutError) as error:
             self._warn("closing took too long", error)
         self._thread.stop()
-        for task_results in (self._stores, self._lookups, self._loads):
-            task_results.close()
+        for results in (self._stores, self._lookups, self._loads):
+            results.close()
 
     async def _close(self, longest_s: float) -> None:
         self._renewer.cancel()
-        # Until a task has ended it may read from or write to LMCache's memory. All have deadlines.
+        # A running task may use LMCache's memory. All tasks have deadlines.
         if self._jobs:
             await asyncio.wait(self._jobs, timeout=longest_s)
         for held in self._locks.expire(float("inf")):
             held.pinned.release()
         await self._pool.close()
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internal
 
     def _submit(self, job: Coroutine[Any, Any, None], give_up: Any) -> None:
-        """Run a task on the loop; where there is none any more, end it here."""
+        """Run a task on the loop; if the loop has stopped, call `give_up` instead."""
         try:
             if self._is_closed:
                 raise Unavailable("the adapter is closed")
             self._thread.call_soon(self._run, job)
         except Unavailable as error:
             job.close()
-            self._warn("a task came after the end", error)
+            self._warn("a task came after close", error)
             give_up()
 
     def _run(self, job: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -358,7 +362,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
         return task
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        """Every task ends with a result; what it died of is a defect of ours and must be seen."""
+        """Count and log an exception that ended a task: it is a defect in kvpool."""
         self._jobs.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._objects.counters["defects"] += 1
@@ -367,7 +371,10 @@ class KVPoolL2Adapter(L2AdapterInterface):
     def _items_of(
         self, keys: Sequence[Any], objects: Sequence[Any]
     ) -> tuple[list[int], list[Item], list[memoryview]]:
-        """Indices, items and buffers of the objects that can be stored as they are."""
+        """Indices, items and buffers of the objects that can be stored.
+
+        Refuses and counts the others.
+        """
         places: list[int] = []
         items: list[Item] = []
         buffers: list[memoryview] = []
@@ -394,13 +401,13 @@ class KVPoolL2Adapter(L2AdapterInterface):
         new, forgotten = self._object_table.add(known, time.monotonic())
         if new:
             self._notify_keys_stored([e.key for e in new], [e.size_bytes for e in new])
-        self._tell_gone(forgotten)
+        self._notify_gone(forgotten)
 
     def _not_found(self, items: Sequence[Item]) -> None:
-        """The pool has evicted them, or does not know yet that it has them."""
-        self._tell_gone(self._object_table.remove(items, time.monotonic() - INDEX_DELAY_S))
+        """Forget items that the pool evicted. It may not know new ones yet, so those stay."""
+        self._notify_gone(self._object_table.remove(items, time.monotonic() - INDEX_DELAY_S))
 
-    def _tell_gone(self, entries: Sequence[Entry]) -> None:
+    def _notify_gone(self, entries: Sequence[Entry]) -> None:
         if entries:
             self._notify_keys_deleted([e.key for e in entries], [e.size_bytes for e in entries])
 

@@ -1,4 +1,4 @@
-"""What LMCache's plugin loader makes of `adapter_params`: checked settings, and a help text."""
+"""`adapter_params` for LMCache's plugin loader: checked settings, and a help text."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ SOURCE = "adapter_params of the l2-adapter"
 
 
 class KVPoolL2AdapterConfig(L2AdapterConfigBase):
-    """`adapter_params`, checked."""
+    """Checked `adapter_params`."""
 
     def __init__(self, settings: AdapterSettings) -> None:
         self.settings = settings
 
     @classmethod
     def from_dict(cls, given: dict[str, Any]) -> Self:
-        """Raises ValueError: a key is unknown, or a value cannot be accepted."""
+        """Check `adapter_params`. Raises ValueError: a key is unknown, or a value is invalid."""
         try:
             return cls(read_settings(AdapterSettings, given, SOURCE))
         except ConfigError as error:

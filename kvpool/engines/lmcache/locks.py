@@ -1,8 +1,8 @@
-"""Which objects LMCache has locked, and the leases behind the locks. Keeps the books only: no I/O, no clock.
+"""The objects that LMCache has locked, and the leases behind the locks. No I/O, no clock.
 
-LMCache locks object by object and unlocks in any order, in other groupings, twice, or never. A lease covers a
-run. So each lookup that found something leaves a group here: its lease is let go when every object of it was
-unlocked, or when it is too old.
+LMCache locks single objects and unlocks them in any order, in other groups, twice, or never. A
+lease covers a run of objects. So each lookup that found something adds a group; its lease ends when
+all its objects are unlocked, or when the group is too old.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ L = TypeVar("L")
 
 @dataclass(slots=True, eq=False)
 class Group(Generic[L]):
-    """What one lease covers."""
+    """The objects that one lease covers."""
 
     lease: L
-    until: float  # monotonic seconds; after it the lease goes whoever still counts on it
-    open: dict[bytes, int] = field(default_factory=dict)  # locks by ident; empty: all unlocked
+    until: float  # monotonic seconds; the lease ends then, even if objects are still locked
+    # locks by ident; empty when all are unlocked
+    open: dict[bytes, int] = field(default_factory=dict)
 
 
 class LockTable(Generic[L]):
@@ -32,7 +33,7 @@ class LockTable(Generic[L]):
         self._by_ident: dict[bytes, deque[Group[L]]] = {}
 
     def lock(self, idents: Sequence[bytes], lease: L, until: float) -> Group[L]:
-        """One lock for each of `idents`, all of them held by `lease`."""
+        """Add one lock for each of `idents`, all covered by `lease`."""
         group = Group(lease, until)
         self._groups[group] = None
         for ident in idents:
@@ -41,13 +42,14 @@ class LockTable(Generic[L]):
         return group
 
     def unlock(self, idents: Sequence[bytes]) -> list[L]:
-        """Take one lock off each; unknown ones are passed over. Returns the leases that nobody needs now."""
+        """Remove one lock from each; skips unknown idents. Returns the leases no longer needed."""
         free: list[L] = []
         for ident in idents:
             groups = self._by_ident.get(ident)
             if not groups:
                 continue
-            # Locks on one object are alike: the oldest goes, and so do the oldest leases.
+            # Locks on one object are interchangeable: remove the oldest, so that the oldest leases
+            # end first.
             group = groups.popleft()
             if not groups:
                 del self._by_ident[ident]
@@ -60,7 +62,7 @@ class LockTable(Generic[L]):
         return free
 
     def drop(self, group: Group[L]) -> None:
-        """Forget a group: its lease is over. A second call does nothing."""
+        """Forget a group whose lease ended. A second call does nothing."""
         if group not in self._groups:
             return
         del self._groups[group]
@@ -72,14 +74,14 @@ class LockTable(Generic[L]):
                 del self._by_ident[ident]
 
     def expire(self, now: float) -> list[L]:
-        """Forget groups past their time; returns their leases."""
+        """Forget the groups whose time is up. Returns their leases."""
         old = [group for group in self._groups if group.until <= now]
         for group in old:
             self.drop(group)
         return [group.lease for group in old]
 
     def is_locked(self, ident: bytes) -> bool:
-        """Whether somebody counts on it."""
+        """Whether the object has a lock."""
         return ident in self._by_ident
 
     def groups(self) -> list[Group[L]]:
@@ -87,5 +89,5 @@ class LockTable(Generic[L]):
         return list(self._groups)
 
     def __len__(self) -> int:
-        """Locked objects."""
+        """The number of locked objects."""
         return len(self._by_ident)

@@ -1,7 +1,7 @@
-"""Which objects this server stored or found, by their full keys: what listing and usage are answered from.
+"""The objects that this server stored or loaded, with their full keys, for listing and usage.
 
-The pool knows objects by hashes, from which no key can be had back. Bounded: the oldest are forgotten, which
-costs a line in a list, never an object. Safe to share between threads.
+The pool knows objects by hashes, which do not give a key back. The table is bounded: a forgotten
+object is missing from lists, but stays in the pool. Threads may share it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from kvpool.engines.lmcache.keys import Item
 
 
 class Entry(NamedTuple):
-    """One object: LMCache's key, the pool's name for it, and its size."""
+    """One object: LMCache's key, its name in the pool, and its size."""
 
-    number: int  # in order of coming; a cursor for pages
+    number: int  # ascending in order of addition; the cursor of a page
     key: Any
     item: Item
     size_bytes: int
@@ -25,7 +25,7 @@ class Entry(NamedTuple):
 
 
 class ObjectTable:
-    """At most `limit` entries, by ident."""
+    """At most `limit` entries, by ident; forgets the oldest first."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -39,7 +39,10 @@ class ObjectTable:
     def add(
         self, entries: Iterable[tuple[Any, Item, int]], now: float
     ) -> tuple[list[Entry], list[Entry]]:
-        """Take in (key, item, size) triples; returns those that are new, and those forgotten for them."""
+        """Add (key, item, size) triples.
+
+        Returns the new entries, and the entries forgotten for them.
+        """
         new: list[Entry] = []
         old: list[Entry] = []
         with self._lock:
@@ -54,7 +57,7 @@ class ObjectTable:
         return new, old
 
     def remove(self, items: Iterable[Item], added_before: float = float("inf")) -> list[Entry]:
-        """Forget them, unless they were added later; returns those that were known."""
+        """Forget entries added before `added_before`. Returns the entries removed."""
         removed: list[Entry] = []
         with self._lock:
             for item in items:
@@ -64,7 +67,7 @@ class ObjectTable:
         return removed
 
     def page(self, after: int, count: int, model: str | None) -> Sequence[Entry]:
-        """Up to `count` entries with numbers above `after`, in order; of one model, if given."""
+        """Up to `count` entries with numbers above `after`, in order; only of `model` if given."""
         page: list[Entry] = []
         with self._lock:
             for entry in self._entries.values():

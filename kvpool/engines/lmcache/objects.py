@@ -1,8 +1,9 @@
-"""LMCache's objects in the pool: find, hold, read and write many at once, with a deadline, and never raise.
+"""Finds, leases, reads and writes LMCache's objects in the pool: many at once, with a deadline.
+Never raises.
 
-Runs on one event loop. LMCache asks for arbitrary sets of objects where the pool thinks in chains: sets are cut
-into runs, and a gap costs one object, not what follows it. Every trouble is a miss or an object not stored,
-counted here; whether the pool is worth asking at all is decided here, too.
+Runs on one event loop. LMCache asks for arbitrary sets of objects, and the pool has chains: sets
+are cut into runs, and a gap costs one object, not the objects after it. Every failure is a miss or
+an object not stored, and is counted here. A circuit breaker skips calls while the pool is down.
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ from kvpool.engines.lmcache.keys import Item
 from kvpool.engines.shared.circuit_breaker import CircuitBreaker, says_pool_is_down
 from kvpool.errors import KvpoolError, NoRoom
 
-MAX_ASKED = 8192  # hashes in one question to a conductor
+MAX_ASKED = 8192  # hashes in one call to a conductor
 MAX_GAPS = (
-    16  # per run, of blocks that were said to be there; after them the rest is taken for gone
+    # missing blocks per run, after a look-up found them; then the rest of the run counts as missing
+    16
 )
-MAX_PARENTS = 131_072  # remembered predecessors of objects; some 200 bytes each
+MAX_PARENTS = 131_072  # remembered predecessors of objects; about 200 bytes each
 Warn = Callable[[str, BaseException], None]  # what happened, and why
 
 
 @dataclass(slots=True, frozen=True)
 class Held:
-    """Objects that stay in place until released, each by its index in what was asked for."""
+    """Leased objects, as indices into the items asked for."""
 
     pinned: PinnedBlocks
     indices: tuple[int, ...]
@@ -41,10 +43,11 @@ class Held:
 
 @dataclass(slots=True)
 class Stored:
-    """What became of a set of objects that was to be stored."""
+    """The result of storing a set of objects."""
 
-    resident: list[int] = field(default_factory=list)  # indices of those that the pool now has
-    bytes_written: int = 0  # less for what it had already
+    # indices of the objects that the pool has now
+    resident: list[int] = field(default_factory=list)
+    bytes_written: int = 0  # without the objects that the pool had already
     is_complete: bool = True
 
 
@@ -52,9 +55,9 @@ class ObjectStore:
     """The pool as a store of objects.
 
     Args:
-        pool: used on the loop that is running.
-        breaker: shared by all that this process asks.
-        warn: told of every trouble; it bounds what is logged.
+        pool: used on the running loop.
+        breaker: shared by all callers of the pool in this process.
+        warn: called for every failure; limits what is logged.
     """
 
     def __init__(self, pool: AsyncPool, breaker: CircuitBreaker, warn: Warn) -> None:
@@ -65,7 +68,7 @@ class ObjectStore:
         self.counters: Counter[str] = Counter()
 
     def may_ask(self) -> bool:
-        """Whether the pool is to be asked now; counts where it is not."""
+        """Whether to call the pool now. Counts skipped calls."""
         if self._breaker.may_ask(time.monotonic()):
             return True
         self.counters["skipped_while_down"] += 1
@@ -74,7 +77,7 @@ class ObjectStore:
     # ------------------------------------------------------------ finding
 
     async def find(self, items: Sequence[Item], timeout_s: float) -> list[bool]:
-        """Which of them stand in the pool; takes no lease. All False where it does not answer."""
+        """Which items the pool has. Takes no lease. All False if the pool does not answer."""
         found = [False] * len(items)
         if not items or not self.may_ask():
             return found
@@ -98,7 +101,10 @@ class ObjectStore:
     async def hold(
         self, items: Sequence[Item], ttl_s: float, timeout_s: float
     ) -> tuple[list[bool], list[Held]]:
-        """Find them and take leases on what is there, for `ttl_s`; the caller renews and releases."""
+        """Find items and lease those in the pool for `ttl_s`.
+
+        The caller renews and releases the leases.
+        """
         deadline = time.monotonic() + timeout_s
         self.remember_order(items)
         found = await self.find(items, timeout_s)
@@ -137,7 +143,7 @@ class ObjectStore:
                 if not rest:
                     break
         except KvpoolError as error:
-            self._trouble("holding", error)
+            self._count_failure("holding", error)
         return held
 
     # ------------------------------------------------------------ reading
@@ -145,10 +151,11 @@ class ObjectStore:
     async def read(
         self, items: Sequence[Item], buffers: Sequence[Any], timeout_s: float
     ) -> list[bool]:
-        """Read them into the caller's memory; which of them came. The memory of the others is undefined.
+        """Read items into the caller's memory. Returns which ones were read; the memory of others
+        is undefined.
 
-        Nothing is written to it after this has returned: what NIXL might still deliver late goes through
-        memory of our own.
+        Nothing is written there after this returns: a NIXL read that may arrive late goes through
+        the client's own memory.
         """
         came = [False] * len(items)
         if not items or not self.may_ask():
@@ -199,7 +206,7 @@ class ObjectStore:
     async def write(
         self, items: Sequence[Item], buffers: Sequence[Any], timeout_s: float
     ) -> Stored:
-        """Write them from the caller's memory."""
+        """Write items from the caller's memory."""
         stored = Stored()
         if not items:
             return stored
@@ -245,7 +252,7 @@ class ObjectStore:
             self._failed("storing", error)
         else:
             self._answered()
-            # Slots are granted in order: what found no room is the tail.
+            # Slots are granted in order, so the rejected objects are the last ones.
             stored.resident += run[: len(run) - result.rejected]
             stored.bytes_written += sum(result.bytes_moved.values())
             stored.is_complete &= not result.rejected
@@ -256,7 +263,10 @@ class ObjectStore:
                 self.counters[f"bytes_written:{transport}"] += count
 
     async def drop(self, items: Sequence[Item], timeout_s: float) -> list[bool]:
-        """Remove them from the pool; which of them are gone now. What is leased goes when it is released."""
+        """Remove items from the pool; leased ones go when they are released.
+
+        Returns which were removed.
+        """
         gone = [False] * len(items)
         if not items or not self.may_ask():
             return gone
@@ -275,7 +285,7 @@ class ObjectStore:
         return gone
 
     async def peers(self) -> list[dict[str, Any]]:
-        """How each node was reached, and how much was read from it and written to it."""
+        """For each node: the transport, and the bytes read and written."""
         return [
             {
                 "node": peer.node_id,
@@ -289,7 +299,7 @@ class ObjectStore:
     # ------------------------------------------------------------ order
 
     def remember_order(self, items: Sequence[Item]) -> None:
-        """Lookups name the chunks of a prompt in order: that tells whose prefix each one is."""
+        """Remember each item's predecessor: lookups name the chunks of a prompt in order."""
         for run in _runs(items):
             self._parents.setdefault(items[run[0]].ident, b"")
             for before, after in pairwise(run):
@@ -300,7 +310,7 @@ class ObjectStore:
             self._parents.popitem(last=False)
 
     def _chains(self, items: Sequence[Item], run: Sequence[int]) -> Iterable[list[int]]:
-        """Cut a run where one object is known not to follow the other."""
+        """Cut a run between objects that are known not to follow each other."""
         chain: list[int] = []
         for index in run:
             parent = self._parents.get(items[index].ident)
@@ -311,19 +321,19 @@ class ObjectStore:
         if chain:
             yield chain
 
-    # ------------------------------------------------------------ troubles
+    # ------------------------------------------------------------ failures
 
     def _answered(self) -> None:
         if self._breaker.answered():
             self.counters["reconnected"] += 1
 
     def _failed(self, doing: str, error: KvpoolError) -> None:
-        """A call failed as a whole. Where the pool itself did not answer, leave it alone for a while."""
+        """Record that a whole call failed. If the pool did not answer, the breaker pauses calls."""
         if says_pool_is_down(error):
             self._breaker.failed(time.monotonic())
-        self._trouble(doing, error)
+        self._count_failure(doing, error)
 
-    def _trouble(self, doing: str, error: KvpoolError) -> None:
+    def _count_failure(self, doing: str, error: KvpoolError) -> None:
         self.counters[f"error:{error.code}"] += 1
         self._warn(f"{doing} failed", error)
 
@@ -337,7 +347,7 @@ def _by_namespace(items: Sequence[Item]) -> list[tuple[Namespace, list[int]]]:
 
 
 def _runs(items: Sequence[Item]) -> list[list[int]]:
-    """Indices of items that follow each other and are of one row."""
+    """Indices of neighbouring items of one row, run by run."""
     runs: list[list[int]] = []
     for index, item in enumerate(items):
         last = items[runs[-1][-1]] if runs else None
@@ -349,7 +359,7 @@ def _runs(items: Sequence[Item]) -> list[list[int]]:
 
 
 def _true_runs(run: Sequence[int], found: Sequence[bool]) -> list[list[int]]:
-    """The parts of a run that are there."""
+    """The parts of a run that were found."""
     parts: list[list[int]] = []
     for before, index in zip([None, *run[:-1]], run, strict=True):
         if found[index]:

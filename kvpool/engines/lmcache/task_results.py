@@ -1,4 +1,7 @@
-"""Results of tasks of one kind, and the event descriptor that tells of them. Safe to share between threads."""
+"""Results of tasks of one kind, and the event descriptor that signals them.
+
+Threads may share it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ R = TypeVar("R")
 
 
 class TaskResults(Generic[R]):
-    """Each task puts one result here, which is one signal; each result is taken once."""
+    """Each task puts one result, which signals once. Each result is taken once."""
 
     def __init__(self) -> None:
         self._notifier = create_event_notifier()
@@ -21,23 +24,23 @@ class TaskResults(Generic[R]):
 
     @property
     def fd(self) -> int:
-        """Readable from a result's coming until the caller has consumed the signal."""
+        """The event descriptor: readable after a `put` until the caller consumes the signal."""
         return int(self._notifier.fileno())
 
     def put(self, task_id: int, result: R) -> None:
-        """The task has ended."""
+        """Add the result of a task that ended."""
         with self._lock:
             self._results[task_id] = result
             if not self._is_closed:
                 self._notifier.notify()
 
     def take(self, task_id: int) -> R | None:
-        """The result of a task; None: not yet, or taken already."""
+        """The result of a task; None if there is none yet, or if it was taken."""
         with self._lock:
             return self._results.pop(task_id, None)
 
     def take_all(self) -> dict[int, R]:
-        """All results that were not taken yet, by task."""
+        """All results not taken yet, by task."""
         with self._lock:
             results, self._results = self._results, {}
             return results

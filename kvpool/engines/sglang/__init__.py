@@ -1,6 +1,6 @@
-"""kvpool for SGLang: `KVPoolStorage`, a storage backend of HiCache, loaded by `dynamic` (see docs/sglang.md).
+"""kvpool for SGLang: `KVPoolStorage`, a dynamic storage backend of HiCache (docs/sglang.md).
 
-The backend itself is imported when it is asked for, so that its settings can be read without SGLang.
+The backend is imported on first use, so that its settings can be read without SGLang.
 """
 
 from __future__ import annotations

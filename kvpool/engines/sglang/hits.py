@@ -1,7 +1,8 @@
-"""How long a prefix all pools of a hybrid model can restore together. Pure: asking and holding are arguments.
+"""The longest prefix that all pools of a hybrid model can restore. Does no I/O: callers pass
+functions.
 
-The main pool needs every page of the prefix; so do some side pools. Others, such as the states of linear layers,
-hold a page here and there, and need those at the end of the prefix alone.
+The main pool and some side pools need every page of the prefix. Other side pools, such as the
+states of linear layers, have only some pages, and need only those at the end of the prefix.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Self
 
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
-ATTEMPTS = 4  # lengths tried; each but the first lost a page between being seen and being held
+ATTEMPTS = 4  # lengths tried; a length fails if a page disappears before it is leased
 
 HoldLeading = Callable[[str, Sequence[str]], int]
 HoldAll = Callable[[str, Sequence[str]], bool]
@@ -21,23 +22,23 @@ Resident = Callable[[str, Sequence[str]], list[bool]]
 
 @dataclass(slots=True, frozen=True)
 class Wanted:
-    """What one side pool must have: every page of the prefix, or its last `trailing`."""
+    """What a side pool must have: every page of the prefix, or its last `trailing` pages."""
 
     name: str
     trailing: int  # 0: every page
 
     @classmethod
     def by(cls, transfers: Sequence[PoolTransfer]) -> list[Self]:
-        """What transfers ask for.
+        """What SGLang's transfers need.
 
         Raises:
-            ValueError: a policy is not known.
+            ValueError: a hit policy is unknown.
         """
         wanted = []
         for transfer in transfers:
             policy = PoolHitPolicy(transfer.hit_policy)
             if policy == PoolHitPolicy.BLOCK_GROUPS:
-                continue  # a second form of pages that the main pool has: never decides over a hit
+                continue  # another form of the main pool's pages; does not limit a hit
             is_trailing = policy == PoolHitPolicy.TRAILING_PAGES
             trailing = max(1, len(transfer.keys or ())) if is_trailing else 0
             wanted.append(cls(str(getattr(transfer.name, "value", transfer.name)), trailing))
@@ -46,12 +47,12 @@ class Wanted:
 
 @dataclass(slots=True, frozen=True)
 class Hits:
-    """What can be restored.
+    """The prefix that can be restored.
 
     Args:
-        pages: the longest prefix.
-        by_pool: where each pool's own pages end, regardless of the others; pools without any are left out.
-        restorable: all lengths that can be restored, ascending, as far as known; the last is `pages`.
+        pages: its length.
+        by_pool: for each pool that has pages, the length that this pool alone could restore.
+        restorable: all known lengths that can be restored, ascending; the last is `pages`.
     """
 
     pages: int
@@ -67,13 +68,13 @@ def combined_hits(
     hold_all: HoldAll,
     resident: Resident,
 ) -> Hits:
-    """The longest prefix that all pools can restore, held in all of them.
+    """Find the longest prefix that all pools can restore, and hold it in all of them.
 
     Args:
-        kv_found: leading pages that the main pool has, and holds already.
-        hold_leading: holds the leading pages that a pool has of some; returns how many.
-        hold_all: holds all of some pages of a pool; whether it has them.
-        resident: which of some pages a pool has.
+        kv_found: leading pages that the main pool has; they are held already.
+        hold_leading: leases a pool's leading pages of the given keys; returns how many.
+        hold_all: leases all pages of the given keys; returns whether the pool has them all.
+        resident: returns which pages of the given keys a pool has.
     """
     by_pool = {PoolName.KV.value: kv_found} if kv_found else {}
     lengths = set(range(1, kv_found + 1))

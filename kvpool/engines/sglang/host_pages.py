@@ -1,7 +1,7 @@
-"""The pages of one of SGLang's host pools: their layout, and where in memory each of them is.
+"""The pages of one SGLang host pool: their layout, and the address of each in memory.
 
-The layout is read off the pool, and compared with the addresses that the pool itself gives for a page: what does
-not agree is not stored. A page is one block of kvpool.
+The layout is read from the pool and compared with the page addresses that the pool gives; if they
+disagree, the pages are stored as opaque bytes. A page is one block of kvpool.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvpool.client import BlockSpans
 from kvpool.errors import ConfigError, InvalidArgument, WrongByteCount
 from kvpool.transports.copy import Int64Array
 
-# Order of the bytes of a page, by SGLang's name of the layout. MLA has one head and one vector: where "head" and
-# "kv" stand among the others says nothing there.
+# Order of a page's bytes, by SGLang's name of the layout. MLA has one head and one vector, so the
+# places of "head" and "kv" do not matter.
 MHA_ORDERS = {
-    "layer_first": "kv,layer,token,head,dim",  # runs of single layers, brought into this order here
+    "layer_first": "kv,layer,token,head,dim",  # runs of single layers, sorted into this order here
     "page_first": "kv,token,layer,head,dim",
     "page_first_direct": "kv,layer,token,head,dim",
     "page_head": "kv,head,token,layer,dim",
@@ -45,9 +45,10 @@ TORCH_DTYPES = {
 
 @dataclass(slots=True, frozen=True)
 class Sharing:
-    """How the ranks of an instance share a pool's pages: `ranks` parts, of which this process has `part`.
+    """How ranks share a pool's pages: each page has `ranks` parts, and this process has `part`.
 
-    One part where all ranks hold the same bytes (MLA); then `is_writer` is true of one rank alone.
+    If all ranks hold the same bytes (MLA), there is one part, and `is_writer` is true for one rank
+    only.
     """
 
     ranks: int
@@ -56,22 +57,22 @@ class Sharing:
 
 
 class HostPages:
-    """A registered host pool.
+    """A registered host pool of SGLang.
 
     Args:
-        pool: one of `sglang.srt.mem_cache.pool_host`'s, or alike.
-        name: as SGLang calls it, e.g. "kv".
-        kv_cache_dtype: what the bytes of an 8-bit pool mean; "" or "auto": not known.
+        pool: a pool of `sglang.srt.mem_cache.pool_host`, or one with the same interface.
+        name: SGLang's name of it, e.g. "kv".
+        kv_cache_dtype: the format of an 8-bit pool's bytes; "" or "auto" if unknown.
 
     Raises:
-        ConfigError: its pages cannot be addressed, or not told from others.
+        ConfigError: its pages have no addresses, or the format of its bytes is unknown.
     """
 
     def __init__(self, pool: Any, name: str, sharing: Sharing, kv_cache_dtype: str) -> None:
         self.pool = pool
         self.name = name
         self.sharing = sharing
-        # Slots of the host pool that SGLang names for one page.
+        # How many slots of the host pool make a page.
         self.page_size = int(getattr(pool, "logical_page_size", None) or pool.page_size)
         self.memory = _tensors(pool)
         self._bounds = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in self.memory]
@@ -79,8 +80,8 @@ class HostPages:
             _, sizes = pool.get_page_buffer_meta(torch.arange(self.page_size))
         except (ValueError, NotImplementedError, AttributeError, TypeError) as error:
             raise ConfigError(
-                f"pages of SGLang's pool {name!r} ({type(pool).__name__}, layout {pool.layout}) cannot be"
-                f" addressed: {error}",
+                f"cannot get the addresses of pages of SGLang's pool {name!r}"
+                f" ({type(pool).__name__}, layout {pool.layout}): {error}",
                 hint=f"use --hicache-mem-layout {', '.join(MHA_ORDERS)}",
             ) from error
         self._run_bytes = np.array(sizes, dtype=np.int64)
@@ -92,22 +93,23 @@ class HostPages:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of this rank's share of a page."""
+        """Bytes of this rank's part of a page."""
         return self.layout.part_bytes
 
     def spans(self, pages: int, host_indices: torch.Tensor) -> BlockSpans:
-        """Where pages are, by the pool's own addresses.
+        """Where pages are in memory, by the addresses that the pool gives.
 
         Args:
-            host_indices: the slots of each page in turn, `page_size` a page.
+            host_indices: the slots of all pages, `page_size` for each.
 
         Raises:
-            WrongByteCount: these are not so many pages, or not of the size that was registered.
+            WrongByteCount: the indices do not make that many pages, or the pages have another size.
             InvalidArgument: an address lies outside the pool.
         """
         if len(host_indices) != pages * self.page_size:
             raise WrongByteCount(
-                f"{pages} pages of {self.page_size} slots in {self.name!r}, got {len(host_indices)} indices"
+                f"{len(host_indices)} indices for {pages} pages of {self.page_size} slots"
+                f" in {self.name!r}"
             )
         pointers, sizes = self.pool.get_page_buffer_meta(host_indices)
         runs = len(self._run_bytes)
@@ -116,13 +118,14 @@ class HostPages:
         addresses = np.array(pointers, dtype=np.int64).reshape(pages, runs)
         self._check_bounds(addresses)
         if self._is_by_layer:
-            # K and V of each layer in turn; in the pool all K come first, as in page_first_direct.
+            # The pool gives K and V layer by layer; stored pages have all K first, as in
+            # page_first_direct.
             addresses = np.concatenate((addresses[:, ::2], addresses[:, 1::2]), axis=1)
         return BlockSpans(addresses, self._run_bytes, self.memory or self.pool)
 
     def _check_bounds(self, addresses: Int64Array) -> None:
         if not self._bounds:
-            return  # memory that another pool owns
+            return  # another pool owns the memory
         is_inside = np.zeros(addresses.shape, dtype=bool)
         for low, high in self._bounds:
             is_inside |= (addresses >= low) & (addresses + self._run_bytes <= high)
@@ -132,7 +135,10 @@ class HostPages:
     # ------------------------------------------------------------ layouts
 
     def _known_layout(self, kv_cache_dtype: str) -> Layout | None:
-        """The layout of plain K and V or MLA vectors; None where the pool's pages are something else."""
+        """The layout of plain K and V or MLA vectors.
+
+        None if the pool's pages are something else.
+        """
         pool, ranks = self.pool, self.sharing.ranks
         if _is_a(pool, "MHATokenToKVPoolHost") and pool.layout in MHA_ORDERS:
             shape = (pool.layer_num, pool.head_num * ranks, pool.head_dim)
@@ -150,7 +156,7 @@ class HostPages:
         return layout if layout.part_bytes == int(self._run_bytes.sum()) else None
 
     def _opaque_layout(self, kv_cache_dtype: str) -> Layout:
-        """Pages as bytes: alike where class, layout, dtype and every run of bytes are."""
+        """A layout of plain bytes, equal if class, layout, dtype and all run lengths are equal."""
         pool, ranks = self.pool, self.sharing.ranks
         total = int(self._run_bytes.sum())
         tokens = self.page_size if total % self.page_size == 0 else 1
@@ -160,12 +166,12 @@ class HostPages:
         return Layout("uint8", 1, ranks, total // tokens, tokens, ranks, 1, order)
 
     def _dtype(self, kv_cache_dtype: str) -> str:
-        """kvpool's name of what the pool holds; "" where it has none.
+        """kvpool's name of the pool's element type; "" if it has none.
 
-        8-bit KV is held as plain bytes, whatever their format.
+        SGLang keeps 8-bit KV as plain bytes, whatever its format.
 
         Raises:
-            ConfigError: it is not told which format.
+            ConfigError: the format of 8-bit KV is unknown.
         """
         name = TORCH_DTYPES.get(self.pool.dtype, "")
         if name != "uint8":
@@ -179,17 +185,17 @@ class HostPages:
 
 
 def is_logical(pool: Any) -> bool:
-    """Whether a pool counts pages without holding any: their data are in its side pools."""
+    """Whether a pool counts pages but has no memory: the data are in its side pools."""
     return getattr(pool, "kv_buffer", None) is None and not _tensors(pool)
 
 
 def _is_a(pool: Any, class_name: str) -> bool:
-    # By name: the classes live in modules that not every build of SGLang can import.
+    # By name, because not every build of SGLang can import the classes' modules.
     return any(cls.__name__ == class_name for cls in type(pool).__mro__)
 
 
 def _tensors(pool: Any) -> list[torch.Tensor]:
-    """The host memory of a pool, as far as it owns some; each in one piece."""
+    """The host memory that a pool owns, as contiguous tensors."""
     own = getattr(pool, "get_hybrid_pool_buffer", None)
     found: Sequence[Any] = own() if own is not None else [getattr(pool, "kv_buffer", None)]
     flat: list[Any] = []

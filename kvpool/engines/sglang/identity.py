@@ -1,4 +1,4 @@
-"""Whose pages these are: model and revision, as SGLang's process knows them."""
+"""The model and revision that a SGLang process serves."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ SUPPORTED = "0.5"
 
 @dataclass(slots=True, frozen=True)
 class ModelIdentity:
-    """What identifies the KV of a model besides its layout.
+    """What identifies a model's KV besides its layout.
 
-    `name` is for people; `revision` stands for the weights, `draft_revision` for those of a draft model, "" where
-    there is none. `kv_cache_dtype` is what SGLang calls it, "auto" for the model's own.
+    Args:
+        name: for people.
+        revision: identifies the weights.
+        draft_revision: identifies a draft model's weights; "" without one.
+        kv_cache_dtype: as in SGLang; "auto" for the model's own.
     """
 
     name: str
@@ -31,14 +34,16 @@ class ModelIdentity:
 
 
 def identify(settings: SGLangSettings, config: HiCacheStorageConfig) -> ModelIdentity:
-    """The identity from the settings, and from what SGLang has published for the rest.
+    """Determine the identity from the settings, and otherwise from SGLang's published
+    configuration.
 
     Raises:
-        ConfigError: this SGLang is not supported; or model or revision can be found nowhere.
+        ConfigError: this version of SGLang is not supported; or the model's name or revision is
+            unknown.
     """
     if not sglang_version.startswith(f"{SUPPORTED}."):
         raise ConfigError(
-            f"kvpool does not know the storage interface of SGLang {sglang_version}",
+            f"kvpool does not support SGLang {sglang_version}",
             hint=f"{SUPPORTED}.x is supported",
         )
     path = published("get_model", "model_path") or config.model_name or ""
@@ -48,13 +53,13 @@ def identify(settings: SGLangSettings, config: HiCacheStorageConfig) -> ModelIde
         revision = _content_hash(path, published("get_model", "revision"), "revision")
     elif is_directory and not settings.model:
         raise ConfigError(
-            f"{SOURCE}: revision is set, and the model is known by its directory {path} alone",
-            hint="set model, too: one name for it on all hosts",
+            f"{SOURCE}: revision is set, but the model has no name except its directory {path}",
+            hint="set model, too, to the same name on all hosts",
         )
-    # A hash of the content is identity enough: the same files may lie in any directory, or be some owner's.
+    # A content hash identifies the weights, so the directory's last part is name enough.
     name = settings.model or (path if settings.revision else Path(path).expanduser().name)
     if not name:
-        raise ConfigError(f"{SOURCE}: SGLang tells no name of its model", hint="set model")
+        raise ConfigError(f"{SOURCE}: SGLang gives no name of its model", hint="set model")
     draft = settings.draft_revision
     draft_path = published("get_spec", "speculative_draft_model_path")
     if not draft and draft_path:
@@ -65,13 +70,13 @@ def identify(settings: SGLangSettings, config: HiCacheStorageConfig) -> ModelIde
 
 
 def published(bag: str, name: str) -> Any:
-    """A value of SGLang's published configuration; None where this process has none."""
+    """A value of SGLang's published configuration; None if this process has none."""
     from sglang.srt import runtime_context
 
     try:
         return getattr(getattr(runtime_context, bag)(), name)
     except (ValueError, RuntimeError, AttributeError, KeyError):
-        return None  # not published here (as in tools and tests), or another patch release's name
+        return None  # not published (tools, tests), or named otherwise in this patch release
 
 
 def _content_hash(path: str, commit: str | None, setting: str) -> str:

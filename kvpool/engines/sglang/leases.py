@@ -1,7 +1,8 @@
-"""Leases from a look-up to the load that follows it, which may never come. Bounded; `now` is given.
+"""Leases from a look-up to the load that follows it. Bounded; callers pass the time.
 
-SGLang looks up a chain, agrees with its other ranks on the length, finds room, and loads batch by batch; or gives
-up, of which nobody is told. So a lease ends when all its pages were loaded, or after its time.
+SGLang looks up a chain, agrees with its other ranks on the length, finds room, and loads in
+batches; or gives up without saying so. So a lease ends when all its pages were loaded, or when its
+time is up.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ class _Held:
     pinned: PinnedBlocks
     asked: tuple[bytes, ...]
     deadline: float
-    left: set[bytes] = field(default_factory=set)  # not loaded yet, and held by no later lease
+    left: set[bytes] = field(default_factory=set)  # pages not loaded yet and in no later lease
 
 
 class LoadLeases:
-    """Pages held for loads to come; safe to share between threads.
+    """Pages held for loads to come. Threads may share it.
 
     Args:
-        release: gives a lease back; must not wait.
-        lease_s: how long each is held.
-        max_pages: held at once.
+        release: ends a lease without waiting.
+        lease_s: how long each lease is held.
+        max_pages: most pages held at once.
     """
 
     def __init__(
@@ -45,7 +46,10 @@ class LoadLeases:
         return len(self._by_page)
 
     def hold(self, asked: Sequence[bytes], pinned: PinnedBlocks, now: float) -> None:
-        """Keep what was found of `asked`; earlier leases of the same pages are not needed any more."""
+        """Hold the lease on the pages found of `asked`.
+
+        It replaces earlier leases of the same pages.
+        """
         if not pinned.found:
             self._release(pinned)
             return
@@ -60,7 +64,7 @@ class LoadLeases:
                 self._end(next(iter(self._held.values())))
 
     def holds(self, asked: Sequence[bytes], now: float) -> bool:
-        """Whether all of `asked` are held by one lease of this very question, with half of its time left."""
+        """Whether one lease of exactly `asked` holds all of them, with half of its time left."""
         with self._lock:
             held = self._by_page.get(asked[0]) if asked else None
             return (
@@ -71,19 +75,19 @@ class LoadLeases:
             )
 
     def loaded(self, pages: Sequence[bytes]) -> None:
-        """These were loaded, or tried to be: nobody waits for them any more."""
+        """Stop holding pages after a load of them, whether or not it succeeded."""
         with self._lock:
             for page in pages:
                 self._drop_page(page)
 
     def expire(self, now: float) -> None:
-        """Let go what nobody has come for."""
+        """End the leases whose time is up."""
         with self._lock:
             for held in [h for h in self._held.values() if h.deadline <= now]:
                 self._end(held)
 
     def clear(self) -> None:
-        """Let everything go."""
+        """End all leases."""
         with self._lock:
             for held in list(self._held.values()):
                 self._end(held)

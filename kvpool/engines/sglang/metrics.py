@@ -1,7 +1,8 @@
-"""What the backend counts: Prometheus, in SGLang's own registry, and what SGLang asks for itself.
+"""The backend's metrics: Prometheus counters in SGLang's own registry, and SGLang's
+`StorageMetrics`.
 
-SGLang serves the default registry (or, with several processes, the files that it writes to): its `/metrics`
-shows these beside its own.
+SGLang's `/metrics` serves the default registry, or its files if there are several processes, so it
+shows these metrics, too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from kvpool.serving.metrics import LATENCY_BUCKETS
 
 PAGES = Counter(
     "kvpool_sglang_pages",
-    "Pages by operation (lookup, load, store) and what became of them",
+    "Pages by operation (lookup, load, store) and outcome",
     ["operation", "outcome", "pool", "rank"],
 )
 BYTES = Counter("kvpool_sglang_bytes", "Bytes loaded and stored", ["operation", "pool", "rank"])
@@ -32,19 +33,19 @@ SECONDS = Histogram(
 )
 REACHABLE = Gauge(
     "kvpool_sglang_pool_reachable",
-    "Whether the pool answered last",
+    "Whether the pool answered the last call",
     ["rank"],
     multiprocess_mode="livemin",
 )
 
-MAX_STATS = 1000  # batches between two of SGLang's questions
+MAX_STATS = 1000  # batches kept until SGLang asks for them
 
 
 class BackendMetrics:
-    """The counters of one backend.
+    """The metrics of one backend.
 
     Args:
-        rank: tensor-parallel rank, a label.
+        rank: tensor-parallel rank, used as a label.
     """
 
     def __init__(self, rank: int) -> None:
@@ -57,13 +58,13 @@ class BackendMetrics:
         REACHABLE.labels(self._rank).set(1)
 
     def pages(self, operation: str, pool: str, **outcomes: int) -> None:
-        """Count pages, e.g. `hit=3, miss=1`."""
+        """Count pages by outcome, e.g. `hit=3, miss=1`."""
         for outcome, count in outcomes.items():
             if count:
                 PAGES.labels(operation, outcome, pool, self._rank).inc(count)
 
     def moved(self, operation: str, pool: str, pages: int, page_bytes: int, took_s: float) -> None:
-        """Count the bytes of a load or store."""
+        """Record the bytes and speed of a load or store."""
         if pages:
             BYTES.labels(operation, pool, self._rank).inc(pages * page_bytes)
             gb_per_s = pages * page_bytes / max(took_s, 1e-9) / 1e9
@@ -71,23 +72,23 @@ class BackendMetrics:
                 self._batches[operation].append((pages, gb_per_s))
 
     def took(self, operation: str, seconds: float) -> None:
-        """Count the time of a call."""
+        """Record the time of a call."""
         SECONDS.labels(operation, self._rank).observe(seconds)
 
     def reachable(self, is_reachable: bool) -> None:
-        """Say whether the pool answers."""
+        """Record whether the pool answers."""
         REACHABLE.labels(self._rank).set(is_reachable)
 
     def trouble(
         self, operation: str, reason: str, text: str, *, defect: BaseException | None = None
     ) -> None:
-        """Count a call that ended as a miss, and log it unless the same was logged a moment ago.
+        """Count a call that ended as a miss, and log it, at a bounded rate.
 
         Args:
-            defect: what it died of, where that is our fault.
+            defect: the exception, if it is a defect in kvpool.
         """
         TROUBLE.labels(operation, reason, self._rank).inc()
-        kind = f"kvpool: {operation} is a miss ({reason})"
+        kind = f"{operation} is a miss ({reason})"
         self._log.report(kind, text, time.monotonic(), error=defect)
 
     def for_sglang(self) -> Any:

@@ -1,4 +1,4 @@
-"""What a host pool of SGLang is in the pool: its namespace, this rank's part of it, and its pages' names."""
+"""Maps a SGLang host pool to kvpool: its namespace, this rank's part, and its pages' hashes."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ class PageSpace:
 
     @property
     def part(self) -> int:
-        """Which part of its blocks this rank reads and writes."""
+        """The part of each block that this rank reads and writes."""
         return self.pages.sharing.part
 
     @property
     def is_writer(self) -> bool:
-        """Whether this rank stores; of ranks with the same bytes one does."""
+        """Whether this rank stores pages. Of ranks with the same bytes, one does."""
         return self.pages.sharing.is_writer
 
     def hashes(self, keys: Sequence[str]) -> list[bytes]:
         """The block hashes of SGLang's page keys.
 
-        A key is SGLang's hash of all tokens up to the page's end, and of nothing else: the root adds model,
-        layout and tenant.
+        A key is SGLang's hash of the tokens up to the page's end. The root adds model, layout and
+        tenant.
         """
         root = chain_root(self.namespace, ("sglang-page",))
         return [object_hash(self.namespace, root, key.encode()) for key in keys]
 
 
 def check_supported(config: HiCacheStorageConfig, settings: SGLangSettings) -> None:
-    """See that this instance is one whose pages are told apart rightly.
+    """Check that kvpool supports this instance.
 
     Raises:
-        ConfigError: it is not, and why.
+        ConfigError: it does not; the error names the option.
     """
     if not settings.interface_v1:
         raise ConfigError(f"{SOURCE}: interface_v1 is not set", hint='add "interface_v1": 1')
@@ -70,7 +70,7 @@ def page_space(
     settings: SGLangSettings,
     identity: ModelIdentity,
 ) -> PageSpace:
-    """The space of a host pool.
+    """The page space of a host pool.
 
     Raises:
         ConfigError: its pages cannot be stored.
@@ -89,24 +89,25 @@ def page_space(
 
 
 def _sharing(host_pool: Any, name: str, config: HiCacheStorageConfig) -> Sharing:
-    """Ranks hold shares of their own, but for models whose KV they all hold (MLA and its like).
+    """How ranks share a pool: each has its own part, except that with MLA all ranks hold the same
+    KV.
 
-    There the state of linear layers is still each rank's own, and SGLang has every rank store it.
+    Even with MLA, each rank has its own state of linear layers, and SGLang has every rank store it.
     """
     if not config.is_mla_model or name == PoolName.MAMBA.value:
         return Sharing(config.tp_size, config.tp_rank, is_writer=True)
     is_mha = any(cls.__name__ == "MHATokenToKVPoolHost" for cls in type(host_pool).__mro__)
     if is_mha and config.tp_size > 1:
         raise ConfigError(
-            f"pool {name!r} has K and V of its own on each of {config.tp_size} ranks, and SGLang lets a dynamic"
-            " backend store the first one's alone",
+            f"pool {name!r} has its own K and V on each of {config.tp_size} ranks, but SGLang lets"
+            " a dynamic backend store only the first rank's",
             hint="use a draft model with MLA, or none",
         )
     return Sharing(1, 0, is_writer=config.tp_rank == 0)
 
 
 def _suffix(host_pool: Any, name: str, config: HiCacheStorageConfig) -> str:
-    """What sets pools of one model apart in its namespace's name: they have layouts of their own."""
+    """The part of a namespace's name that tells the pools of one model apart."""
     suffix = f":sglang/{name}"
     if config.pp_size > 1:
         suffix += f"/layers{host_pool.start_layer}-{host_pool.end_layer}"

@@ -1,7 +1,7 @@
-"""`KVPoolStorage`: HiCache's storage backend on a pool. See docs/sglang.md.
+"""`KVPoolStorage`: HiCache's storage backend on a pool (docs/sglang.md).
 
-SGLang's I/O threads die of an exception and of a None: every call here ends with a value, within its deadline,
-and whatever goes wrong is a miss, counted and logged.
+An exception or None would end SGLang's I/O threads. So every call here returns a value within its
+deadline, and every failure is a miss, counted and logged.
 """
 
 from __future__ import annotations
@@ -51,15 +51,16 @@ KV = PoolName.KV.value
 class KVPoolStorage(HiCacheStorage):
     """Pages of SGLang's host pools in a kvpool.
 
-    A page is a block, a tensor-parallel rank's share of it a part: a page is a hit once all ranks have stored
-    it, so that ranks find the same. Side pools of hybrid models have namespaces of their own.
+    A page is a block, and a tensor-parallel rank's share of it is a part. A page is a hit once all
+    ranks have stored it, so all ranks find the same pages. Side pools of hybrid models have their
+    own namespaces.
 
     Args:
-        storage_config: SGLang's, with our settings in `extra_config`.
-        kwargs: SGLang passes a dict as the second argument; nothing in it is needed.
+        storage_config: SGLang's configuration, with kvpool's settings in `extra_config`.
+        kwargs: unused; SGLang passes a dict as the second argument.
 
     Raises:
-        ConfigError: a setting is wrong, or this instance is one that is not supported. The pool need not be
+        ConfigError: a setting is wrong, or this instance is not supported. The pool need not be
             reachable.
     """
 
@@ -73,7 +74,7 @@ class KVPoolStorage(HiCacheStorage):
             CircuitBreaker(self._settings.backoff_s, self._settings.max_backoff_s) for _ in range(2)
         )
         self._spaces: dict[str, PageSpace] = {}
-        self._logical: set[str] = set()  # pools without pages of their own
+        self._logical: set[str] = set()  # pools without memory
         self._is_closed = False
         self._warned_of_prefix_keys = False
         self._pool = self._settings.open_pool(self._settings.load_timeout_s)
@@ -84,21 +85,21 @@ class KVPoolStorage(HiCacheStorage):
     # ------------------------------------------------------------ host pools
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """SGLang's main host pool. Raises ConfigError: its pages cannot be stored."""
+        """Register SGLang's main host pool. Raises ConfigError: its pages cannot be stored."""
         super().register_mem_pool_host(mem_pool_host)
         self._register(mem_pool_host, KV)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """The main pool or a side pool of a hybrid model, by name. Raises as `register_mem_pool_host`."""
+        """Register the main pool or a side pool by name. Raises as `register_mem_pool_host`."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         self._register(host_pool, _text(host_pool_name))
 
     def on_host_pools_registered(self) -> None:
-        """Make the namespaces known to the pool, which need not be there yet.
+        """Register the namespaces with the pool. If it cannot be reached, SGLang starts without it.
 
         Raises:
-            LayoutMismatch: another instance has given the model another layout, and `on_mismatch` is "refuse".
-            HashMismatch: the pool runs a version that names blocks otherwise.
+            LayoutMismatch: the pool has the model in another layout, and `on_mismatch` is "refuse".
+            HashMismatch: the pool computes other hashes than this process.
         """
         for space in self._spaces.values():
             try:
@@ -136,7 +137,7 @@ class KVPoolStorage(HiCacheStorage):
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
-        """How many leading pages the pool has; they are held for the load that follows."""
+        """How many leading pages the pool has. Leases them for the load that follows."""
 
         def look_up() -> int:
             found = self._hold_leading(self._space(KV), keys)
@@ -151,7 +152,7 @@ class KVPoolStorage(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """How many leading pages can be restored from all pools together; what that takes is held."""
+        """How many leading pages all pools can restore. Leases the pages that this takes."""
 
         def look_up() -> PoolTransferResult:
             wanted = Wanted.by(pool_transfers or [])
@@ -184,7 +185,7 @@ class KVPoolStorage(HiCacheStorage):
         return self._pool.exists(space.namespace, space.hashes(keys), timeout_s=timeout_s)
 
     def _hold_leading(self, space: PageSpace, keys: Sequence[str]) -> int:
-        """Lease the leading pages that the pool has, for the load that follows; how many."""
+        """Lease the leading pages that the pool has. Returns how many."""
         hashes = space.hashes(keys[:MAX_HASHES])
         if not hashes:
             return 0
@@ -193,7 +194,7 @@ class KVPoolStorage(HiCacheStorage):
         if self._leases.holds(hashes, now):
             return len(hashes)
         deadline = now + self._settings.lookup_timeout_s
-        # A node that is gone fails the first attempt, and is then left out.
+        # If a node is gone, the first attempt fails, and the second one leaves the node out.
         for patience_s in (self._settings.lookup_timeout_s / 2, None):
             try:
                 pinned = self._pool.pin(
@@ -219,7 +220,7 @@ class KVPoolStorage(HiCacheStorage):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """Load pages into the main host pool, straight from the pool's memory; after the first miss none counts."""
+        """Load pages into the main host pool. Pages after the first miss are misses, too."""
         return self._load(KV, keys, host_indices)
 
     def batch_set_v1(
@@ -228,7 +229,10 @@ class KVPoolStorage(HiCacheStorage):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """Store pages of the main host pool; what is there already, or being stored, counts as stored."""
+        """Store pages of the main host pool.
+
+        Pages that the pool has or receives count as stored.
+        """
         return self._store(KV, keys, host_indices, extra_info)
 
     def batch_get_v2(
@@ -236,7 +240,7 @@ class KVPoolStorage(HiCacheStorage):
         transfers: list[PoolTransfer],
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> dict[str, list[bool]]:
-        """As `batch_get_v1`, for several pools."""
+        """`batch_get_v1` for several pools."""
         return {t.name: self._load(_text(t.name), t.keys or [], t.host_indices) for t in transfers}
 
     def batch_set_v2(
@@ -244,7 +248,7 @@ class KVPoolStorage(HiCacheStorage):
         transfers: list[PoolTransfer],
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> dict[str, list[bool]]:
-        """As `batch_set_v1`, for several pools."""
+        """`batch_set_v1` for several pools."""
         return {
             t.name: self._store(_text(t.name), t.keys or [], t.host_indices, extra_info)
             for t in transfers
@@ -261,8 +265,8 @@ class KVPoolStorage(HiCacheStorage):
             hashes = space.hashes(keys)
             try:
                 started = time.monotonic()
-                # Never "disposable": what SGLang did not get it gives to other pages at once, and a transfer
-                # that was given up may still arrive.
+                # Not `is_disposable`: SGLang reuses the memory of a missing page at once, and a
+                # transfer that was given up may still arrive.
                 result = self._pool.get(
                     space.namespace,
                     hashes,
@@ -312,7 +316,7 @@ class KVPoolStorage(HiCacheStorage):
                 self._metrics.trouble("store", error.code, str(error))
                 return [False] * len(keys)
             took_s = time.monotonic() - started
-            there = len(keys) - result.rejected  # a chain is refused from some page on
+            kept = len(keys) - result.rejected  # the rejected pages are the last ones
             self._metrics.pages(
                 "store",
                 name,
@@ -324,40 +328,43 @@ class KVPoolStorage(HiCacheStorage):
             if result.rejected:
                 text = f"no room for {result.rejected} of {len(keys)} pages of {name}"
                 self._metrics.trouble("store", NoRoom.code, text)
-            return [True] * there + [False] * result.rejected
+            return [True] * kept + [False] * result.rejected
 
         return self._guarded("store", self._writes, [False] * len(keys), store) if keys else []
 
     def _parent(self, space: PageSpace, extra_info: HiCacheStorageExtraInfo | None) -> bytes:
-        """The page before the first, so that prefixes outlive what follows them; b"" where that is not told."""
+        """The page before the first, so that suffixes are evicted first.
+
+        B"" if SGLang does not say.
+        """
         prefix = extra_info.prefix_keys if extra_info is not None else None
         if prefix:
             return space.hashes(prefix[-1:])[0]
         if prefix is None and not self._warned_of_prefix_keys:
             self._warned_of_prefix_keys = True
             log.warning(
-                "kvpool: SGLang does not tell which page comes before those stored: set"
-                " hicache_storage_pass_prefix_keys to true, so that suffixes are evicted before their prefixes"
+                "kvpool: SGLang does not say which page comes before the stored ones: set"
+                " hicache_storage_pass_prefix_keys to true, so that the pool evicts suffixes first"
             )
         return b""
 
     # ------------------------------------------------------------ the interface before v1
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
-        """A miss: pages move by `batch_get_v1`, which `interface_v1` selects."""
+        """Always a miss: `interface_v1` selects `batch_get_v1` instead."""
         return self.batch_get([key])[0]
 
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[Any]:
-        """Misses; see `get`."""
-        self._metrics.trouble("load", "old_interface", "interface_v1 is not in use")
+        """Always misses, as `get`."""
+        self._metrics.trouble("load", "old_interface", "SGLang does not use interface_v1")
         return [None] * len(keys)
 
     def set(
         self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Not stored; see `get`."""
+        """Stores nothing: `interface_v1` selects `batch_set_v1` instead."""
         return self.batch_set([key])
 
     def batch_set(
@@ -367,24 +374,30 @@ class KVPoolStorage(HiCacheStorage):
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        """Not stored; see `get`."""
-        self._metrics.trouble("store", "old_interface", "interface_v1 is not in use")
+        """Stores nothing: `interface_v1` selects `batch_set_v1` instead."""
+        self._metrics.trouble("store", "old_interface", "SGLang does not use interface_v1")
         return False
 
-    # ------------------------------------------------------------ the rest
+    # ------------------------------------------------------------ administration
 
     def clear(self) -> bool:
-        """Nothing is cleared: a pool belongs to all who use it. What is held for loads is let go."""
-        log.warning("kvpool: the pool is not cleared: other instances use it, too")
+        """Ends this instance's leases.
+
+        The pool is not cleared, because other instances use it, too.
+        """
+        log.warning("kvpool: the pool is not cleared, because other instances use it, too")
         self._leases.clear()
         return False
 
     def get_stats(self) -> Any:
-        """Pages and bandwidths for SGLang's own metrics; None where it does not collect them."""
+        """Pages and bandwidths for SGLang's own metrics; None if it does not collect them."""
         return self._metrics.for_sglang() if self._config.enable_storage_metrics else None
 
     def close(self) -> None:
-        """Let everything go; a second call does nothing, and calls that still come are misses."""
+        """End all leases and close the client.
+
+        Later calls are misses; a second call does nothing.
+        """
         if not self._is_closed:
             self._is_closed = True
             self._leases.clear()
@@ -399,10 +412,10 @@ class KVPoolStorage(HiCacheStorage):
     def _guarded(
         self, operation: str, breaker: CircuitBreaker, miss: T, call: Callable[[], T]
     ) -> T:
-        """What `call` returns; `miss` where the pool is known to be down, or anything goes wrong."""
+        """The result of `call`; `miss` if the pool is down or `call` fails."""
         started = time.monotonic()
         if self._is_closed or not breaker.may_ask(started):
-            self._metrics.trouble(operation, "pool_down", "the pool did not answer lately")
+            self._metrics.trouble(operation, "pool_down", "the pool did not answer recently")
             return miss
         try:
             result = call()
@@ -416,7 +429,7 @@ class KVPoolStorage(HiCacheStorage):
             else:
                 self._metrics.trouble(operation, error.code, str(error))
             return miss
-        except Exception as error:  # noqa: BLE001 - SGLang's thread would die of it, whatever it is
+        except Exception as error:  # noqa: BLE001 - any exception would end SGLang's thread
             self._metrics.trouble(operation, "defect", repr(error), defect=error)
             return miss
         finally:
@@ -433,7 +446,7 @@ class KVPoolStorage(HiCacheStorage):
 
 
 def _text(name: Any) -> str:
-    """A pool's name: SGLang has an enumeration of texts, and takes plain ones."""
+    """A pool's name as text: SGLang passes members of an enumeration, or text."""
     return str(getattr(name, "value", name))
 
 

@@ -1,7 +1,7 @@
-"""When to ask the pool, and when to take a miss for granted because it did not answer just now. No I/O, no clock.
+"""Keeps engines from waiting for a pool that is down. No I/O, no clock.
 
-An engine must not wait for a pool that is down: after a failure everything is a miss until a back-off has
-passed; then one caller tries, and its outcome decides for all.
+After a failure, everything is a miss until a back-off has passed. Then one caller tries, and its
+result decides for all callers.
 """
 
 from __future__ import annotations
@@ -12,37 +12,38 @@ from kvpool.errors import REFUSALS, DeadlineExceeded, KvpoolError, Unavailable
 
 
 def says_pool_is_down(error: KvpoolError) -> bool:
-    """Whether a call failed because nobody answered it, or will: another one would most likely end alike.
+    """Whether `error` means that the whole pool does not answer, so that another call would fail,
+    too.
 
-    What is more than `Unavailable` (a node drains, a transfer broke) is the trouble of one node, not of the pool.
+    Subclasses of `Unavailable` (a node drains, a transfer broke) concern one node only.
     """
     return type(error) in (Unavailable, DeadlineExceeded, *REFUSALS)
 
 
 class CircuitBreaker:
-    """Whether the pool is worth asking; safe to share between threads.
+    """Decides whether to call the pool. Threads may share it.
 
     Args:
-        backoff_s: how long a first failure keeps callers away; each further one doubles it.
-        max_backoff_s: longest such time.
+        backoff_s: pause after a first failure; each further failure doubles it.
+        max_backoff_s: longest pause.
     """
 
     def __init__(self, backoff_s: float, max_backoff_s: float) -> None:
         self._first_s = backoff_s
         self._max_s = max_backoff_s
         self._lock = threading.Lock()
-        self._backoff_s = 0.0  # 0: it answered last
+        self._backoff_s = 0.0  # 0: the last call was answered
         self._closed_until = 0.0
-        self._is_tried = False  # somebody was sent ahead after a back-off
+        self._is_tried = False  # one caller is trying after a back-off
         self.failures = 0
 
     @property
     def is_down(self) -> bool:
-        """Whether the last word from the pool was that there is none."""
+        """Whether the last call was not answered."""
         return self._backoff_s > 0
 
     def may_ask(self, now: float) -> bool:
-        """Whether to call now. After a back-off this is true for one caller a period: it tries for all."""
+        """Whether to call now. After a back-off, this is true for one caller per period."""
         with self._lock:
             if not self._backoff_s:
                 return True
@@ -53,7 +54,7 @@ class CircuitBreaker:
             return True
 
     def answered(self) -> bool:
-        """The pool answered; returns whether it had been down."""
+        """Record that the pool answered. Returns whether it had been down."""
         with self._lock:
             was_down = self._backoff_s > 0
             self._backoff_s = 0.0
@@ -61,10 +62,10 @@ class CircuitBreaker:
             return was_down
 
     def failed(self, now: float) -> bool:
-        """The pool did not answer; returns whether that is news: it had answered before."""
+        """Record that the pool did not answer. Returns whether it had answered the call before."""
         with self._lock:
             was_up = not self._backoff_s
-            if was_up or self._is_tried:  # of calls that fail together, the first one counts
+            if was_up or self._is_tried:  # of calls that fail together, only the first counts
                 self._is_tried = False
                 self._backoff_s = min(self._max_s, 2 * self._backoff_s or self._first_s)
                 self._closed_until = now + self._backoff_s

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for engines that call from threads of theirs."""
+"""An event loop in a thread of its own, for engines that call from their own threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs coroutines and callbacks one after the other. Close it with `stop`."""
+    """Runs coroutines and callbacks on its loop. End it with `stop`."""
 
     def __init__(self, name: str) -> None:
         self.loop = uvloop.new_event_loop()
@@ -25,11 +25,11 @@ class LoopThread:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still runs."""
+        """Whether the thread runs."""
         return self._thread.is_alive()
 
     def start(self, job: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run `job`, without waiting for it.
+        """Run `job` without waiting for it.
 
         Raises:
             Unavailable: the loop has been stopped.
@@ -41,7 +41,7 @@ class LoopThread:
             raise Unavailable("the backend is closed") from error
 
     def open(self, job: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Run `job`, which everything else needs, and wait for it; the loop ends where it fails. Raises as `job`."""
+        """Run `job` and wait for it. If it fails, stop the loop and raise the error of `job`."""
         try:
             return self.start(job).result(timeout_s)
         except BaseException:
@@ -49,14 +49,14 @@ class LoopThread:
             raise
 
     def call_soon(self, function: Callable[..., object], *args: Any) -> None:
-        """Call `function` there soon. Raises as `start`."""
+        """Call `function` on the loop soon. Raises as `start`."""
         try:
             self.loop.call_soon_threadsafe(function, *args)
         except RuntimeError as error:
             raise Unavailable("the backend is closed") from error
 
     def stop(self) -> None:
-        """End the loop and its thread; a second call does nothing. Not to be called from the loop itself."""
+        """End the loop and its thread. Call it from another thread. A second call does nothing."""
         if not self._thread.is_alive():
             return
         self.loop.call_soon_threadsafe(self.loop.stop)

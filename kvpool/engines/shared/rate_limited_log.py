@@ -1,4 +1,4 @@
-"""Warnings at a bounded rate: a pool that is down must not fill an engine's log."""
+"""Warnings at a bounded rate, so that a pool that is down does not fill an engine's log."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ PERIOD_S = 10.0
 
 
 class RateLimitedLog:
-    """Writes a message of each kind once a period, and how many were left out since.
+    """Writes one message of each kind per period, and how many it left out since the last one.
 
     Args:
-        name: of the logger.
-        period_s: between two messages of one kind.
+        name: the logger's name.
+        period_s: time between two messages of one kind.
     """
 
     def __init__(self, name: str, period_s: float = PERIOD_S) -> None:
@@ -25,12 +25,13 @@ class RateLimitedLog:
     def report(
         self, kind: str, text: str, now: float, *, error: BaseException | None = None
     ) -> bool:
-        """Log `kvpool: kind: text` unless one of this kind was within the period; returns whether it was written.
+        """Log `kvpool: kind: text` unless this kind was logged within the period. Returns whether
+        it logged.
 
         Args:
-            kind: one of a few; what differs from case to case belongs into `text`.
+            kind: one of a few kinds; details belong in `text`.
             now: monotonic seconds.
-            error: a defect of ours: an error with its traceback, not a warning.
+            error: a defect in kvpool; logged as an error with its traceback instead of a warning.
         """
         with self._lock:
             written_at, left_out = self._kinds.get(kind, (float("-inf"), 0))

@@ -1,7 +1,7 @@
-"""What every engine's backend can be told: where the pool is, and how to speak to it. Values only.
+"""The settings that all engine backends share: where the pool is, and how to talk to it.
 
-Engines hand such settings over as a plain mapping (vLLM's extra config, SGLang's, LMCache's adapter parameters).
-An unknown key is an error that names the nearest known one, never ignored.
+Engines pass settings as a plain mapping (vLLM's and SGLang's extra config, LMCache's adapter
+parameters). An unknown key is an error that names the nearest known key.
 """
 
 from __future__ import annotations
@@ -20,31 +20,27 @@ from kvpool.wire.credentials import credentials_of
 
 
 class EngineSettings(CallerConfig):
-    """What all engines share; each adds its own by inheriting."""
+    """Settings of every engine backend. Each backend inherits them and adds its own."""
 
     conductor: Addresses = Field(
-        DEFAULT_CONDUCTOR, description="wire address of one or of several, as in node.conductor"
+        DEFAULT_CONDUCTOR, description="wire address of a conductor, or several separated by commas"
     )
-    node: OptionalText = Field(
-        None, description="wire address of one node; set, no conductor is asked"
-    )
+    node: OptionalText = Field(None, description="wire address of one node, instead of a conductor")
     host_label: str = Field(default_factory=socket.gethostname, min_length=1, max_length=128)
     transport: Literal["auto", "shm", "nixl"] = "auto"
     require_rdma: bool = Field(
-        False, description="nodes on other hosts are reached by RDMA or not at all, never by TCP"
+        False, description="reach nodes on other hosts by RDMA only, never by TCP"
     )
-    verify_checksums: bool = Field(True, description="check every DRAM read, too (invariant 5)")
-    tenant: str = Field("", max_length=512, description="whose blocks they are, as in the token")
+    verify_checksums: bool = Field(True, description="verify checksums of DRAM reads, too")
+    tenant: str = Field("", max_length=512, description="owner of the blocks, as in the token")
     salt: SecretStr = Field(
-        SecretStr(""), description="engines with different ones never find each other's blocks"
+        SecretStr(""), description="engines with different salts never find each other's blocks"
     )
     hash_algorithm: HashAlgorithm = Field(
-        "xxh3-128", description="sha256 where users might craft collisions"
+        "xxh3-128", description="sha256 if users might craft collisions"
     )
-    backoff_s: Seconds = Field(
-        0.5, description="after the pool proved unreachable all is a miss for so long; doubles"
-    )
-    max_backoff_s: Seconds = Field(15.0, description="longest such time")
+    backoff_s: Seconds = Field(0.5, description="pause after the pool did not answer; it doubles")
+    max_backoff_s: Seconds = Field(15.0, description="longest such pause")
 
     @model_validator(mode="after")
     def _backoff_is_ordered(self) -> Self:
@@ -56,7 +52,7 @@ class EngineSettings(CallerConfig):
         """Keyword arguments of `Pool` and `AsyncPool`.
 
         Raises:
-            ConfigError: a file of TLS cannot be used.
+            ConfigError: a TLS file cannot be used.
         """
         return {
             "conductor": None if self.node else self.conductor,
@@ -70,11 +66,11 @@ class EngineSettings(CallerConfig):
         }
 
     def open_pool(self, timeout_s: float) -> Pool:
-        """A blocking client of the pool; connects when it is first used. Raises as `pool_arguments`."""
+        """A blocking client of the pool. It connects on first use. Raises as `pool_arguments`."""
         return Pool(**self.pool_arguments(timeout_s))
 
     def open_async_pool(self, timeout_s: float) -> AsyncPool:
-        """The same for asyncio: call it on the loop that shall use it."""
+        """The same for asyncio. Call it on the loop that uses the client."""
         return AsyncPool(**self.pool_arguments(timeout_s))
 
 
@@ -82,14 +78,14 @@ S = TypeVar("S", bound=EngineSettings)
 
 
 def read_settings(kind: type[S], given: Mapping[str, Any], source: str) -> S:
-    """Settings from what an engine handed over.
+    """Check the settings that an engine passed.
 
     Args:
-        source: where it stood, for messages, e.g. "kv_connector_extra_config".
+        source: where the settings come from, for messages, e.g. "kv_connector_extra_config".
 
     Raises:
-        ConfigError: a key is unknown (the nearest known one is named), or a value cannot be accepted. Values
-            of secrets are not quoted.
+        ConfigError: a key is unknown (the error names the nearest known key), or a value is
+            invalid. The error does not quote secrets.
     """
     known = list(kind.model_fields)
     for key in given:

@@ -1,7 +1,6 @@
-"""kvpool for vLLM: `KVPoolConnector`, named in `--kv-transfer-config` (see docs/vllm.md).
+"""kvpool for vLLM: `KVPoolConnector`, for `--kv-transfer-config` (docs/vllm.md).
 
-The connector itself is imported when it is asked for, so that what needs no vLLM (settings, metrics' names)
-can be used without it.
+The connector is imported on first use, so that settings and metric names can be read without vLLM.
 """
 
 from __future__ import annotations

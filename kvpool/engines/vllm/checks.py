@@ -1,4 +1,4 @@
-"""Ways of running vLLM that the connector does not support: refused at start, with the reason."""
+"""Refuses, at start, ways of running vLLM that the connector does not support."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from kvpool.errors import ConfigError
 
 
 def refuse_unsupported(vllm_config: Any) -> None:
-    """See that nothing in vLLM's configuration makes its KV something else than this connector thinks.
+    """Check vLLM's configuration.
 
     Raises:
-        ConfigError: naming the option.
+        ConfigError: an option is not supported; the error names it.
     """
     parallel = vllm_config.parallel_config
     for option in (
@@ -27,17 +27,17 @@ def refuse_unsupported(vllm_config: Any) -> None:
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.use_eagle():
         raise ConfigError(
-            f"KVPoolConnector does not support speculative decoding by {speculative.method}: the drafting"
-            " layers' KV of a block's last token is not final when the block is",
+            f"KVPoolConnector does not support speculative decoding by {speculative.method}: when a"
+            " block is final, the drafting layers' KV of its last token is not",
             hint="ngram works",
         )
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise ConfigError(
-            "KVPoolConnector does not support calculate_kv_scales: each process would scale its KV by what it"
-            " happens to see first",
+            "KVPoolConnector does not support calculate_kv_scales: each process would compute"
+            " its own scales from its first requests",
             hint="use the scales of the checkpoint",
         )
     if vllm_config.cache_config.kv_sharing_fast_prefill:
         raise ConfigError(
-            "KVPoolConnector does not support kv_sharing_fast_prefill: it leaves layers' KV out"
+            "KVPoolConnector does not support kv_sharing_fast_prefill: it omits some layers' KV"
         )

@@ -1,6 +1,6 @@
-"""`KVPoolConnector`: what vLLM calls, handed on to the side of the connector that this process plays.
+"""`KVPoolConnector`: passes vLLM's calls on to the connector's side in this process.
 
-It decides nothing and moves nothing; see `scheduler_side` and `worker_side`.
+`scheduler_side` decides, and `worker_side` moves bytes.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-START_TIMEOUT_S = 5.0  # that a pool has to answer at start; later ones are met when they come
+START_TIMEOUT_S = 5.0  # for the pool to answer at start; a pool that answers later is used, too
 
 
 class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     """vLLM's KV cache, kept in a kvpool.
 
     Raises:
-        ConfigError: the settings make no sense, or this way of running vLLM is not supported.
+        ConfigError: a setting is wrong, or this way of running vLLM is not supported.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             if transfer.kv_load_failure_policy != "recompute":
                 log.warning(
-                    "kv_load_failure_policy is not recompute: a request fails when the pool loses a block"
-                    ' that it was promised; add "kv_load_failure_policy": "recompute" beside kv_connector',
+                    "kv_load_failure_policy is not recompute: a request fails if a found block is lost;"
+                    ' add "kv_load_failure_policy": "recompute" next to kv_connector',
                     policy=transfer.kv_load_failure_policy,
                 )
             parallel = vllm_config.parallel_config
@@ -160,12 +160,13 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
-        facts = {rank: told.facts for rank, told in metadata.items() if isinstance(told, Handshake)}
+        facts = {rank: sent.facts for rank, sent in metadata.items() if isinstance(sent, Handshake)}
         first = facts[min(facts)]
         for rank, other in facts.items():
             if other != first:
                 raise LayoutMismatch(
-                    f"tensor-parallel rank {rank} lays out its KV as {other}, rank {min(facts)} as {first}"
+                    f"tensor-parallel rank {rank} has the KV layout {other}, but rank {min(facts)}"
+                    f" has {first}"
                 )
         namespace = namespace_of(self._identity, first, self._settings)
         pool = self._connect()
@@ -188,7 +189,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # a save that is lost is a later miss
+        return False  # a lost save only costs a miss
 
     def reset_cache(self) -> bool:
         if self._scheduler is not None:
@@ -239,8 +240,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler is not None and self._scheduler.has_pending_saves
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        # None: what stands in vLLM's own memory the conductor hears from vLLM itself, and what stands in the
-        # pool from the nodes. Events of our own would tell it the latter twice, under vLLM's hashes.
+        # None: vLLM tells the conductor what is in vLLM's memory, and the nodes tell it what is in
+        # the pool.
         return ()
 
     # ------------------------------------------------------------ both
@@ -250,8 +251,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        # vLLM asks while it reads its command line: the first moment at which a wrong key can be refused,
-        # before any process is started and any weight is read.
+        # vLLM calls this while it reads its command line: the first moment to refuse a wrong key,
+        # before it starts processes and reads weights.
         settings = settings_of.read(extra_config)
         return settings.layerwise_load or settings.layerwise_save
 
@@ -292,10 +293,10 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _may_load_in_step(config: VllmConfig) -> bool:
-    """Whether vLLM recovers well from a load that fails in the very step that computes with it.
+    """Whether vLLM recovers safely from a load that fails in the step that uses it.
 
-    With prefix caching others may share the failed pages, and be computed with before they are made good; with
-    asynchronous scheduling the next step is under way.
+    With prefix caching, other requests may use the failed pages before they are recomputed. With
+    asynchronous scheduling, the next step is already under way.
     """
     return not (
         config.cache_config.enable_prefix_caching or config.scheduler_config.async_scheduling

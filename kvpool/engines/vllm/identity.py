@@ -1,7 +1,9 @@
-"""Whose KV it is: what goes into the namespace, and what else a request's KV depends on.
+"""What identifies KV: the model's part goes into the namespace, the request's part into its chain
+of hashes.
 
-Everything that changes a byte of KV, and cannot be seen from the tokens, is named here; what cannot be named for sure
-shares nothing. All of it is content, never a path, and depends neither on the process nor on PYTHONHASHSEED.
+This covers everything that changes a byte of KV besides the tokens. A request with KV that cannot
+be identified for sure shares nothing. The identity depends on content, never on a path, the process
+or PYTHONHASHSEED.
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ __all__ = [
     "namespace_of",
 ]
 
-_FORMAT = 1  # raise it when what goes into the fingerprint changes
-# Drafters without KV of their own: whether they run changes nothing that is stored.
+_FORMAT = 1  # raise it when the traits of the fingerprint change
+# Drafters without KV of their own do not change what is stored.
 _DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
-# vLLM's digest of a picture or sound. A name that a client chose says nothing of the content.
+# vLLM's digest of a picture or sound. A name chosen by a client does not identify the content.
 _CONTENT_HASH = re.compile(r"(.*:)?[0-9a-f]{64,128}", re.DOTALL)
 
 
@@ -42,9 +44,9 @@ class ModelIdentity(msgspec.Struct, frozen=True):
     """A model as one vLLM instance runs it.
 
     Args:
-        model: its name, for people; two models of one name differ in the rest.
+        model: its name, for people; the rest identifies it.
         revision: content hash of its weights and configuration.
-        traits: all else that decides on the KV of given tokens: types, quantization, parallelism, drafters.
+        traits: everything else that changes KV: types, quantization, parallelism, drafters.
         tp_size: tensor-parallel ranks.
     """
 
@@ -55,19 +57,19 @@ class ModelIdentity(msgspec.Struct, frozen=True):
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits over the traits."""
+        """A hash of the traits, 16 hex digits."""
         text = msgspec.json.encode([_FORMAT, self.traits], order="sorted")
         return hashlib.sha256(text).hexdigest()[:16]
 
 
 def model_identity(vllm_config: Any, revision: str = "") -> ModelIdentity:
-    """Of the model that vLLM serves.
+    """The identity of the model that vLLM serves.
 
     Args:
-        revision: of the weights, where the user says it; "": a hash of the model's files.
+        revision: the revision in the settings; "": a hash of the model's files.
 
     Raises:
-        ModelNotFound: its files are not here, and `revision` is empty.
+        ModelNotFound: `revision` is empty, and the model's files are not on this host.
     """
     config = vllm_config.model_config
     traits = {
@@ -87,9 +89,9 @@ def model_identity(vllm_config: Any, revision: str = "") -> ModelIdentity:
 
 
 def namespace_of(identity: ModelIdentity, facts: LayoutFacts, settings: VllmSettings) -> Namespace:
-    """The namespace of all that this instance stores. Raises as `Namespace` and `Layout`.
+    """The namespace of the blocks that this instance stores. Raises as `Namespace` and `Layout`.
 
-    Its revision is that of the weights and the fingerprint of how vLLM runs them.
+    Its revision consists of the weights' revision and the fingerprint.
     """
     return Namespace(
         settings.model or identity.model,
@@ -102,7 +104,10 @@ def namespace_of(identity: ModelIdentity, facts: LayoutFacts, settings: VllmSett
 
 
 def attention_backends(vllm_config: Any) -> str:
-    """Names of the backends that vLLM chose for its layers: each may arrange a page in its own way."""
+    """The attention backends that vLLM chose for its layers.
+
+    Each may lay out a page differently.
+    """
     layers = vllm_config.compilation_config.static_forward_context.values()
     names = {
         str(layer.get_attn_backend().get_name())
@@ -113,20 +118,20 @@ def attention_backends(vllm_config: Any) -> str:
 
 
 def lora_traits(vllm_config: Any) -> str:
-    """What decides on an adapter's effect beside its files."""
+    """What changes an adapter's effect besides its files."""
     lora = vllm_config.lora_config
     return "" if lora is None else f"{lora.lora_dtype}/{_text(lora.target_modules)}"
 
 
 def extra_keys(request: Any, loras: LoraVersions, wait_s: float = 0.0) -> tuple[str, ...] | None:
-    """What else than tokens the KV of a request depends on; None: it is shared with nobody.
+    """What a request's KV depends on besides its tokens; None if the request shares nothing.
 
-    Pictures and sounds count with their places; they end up in the chain's root, so that a prompt with them
-    shares nothing with one that begins alike and goes on with others.
+    Pictures and sounds count with their positions. They go into the chain's root, so prompts with
+    different pictures share no blocks, even before the first picture.
 
     Args:
         request: vLLM's `Request`.
-        wait_s: for the content of an adapter that has just been seen for the first time.
+        wait_s: how long to wait for the content of a new adapter.
     """
     if request.prompt_embeds is not None or request.prompt_token_ids is None:
         return None
@@ -147,7 +152,7 @@ def extra_keys(request: Any, loras: LoraVersions, wait_s: float = 0.0) -> tuple[
 
 
 def _model_traits(vllm_config: Any) -> dict[str, str]:
-    """Of `ModelConfig`, what changes KV; a setting at its default is left out."""
+    """The options in `ModelConfig` that change KV, without those at their defaults."""
     config = vllm_config.model_config
     traits = {
         name: _text(value)
@@ -164,7 +169,7 @@ def _model_traits(vllm_config: Any) -> dict[str, str]:
         config.hf_text_config, "rope_scaling", None
     )
     if isinstance(rope, Mapping) and _is_scaled(rope):
-        # Some scalings choose their factors by the longest sequence that is served.
+        # Some scalings depend on the longest sequence that is served.
         traits["max_model_len"] = str(config.max_model_len)
     load_format = str(getattr(vllm_config.load_config, "load_format", "auto"))
     if "dummy" in load_format:
@@ -187,7 +192,7 @@ def _parallel_traits(parallel: Any) -> dict[str, str]:
 
 
 def _draft_traits(speculative: Any) -> dict[str, str]:
-    """A drafter's KV lies in the same pages, so that its weights matter as the model's do."""
+    """A drafter's KV is in the same pages, so its weights count, too."""
     if speculative is None or speculative.method in _DRAFTERS_WITHOUT_KV:
         return {}
     draft = speculative.draft_model_config
@@ -201,14 +206,14 @@ def _draft_traits(speculative: Any) -> dict[str, str]:
 
 
 def _is_scaled(rope: Mapping[str, Any]) -> bool:
-    """Whether rotary embeddings are scaled, in any layer type (they may be given for each apart)."""
+    """Whether rotary embeddings are scaled in any layer type. The mapping may be nested by type."""
     kind = rope.get("rope_type") or rope.get("type")
     nested = [value for value in rope.values() if isinstance(value, Mapping)]
     return kind not in (None, "default") or any(_is_scaled(value) for value in nested)
 
 
 def _config_hash(hf_config: Any) -> str:
-    """Of the configuration as vLLM uses it, with what the command line changed in it."""
+    """A hash of the configuration as vLLM uses it, with the changes of the command line."""
     fields = dict(hf_config.to_dict())
     for name in CONFIG_NOISE:
         fields.pop(name, None)
@@ -220,7 +225,7 @@ def _text(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON has it, without an address in memory or an order of hashing."""
+    """The value as JSON types, without memory addresses or hash order."""
     if isinstance(value, Enum):
         return str(value)
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -1,22 +1,22 @@
-"""Load or recompute: what computing tokens and loading bytes takes here, as measured while serving.
+"""Predicts whether to load or to recompute, from speeds measured while serving.
 
-Pure: times are arguments.
+Callers pass the times.
 """
 
 from __future__ import annotations
 
 from kvpool.smoothing import smoothed
 
-# Steps with fewer tokens say what decoding takes, and loads of fewer bytes what a call takes.
+# Steps with fewer tokens measure decoding, and loads of fewer bytes measure the call.
 MIN_STEP_TOKENS = 64
 MIN_LOAD_BYTES = 1 << 20
 
 
 class LoadCosts:
-    """Both rates, smoothed.
+    """The speeds of computing and of loading, smoothed.
 
     Args:
-        tokens_per_s: what is set; 0: measured.
+        tokens_per_s: speed of computing; 0: measure it.
     """
 
     def __init__(self, tokens_per_s: float = 0.0) -> None:
@@ -24,25 +24,25 @@ class LoadCosts:
         self.tokens_per_s = tokens_per_s
         self.bytes_per_s = 0.0
 
-    def note_step(self, tokens: int, seconds: float) -> None:
-        """A step computed `tokens` and took so long from its scheduling to its output."""
+    def record_step(self, tokens: int, seconds: float) -> None:
+        """Record that a step of `tokens` took `seconds` from its scheduling to its output."""
         if not self._is_set and tokens >= MIN_STEP_TOKENS and seconds > 0:
             self.tokens_per_s = smoothed(self.tokens_per_s, tokens / seconds)
 
-    def note_load(self, size: int, seconds: float) -> None:
-        """A load of `size` bytes took so long."""
+    def record_load(self, size: int, seconds: float) -> None:
+        """Record that a load of `size` bytes took `seconds`."""
         if size >= MIN_LOAD_BYTES and seconds > 0:
             self.bytes_per_s = smoothed(self.bytes_per_s, size / seconds)
 
     def worth_s(self, tokens: int, size: int, limit_s: float) -> float:
-        """How long a request may wait before its load begins, so that it still beats computing.
+        """The longest wait before a load that is still faster than computing.
 
         Args:
-            tokens, size: that the load would bring.
-            limit_s: at most; also what is allowed while a rate is not known.
+            tokens, size: what the load brings, in tokens and bytes.
+            limit_s: upper bound of the result; the result while a speed is unknown.
 
         Returns:
-            Seconds; 0 or less: computing is as fast as the load alone.
+            Seconds. 0 or less if computing is faster than the load itself.
         """
         if not self.tokens_per_s:
             return limit_s

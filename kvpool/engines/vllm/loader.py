@@ -1,9 +1,9 @@
-"""Reading blocks from the pool into vLLM's pages, in a thread of its own.
+"""Reads blocks from the pool into vLLM's pages, in a thread of its own.
 
-Pages in host memory are read into directly: over shared memory one pass copies and verifies, and the pool's client
-sees to it that no transfer arrives there late. For pages on a device bytes arrive in a staging buffer, are
-verified there, and go to their pages in one indexed copy a buffer while the next one fills. Either way a transfer
-that was given up never meets pages that vLLM has reused.
+Pages in host memory are read directly: over shared memory one pass copies and verifies, and the
+client makes sure that no transfer arrives late. Pages on a device go through staging buffers: bytes
+arrive in one, are verified there, and go to their pages in one indexed copy while the next one
+fills. Either way, a transfer that was given up never writes to pages that vLLM has reused.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from kvpool.wire import messages as m
 
 log = structlog.get_logger(__name__)
 
-LATE_S = 5.0  # a read that was given up ends by its own deadline; after so long it is worth a line
+LATE_S = 5.0  # log a read that was given up and has not ended after this time
 
 
 @dataclass(slots=True, frozen=True)
 class EndedLoad:
-    """What became of a load: all of it, or pages that hold nothing of use."""
+    """The result of a load, and the pages that were not read."""
 
     request_id: str
     is_layerwise: bool
@@ -47,28 +47,29 @@ class EndedLoad:
 
     @property
     def is_good(self) -> bool:
-        """Whether all was read."""
+        """Whether all pages were read."""
         return not self.bad_pages
 
 
 class Loader(TransferThread[tuple[LoadJob, DeviceEvent, Progress | None, float], EndedLoad]):
-    """Loads one job after another."""
+    """The transfer thread for loads."""
 
     def __init__(self, rank: Rank) -> None:
         self._is_direct = rank.device.type == "cpu"
-        self._spare: torch.Tensor | None = None  # pages read into in place of those to be skipped
+        self._spare: torch.Tensor | None = None  # target for the pages to be skipped
         self._buffers: list[torch.Tensor | None] = [None, None]
-        self._filled: dict[int, torch.Tensor] = {}  # those of the load under way
+        self._filled: dict[int, torch.Tensor] = {}  # the buffers of the load under way
         self._under_way: list[
             tuple[threading.Event, threading.Event]
-        ] = []  # set when nothing writes to pages any more
+        ] = []  # of each read: it has begun; it writes to no page any more
         super().__init__("kvpool-load", rank.settings.load_timeout_s, rank)
 
     def submit(self, job: LoadJob) -> Progress | None:
-        """Begin a load, once the device has done what was launched so far. Its time-out runs from now on.
+        """Submit a load. It begins when the device has done the work launched so far; its time-out
+        starts now.
 
         Returns:
-            How far it is, where the job is layerwise.
+            The progress of a layerwise job; None for others.
         """
         deadline = time.monotonic() + self._timeout_s
         progress = Progress(self._paged.layer_names) if job.is_layerwise else None
@@ -76,19 +77,19 @@ class Loader(TransferThread[tuple[LoadJob, DeviceEvent, Progress | None, float],
         return progress
 
     def _do(self, item: tuple[LoadJob, DeviceEvent, Progress | None, float]) -> None:
-        job, moment, progress, deadline = item
+        job, event, progress, deadline = item
         started = time.monotonic()
         good = 0
         try:
-            moment.wait()
+            event.wait()
             if progress is None or not self._paged.has_layers_in_runs:
                 good = self._load(job, deadline)
             else:
                 good = self._load_layers(job, progress, deadline)
         except (KvpoolError, RuntimeError, OSError) as error:
             log.warning("a load failed", request=job.request_id, error=str(error))
-        except Exception:  # of a thread that died of it all later requests would wait for ever
-            log.exception("a load failed by a defect", request=job.request_id)
+        except Exception:  # it would end the thread, and later requests would wait for ever
+            log.exception("a load failed because of a defect", request=job.request_id)
         finally:
             self._end(job, good, time.monotonic() - started)
             if progress is not None:
@@ -105,7 +106,7 @@ class Loader(TransferThread[tuple[LoadJob, DeviceEvent, Progress | None, float],
         self._end_with(EndedLoad(job.request_id, job.is_layerwise, bad, size, seconds))
 
     def _load(self, job: LoadJob, deadline: float) -> int:
-        """Load as many leading blocks as can be had; returns how many."""
+        """Load the leading blocks. Returns how many were read."""
         count = len(job.hashes)
         edges = [*range(0, count, self._blocks), count]
         futures: list[Future[int]] = []
@@ -126,12 +127,12 @@ class Loader(TransferThread[tuple[LoadJob, DeviceEvent, Progress | None, float],
             for number, future in enumerate(futures):
                 if not future.done():
                     future.cancel()
-                    self._buffers[number % 2] = None  # it may still be written
+                    self._buffers[number % 2] = None  # a late transfer may still write to it
             self._await_reads()
         return good
 
     def _load_layers(self, job: LoadJob, progress: Progress, deadline: float) -> int:
-        """Load all blocks, group by group of their layers; they count once all are verified."""
+        """Load all blocks, one group of layers after the other. Returns how many are verified."""
         count = len(job.hashes)
         buffer = torch.empty((count, self._part_bytes), dtype=torch.uint8)
         rows = buffer.view(-1, self._paged.page_bytes)[job.skip_pages :]
@@ -165,34 +166,36 @@ class Loader(TransferThread[tuple[LoadJob, DeviceEvent, Progress | None, float],
         future = self._pool.submit(fetch)
         while (group := arrived.get()) is not None:
             self._paged.scatter(job.pages[job.skip_pages :], rows, group)
-            self._settle()
+            self._wait_for_device()
             progress.reach(group.stop)
         return future.result(max(0.001, deadline - time.monotonic()) + 0.5)
 
     def _await_reads(self) -> None:
-        """Nothing is read into pages any more when this returns, cancelled reads included."""
+        """Wait until no read, cancelled ones included, writes to pages any more."""
         if not self._under_way:
             return
 
-        async def turn(_: AsyncPool) -> None:
-            """What was cancelled before it began never will, once the client's loop comes to this."""
+        async def reach_loop(_: AsyncPool) -> None:
+            """Once the client's loop runs this, reads cancelled before they began never begin."""
 
-        turned = self._pool.submit(turn)
-        while wait_for_all([turned], LATE_S).not_done:
-            log.warning("the pool's client does not answer: pages are kept until it does")
+        reached = self._pool.submit(reach_loop)
+        while wait_for_all([reached], LATE_S).not_done:
+            log.warning("the pool client's event loop hangs: keeping pages until it runs again")
         for has_begun, has_ended in self._under_way:
             while has_begun.is_set() and not has_ended.wait(LATE_S):
-                log.warning("a read that was given up has not ended: its pages are kept until then")
+                log.warning(
+                    "a read that was given up has not ended: keeping its pages until it does"
+                )
         self._under_way.clear()
 
-    def _settle(self) -> None:
-        """What this thread has launched on the device is done when this returns."""
+    def _wait_for_device(self) -> None:
+        """Wait until the device has done what this thread launched."""
         DeviceEvent(self._device).wait()
 
     def _begin(
         self, job: LoadJob, number: int, start: int, end: int, deadline: float
     ) -> Future[int]:
-        """Begin to read blocks [start, end); gives how many leading ones were read."""
+        """Begin to read blocks [start, end). The future gives how many leading blocks were read."""
         hashes = job.hashes[start:end]
         segments = [
             m.Segment(s.node_id, max(s.start - start, 0), n, s.tier)
@@ -226,7 +229,7 @@ class Loader(TransferThread[tuple[LoadJob, DeviceEvent, Progress | None, float],
         return self._pool.submit(read)
 
     def _spans(self, job: LoadJob, start: int, end: int) -> BlockSpans:
-        """The pages of blocks [start, end) in memory; in place of those to be skipped, spare memory."""
+        """The memory of the pages of blocks [start, end); spare memory for pages to be skipped."""
         per_block = self._pages_per_block
         pages = job.pages[start * per_block : end * per_block]
         addresses, lengths = self._paged.runs(pages)
@@ -235,7 +238,7 @@ class Loader(TransferThread[tuple[LoadJob, DeviceEvent, Progress | None, float],
         skip = min(len(pages), max(0, job.skip_pages - start * per_block))
         if skip:
             if self._spare is None:
-                # Each has a place of its own: a block is verified as a whole where it was read to.
+                # One place for each page, because a block is verified as a whole where it was read.
                 self._spare = torch.empty((per_block, self._paged.page_bytes), dtype=torch.uint8)
             rows = self._spare.data_ptr() + np.arange(skip)[:, None] * self._paged.page_bytes
             addresses[:skip] = rows + (np.cumsum(lengths) - lengths)
@@ -250,11 +253,11 @@ class Loader(TransferThread[tuple[LoadJob, DeviceEvent, Progress | None, float],
             raise DeadlineExceeded("the load did not end in time") from None
         finally:
             if found < wanted:
-                self._buffers[number % 2] = None  # what was promised of it: see `is_disposable`
+                self._buffers[number % 2] = None  # never used again, as `is_disposable` requires
         return found
 
     def _place(self, job: LoadJob, number: int, start: int, found: int) -> None:
-        """Copy what a buffer holds to its pages, unless it was read there."""
+        """Copy a buffer to its pages, unless blocks were read to them directly."""
         if self._is_direct:
             return
         rows = self._filled[number % 2][:found].view(-1, self._paged.page_bytes)
@@ -262,7 +265,7 @@ class Loader(TransferThread[tuple[LoadJob, DeviceEvent, Progress | None, float],
         pages = job.pages[first : first + found * self._pages_per_block]
         skip = min(len(pages), max(0, job.skip_pages - first))
         self._paged.scatter(pages[skip:], rows[skip:])
-        self._settle()
+        self._wait_for_device()
 
     def _buffer(self, number: int) -> torch.Tensor:
         buffer = self._buffers[number % 2]

@@ -1,8 +1,8 @@
-"""Lookup and lease of one request's blocks, in the background of the scheduling loop.
+"""Looks up and leases one request's blocks in the background of the scheduling loop.
 
-With one node that is one round trip: the call that finds blocks also holds them. With a conductor the node of
-this host is asked to hold what it has while the conductor says who has more; only what stands elsewhere takes
-a second one.
+With a single node this takes one round trip: the call that finds blocks also leases them. With a
+conductor, the node of this host leases its blocks while the conductor says which nodes have more.
+Only blocks on other nodes take a second round trip.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from kvpool.wire import messages as m
 
 log = structlog.get_logger(__name__)
 
-NO_DISK_S = 1e-4  # to a pin: hold what stands in memory, and say what the rest would take
+# as `max_wait_s` of a pin: lease blocks in memory, and predict the wait for the rest
+NO_DISK_S = 1e-4
 
 
 class Lookup:
-    """One look-up. Its owner polls it and releases it, whatever became of it; all methods return at once,
-    but for `wait`.
+    """One look-up. The owner polls it, and must release it. All methods except `wait` return at
+    once.
 
     Args:
-        worth_s: of so many blocks, how long they may be waited for; 0 or less: they are not worth a load.
+        worth_s: how long a load of so many blocks is worth waiting for; 0 or less: not at all.
         lease_s: how long blocks are held.
-        timeout_s: for the whole.
+        timeout_s: time limit of the whole look-up.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Lookup:
     ) -> None:
         self.hashes = tuple(hashes)
         self.waiting_until = (
-            0.0  # monotonic seconds; blocks come from a disk, and are worth it until then
+            0.0  # monotonic seconds: until then, blocks from a disk are worth waiting for
         )
         self._namespace = namespace
         self._health = health
@@ -61,7 +62,7 @@ class Lookup:
         self._lease_s = lease_s
         self._timeout_s = timeout_s
         self._is_released = False
-        self._knows_where = False  # a conductor has answered
+        self._knows_where = False  # whether a conductor has answered
         self._lock = threading.Lock()
         self._pinned: PinnedBlocks | None = None
         self._pool = pool
@@ -69,12 +70,12 @@ class Lookup:
 
     @property
     def is_done(self) -> bool:
-        """Whether the answer is there."""
+        """Whether the look-up has ended."""
         return self._future.done()
 
     @property
     def is_over(self) -> bool:
-        """Whether what it found may not stand any more: too late to begin a load."""
+        """Whether the lease is too old to begin a load."""
         pinned = self._pinned
         return (
             self.is_done
@@ -84,12 +85,12 @@ class Lookup:
 
     @property
     def found(self) -> int:
-        """Leading blocks that are held; 0 while there is no answer."""
+        """How many leading blocks are leased; 0 until the look-up ends."""
         return self._pinned.found if self.is_done and self._pinned is not None else 0
 
     @property
     def segments(self) -> tuple[m.Segment, ...]:
-        """Which nodes hold them."""
+        """The nodes that hold the leased blocks."""
         if self._pinned is None:
             return ()
         return tuple(
@@ -99,12 +100,12 @@ class Lookup:
         )
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the answer; whether it is there."""
+        """Wait for the look-up to end. Returns whether it has."""
         wait_for_all([self._future], max(0.0, timeout_s))
         return self._future.done()
 
     def release(self) -> None:
-        """Give back what is held, or will be; a second call does nothing."""
+        """End the lease, now or as soon as it is granted. A second call does nothing."""
         with self._lock:
             if self._is_released:
                 return
@@ -120,11 +121,11 @@ class Lookup:
             async with asyncio.timeout(self._timeout_s):
                 pinned = await self._pin(pool)
         except (KvpoolError, TimeoutError) as error:
-            if not self._knows_where:  # else a node failed, which says nothing of the others
+            if not self._knows_where:  # otherwise only a node failed
                 self._health.failed(error)
             return
-        except Exception:  # vLLM's scheduler would die of it
-            log.exception("a look-up failed by a defect")
+        except Exception:  # it would end vLLM's scheduler
+            log.exception("a look-up failed because of a defect")
             return
         self._health.answered()
         with self._lock:
@@ -157,15 +158,15 @@ class Lookup:
     async def _ask(
         self, pool: AsyncPool, found: m.LookupReply | None = None
     ) -> PinnedBlocks | None:
-        """By what the conductor says."""
+        """Lease the blocks at the nodes that the conductor names."""
         if found is None:
             found = await pool.lookup(self._namespace, self.hashes, timeout_s=self._timeout_s)
         self._knows_where = True
         try:
             return await self._hold_found(pool, found)
         except KvpoolError as error:
-            log.info("blocks are held elsewhere, or fewer: a node failed", error=str(error))
-        # The client remembers which one: its blocks may stand at another, and those before them do.
+            log.info("a node failed: looking up its blocks at other nodes", error=str(error))
+        # The client's negative cache says which one. Other nodes may have its blocks.
         lacking = pool.directory.negative_cache.nodes_lacking(
             self._namespace.namespace_id, self.hashes[0], time.monotonic()
         )
@@ -184,7 +185,7 @@ class Lookup:
     async def _with_disk(
         self, pool: AsyncPool, pinned: PinnedBlocks, segments: Sequence[m.Segment] | None
     ) -> PinnedBlocks | None:
-        """What is held, or more of it where the rest stands on a disk and is worth waiting for."""
+        """The lease, extended by blocks on disks if they are worth waiting for."""
         if pinned.miss_reason not in m.DECLINED:
             return pinned
         limit_s = self._worth_s(len(self.hashes))

@@ -1,8 +1,8 @@
-"""Which adapter a request really runs with: its content, as far as that is certain.
+"""The content of the LoRA adapter that a request runs with, if it is certain.
 
-vLLM knows adapters by a number, loads them when they are first used, and again after it has dropped one. So a number is
-bound to the content that its files had when it was first seen; once anything about it changes, nobody can say
-what the engine holds under it, and its requests share nothing.
+vLLM knows adapters by number, loads them on first use, and again after it has dropped one. So each
+number is bound to the content of its files when it was first seen. If the name or files change
+later, it is unknown what vLLM has loaded, and requests with that number share nothing.
 """
 
 from __future__ import annotations
@@ -22,15 +22,13 @@ from kvpool.errors import ModelNotFound
 log = structlog.get_logger(__name__)
 
 _FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
-MAX_NUMBERS = (
-    16_384  # that are remembered; to forget one could be to trust what has changed under it
-)
+MAX_NUMBERS = 16_384  # numbers remembered; forgetting one could mean trusting changed files
 _Stamp = tuple[tuple[str, int, int, int], ...]
 
 
 @dataclass(slots=True, eq=False)
 class _Bound:
-    """One number: whose it is, what its files looked like, and their content when it is known."""
+    """What a number is bound to: name, path, state of the files, and the hash of their content."""
 
     name: str
     path: str
@@ -41,25 +39,25 @@ class _Bound:
 class LoraVersions:
     """Versions of adapters by their content.
 
-    Files are read in a thread: the scheduling loop never waits for them, and until a new adapter is known its
-    requests share nothing.
+    A thread reads the files, so the scheduling loop does not wait for them. Until a new adapter's
+    content is known, its requests share nothing.
 
     Args:
-        traits: what else decides on an adapter's effect, e.g. the type that it is loaded as.
+        traits: what else changes an adapter's effect, e.g. the dtype that it is loaded as.
     """
 
     def __init__(self, traits: str = "") -> None:
         self._traits = traits
         self._lock = threading.Lock()
-        self._bound: dict[int, _Bound | None] = {}  # None: nobody can say any more
+        self._bound: dict[int, _Bound | None] = {}  # None: uncertain for good
         self._is_full = False
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="kvpool-lora")
 
     def version_of(self, lora: Any, wait_s: float = 0.0) -> str | None:
-        """Name and content of vLLM's `LoRARequest`; None: not known (yet), or not certain.
+        """Name and content of vLLM's `LoRARequest`; None if they are not known yet, or uncertain.
 
         Args:
-            wait_s: for an adapter that has just been seen for the first time.
+            wait_s: how long to wait for the content of a new adapter.
         """
         bound = self._bind(lora)
         if bound is None:
@@ -75,21 +73,19 @@ class LoraVersions:
         return f"{lora.lora_name}@{content}:{self._traits}:{int(lora.is_3d_lora_weight)}"
 
     def close(self) -> None:
-        """Read nothing more."""
+        """Stop reading files."""
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     def _bind(self, lora: Any) -> _Bound | None:
         number = lora.lora_int_id
-        if (
-            lora.load_inplace
-        ):  # reloaded whenever it is used: the content may change under a request
+        if lora.load_inplace:  # vLLM reloads it on every use, so its content may change at any time
             self._give_up(number)
             return None
         stamp = _stamp(lora.lora_path)
         with self._lock:
             if number not in self._bound:
                 if len(self._bound) >= MAX_NUMBERS:
-                    self._say_full(lora.lora_name)
+                    self._warn_full(lora.lora_name)
                     return None
                 self._bound[number] = (
                     _Bound(
@@ -102,21 +98,21 @@ class LoraVersions:
                     else None
                 )
                 if not stamp:
-                    log.warning("no adapter's files on this host", lora=lora.lora_name)
+                    log.warning("an adapter's files are not on this host", lora=lora.lora_name)
             bound = self._bound[number]
         if bound is None:
             return None
         if (bound.name, bound.path, bound.stamp) != (lora.lora_name, lora.lora_path, stamp):
-            log.warning("an adapter has changed under its number", lora=lora.lora_name)
+            log.warning("an adapter's files or name changed under its number", lora=lora.lora_name)
             self._give_up(number)
             return None
         return bound
 
-    def _say_full(self, name: str) -> None:
+    def _warn_full(self, name: str) -> None:
         if not self._is_full:
             self._is_full = True
             log.warning(
-                "requests of new adapters share nothing until vLLM is started anew",
+                "requests of new adapters share nothing until vLLM restarts",
                 lora=name,
                 adapters_seen=MAX_NUMBERS,
             )

@@ -1,6 +1,6 @@
-"""What the two sides of the connector tell each other, through vLLM. Plain values.
+"""The messages between the two sides of the connector, which vLLM carries. Plain values.
 
-vLLM carries them between its own processes in its own way (pickle); nothing of the sort comes from a peer.
+vLLM pickles them between its own processes. Nothing pickled comes from a peer.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from kvpool.wire import messages as m
 
 @dataclass(slots=True, frozen=True)
 class LoadJob:
-    """Blocks of one request to be read into its pages.
+    """Blocks of one request to read into its pages.
 
     Args:
-        hashes: of the blocks, in order.
-        segments: which nodes hold them; starts count from the first of `hashes`.
-        pages: of all these blocks, in order.
-        skip_pages: so many leading ones are vLLM's already (shared with other requests) and not written.
-        is_layerwise: the step that brings this job computes with it: each layer waits for its own.
+        hashes: hashes of the blocks, in order.
+        segments: the nodes that hold them; starts count from the first of `hashes`.
+        pages: pages of all these blocks, in order.
+        skip_pages: how many leading pages vLLM has already, which must not be written: other
+            requests may share them.
+        is_layerwise: the step of this job computes with the blocks; each layer waits until it is
+            read.
     """
 
     request_id: str
@@ -42,11 +44,12 @@ class LoadJob:
 
 @dataclass(slots=True, frozen=True)
 class SaveJob:
-    """Blocks of one request that are final after this step; vLLM keeps their pages until all ranks are done.
+    """Blocks of one request that are final after this step. vLLM keeps their pages until all ranks
+    are done.
 
     Args:
         parent: hash of the block before the first; b"" at the start of a chain.
-        pages: of all blocks, in order.
+        pages: pages of all blocks, in order.
     """
 
     job_id: int
@@ -58,12 +61,12 @@ class SaveJob:
 
 @dataclass(slots=True)
 class StepMetadata(KVConnectorMetadata):
-    """What the workers have to do in one step.
+    """The workers' jobs in one step.
 
     Args:
-        namespace_id: which the scheduler derived from what the ranks told; each rank compares its own.
-        is_idle: nothing is computed in this step.
-        waits_for_lookup: some request waits for the pool to answer.
+        namespace_id: the scheduler's namespace; each rank compares it with its own.
+        is_idle: the step computes nothing.
+        waits_for_lookup: some request waits for a look-up.
     """
 
     namespace_id: bytes = b""
@@ -75,7 +78,7 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class Handshake(KVConnectorHandshakeMetadata):
-    """What one rank tells the scheduler when its KV cache is registered."""
+    """A rank's message to the scheduler after its KV cache was registered."""
 
     facts: LayoutFacts
 
@@ -86,10 +89,11 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
     Args:
         ended_saves: by job, how many ranks no longer need its pages.
-        dropped_saves: jobs of which some rank stored not all; they may be tried again.
-        ended_loads: requests whose load is over, well or not.
-        failed_loads: those of which some rank could not read all.
-        loaded_bytes, load_s: of loads that succeeded, and what they took.
+        dropped_saves: jobs that some rank did not store completely; the scheduler may try them
+            again.
+        ended_loads: requests whose load has ended, successfully or not.
+        failed_loads: requests whose load failed on some rank.
+        loaded_bytes, load_s: bytes and seconds of the loads that succeeded.
     """
 
     ended_saves: dict[int, int] = field(default_factory=dict)
@@ -100,7 +104,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     load_s: float = 0.0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Both ranks' reports as one."""
+        """The reports of several ranks as one."""
         assert isinstance(other, WorkerReport)
         ended = dict(self.ended_saves)
         for job_id, count in other.ended_saves.items():
@@ -116,10 +120,10 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to tell."""
+        """Whether the report has no content."""
         return not (self.ended_saves or self.ended_loads or self.failed_loads)
 
 
 def pages_of(page_ids: Any, first: int, last: int) -> Int64Array:
-    """Pages [first, last) of a request's table."""
+    """Pages [first, last) of a request's page table."""
     return np.asarray(page_ids[first:last], dtype=np.int64)

@@ -1,7 +1,7 @@
-"""What the connector counts, and how vLLM's own metrics show it.
+"""The connector's metrics, and how vLLM shows them.
 
-Both sides of the connector count into a `MetricsRecorder`; vLLM takes what was counted since the last step, adds up over ranks, logs it
-and serves it at its `/metrics` as `kvpool_vllm_*`.
+Both sides of the connector count into a `MetricsRecorder`. After each step vLLM takes the counts,
+adds them up over ranks, logs them, and serves them at its `/metrics` as `kvpool_vllm_*`.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ COUNTS = {
     "lookups": "Look-ups in the pool",
     "looked_up_tokens": "Tokens looked up",
     "lookup_wait_s": "Seconds that the scheduling loop waited for look-ups",
-    "lookups_too_late": "Look-ups without an answer within their deadline: counted as misses",
-    "lookups_without_pool": "Look-ups left out because the pool could not be reached",
+    "lookups_too_late": "Look-ups not answered within their deadline, counted as misses",
+    "lookups_without_pool": "Look-ups skipped because the pool could not be reached",
     "misses": "Look-ups that found nothing",
-    "requests_not_shareable": "Requests whose KV has no name that others could know",
-    "loads": "Loads begun",
-    "loaded_tokens": "Tokens of the loads begun",
-    "loads_declined": "Loads left out because computing was predicted to be faster",
-    "loads_failed": "Loads of which blocks were missing, wrong or late: recomputed",
+    "requests_not_shareable": "Requests whose KV has no name that other instances could know",
+    "loads": "Loads started",
+    "loaded_tokens": "Tokens of the loads started",
+    "loads_declined": "Loads skipped because computing was predicted to be faster",
+    "loads_failed": "Loads with missing, wrong or late blocks, which vLLM recomputed",
     "load_bytes": "Bytes read from the pool",
-    "saves": "Saves begun",
-    "saves_put_off": "Saves put off because too much waits already",
-    "saves_failed": "Saves of which blocks were not stored",
+    "saves": "Saves started",
+    "saves_put_off": "Saves postponed because too much is pending",
+    "saves_failed": "Saves with blocks that were not stored",
     "blocks_stored": "Blocks stored",
-    "blocks_known": "Blocks that the pool had, or was being given, when they were to be saved",
+    "blocks_known": "Blocks not saved because the pool had them or was receiving them",
     "save_bytes": "Bytes written to the pool",
 }
-TIMES = {"load_s": "Seconds that a load took", "save_s": "Seconds that a save took"}
+TIMES = {"load_s": "Seconds per load", "save_s": "Seconds per save"}
 
 
 class MetricsRecorder:
-    """Counters and times since they were last taken. Safe to use from several threads."""
+    """Counters and times since they were last taken. Threads may share it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: dict[str, float] = {}
         self._times: dict[str, list[float]] = {}
-        self.totals: dict[str, float] = {}  # of all counts, since the start
+        self.totals: dict[str, float] = {}  # all counts since the start
 
     def count(self, name: str) -> None:
-        """Count one."""
+        """Add one to a count."""
         self.add(name, 1)
 
     def add(self, name: str, value: float) -> None:
@@ -61,12 +61,12 @@ class MetricsRecorder:
             self.totals[name] = self.totals.get(name, 0) + value
 
     def time(self, name: str, seconds: float) -> None:
-        """Note how long something took."""
+        """Record a duration."""
         with self._lock:
             self._times.setdefault(name, []).append(seconds)
 
     def take(self) -> Stats | None:
-        """What was noted since the last call; None: nothing."""
+        """The counts and times since the last call; None if there are none."""
         with self._lock:
             if not self._counts and not self._times:
                 return None
@@ -76,7 +76,7 @@ class MetricsRecorder:
 
 
 class Stats(KVConnectorStats):
-    """Recorded metrics on their way through vLLM."""
+    """Recorded metrics in the form that vLLM passes on."""
 
     data: dict[str, Any]
 
@@ -109,7 +109,7 @@ class Stats(KVConnectorStats):
 
 
 class PromMetrics(KVConnectorPromMetrics):
-    """The metrics at vLLM's `/metrics`."""
+    """Shows the metrics at vLLM's `/metrics`."""
 
     def __init__(
         self,

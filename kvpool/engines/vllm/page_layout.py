@@ -1,11 +1,11 @@
-"""How vLLM laid its paged KV cache out, read off the tensors that it registered.
+"""Reads the layout of vLLM's paged KV cache from the tensors that vLLM registers.
 
-vLLM gives each layer a tensor with the logical axes [page, head, token, content]; what lies where in memory is
-in the strides alone. This module finds out and refuses, with the reason, whatever it does not know for sure to be
-a whole page of KV per layer. It moves no bytes: that is `paged_kv`.
+vLLM gives each layer a tensor with the logical axes [page, head, token, content]; the strides
+define the places in memory. This module refuses, with the reason, every layout that is not surely a
+whole page of KV per layer. It moves no bytes; `paged_kv` does.
 
-Axes, outermost first in memory, are written as vLLM writes them: L layer, B page, H head, N token, C content, and
-where they occur X (K or V, apart) and S (a page that the kernel splits into equal pieces).
+Axes are written as in vLLM, outermost first in memory: L layer, B page, H head, N token, C content,
+and in some layouts X (K or V, kept apart) and S (equal pieces that the kernel splits a page into).
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _DTYPES = {
     torch.int8: "int8",
     torch.uint8: "uint8",
 }
-# By exact type: a subclass may keep something else in its pages, or give them back early.
+# Exact types only: a subclass may keep something else in its pages, or free them early.
 _FULL, _MLA = "FullAttentionSpec", "MLAAttentionSpec"
-# Of quantised caches only those whose scales are part of the weights; others keep scales beside the pages.
+# Only quantised caches whose scales are part of the weights; others keep scales outside the pages.
 _QUANT_MODES = ("NONE", "FP8_PER_TENSOR")
 _NO_HYBRID = "--disable-hybrid-kv-cache-manager makes vLLM keep every token's KV of every layer"
 
 
 class LayoutFacts(msgspec.Struct, frozen=True):
-    """What a worker tells the scheduler of its pages: enough for the layout in a namespace.
+    """What a worker tells the scheduler about its pages: enough for a namespace's layout.
 
     Args:
-        order: of the bytes of a page; equal orders mean interchangeable bytes.
+        order: order of a page's bytes; equal orders mean interchangeable bytes.
         heads: KV heads of this rank.
-        replicas: so many consecutive ranks hold the same heads.
+        replicas: how many consecutive ranks hold the same heads.
     """
 
     order: str
@@ -63,9 +63,12 @@ class LayoutFacts(msgspec.Struct, frozen=True):
         return tp_rank // self.replicas
 
     def layout(self, block_tokens: int, tp_size: int) -> Layout:
-        """The layout of blocks of `block_tokens`, a multiple of `page_tokens`, of `tp_size` ranks together.
+        """The layout of blocks of `block_tokens` tokens over `tp_size` ranks. Raises as `Layout`.
 
-        Ranks that hold the same bytes share one part. Raises InvalidArgument as `Layout`.
+        Ranks that hold the same bytes share one part.
+
+        Args:
+            block_tokens: a multiple of `page_tokens`.
         """
         parts = max(1, tp_size // self.replicas)
         return Layout(
@@ -82,7 +85,7 @@ class LayoutFacts(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, frozen=True)
 class Axis:
-    """One axis of the cache: its letter, its length and its stride in bytes."""
+    """One axis of the cache: its letter, length, and stride in bytes."""
 
     letter: str
     size: int
@@ -91,12 +94,12 @@ class Axis:
 
 @dataclass(slots=True, frozen=True)
 class Band:
-    """Layers that stand at equal distances in one storage, or one layer alone.
+    """Layers at equal distances in one storage, or a single layer.
 
     Args:
         base: address of the first layer's page 0.
-        page_stride: bytes from a page to the next.
-        inner: the axes within a page, outermost first, L among them where there is more than one layer.
+        page_stride: bytes from one page to the next.
+        inner: the axes within a page, outermost first; with L if there are several layers.
     """
 
     first_layer: int
@@ -109,7 +112,7 @@ class Band:
 
 @dataclass(slots=True, frozen=True)
 class PageLayout:
-    """Where the bytes of a page are, and what identifies their order."""
+    """Where the bytes of a page are, and the identity of their order."""
 
     facts: LayoutFacts
     pages: int
@@ -126,13 +129,14 @@ def read_page_layout(
     """The layout of registered KV caches.
 
     Args:
-        kv_caches: by layer, as vLLM hands them to `register_kv_caches`.
+        kv_caches: tensors by layer, as in `register_kv_caches`.
         kv_cache_config: vLLM's `KVCacheConfig` for them.
-        backend: names of the attention backends, each of which may arrange a page in its own way.
-        packing: how the kernels arrange a page within; None: as vLLM's CPU backend tells, none elsewhere.
+        backend: names of the attention backends; each may lay out a page differently.
+        packing: how kernels arrange bytes within a page; default: as vLLM's CPU backend says, and
+            "" on devices.
 
     Raises:
-        UnsupportedLayout: anything that is not recognised.
+        UnsupportedLayout: the layout is not recognised.
     """
     spec = check_groups(kv_cache_config)
     group = kv_cache_config.kv_cache_groups[0]
@@ -153,7 +157,7 @@ def read_page_layout(
             first.device,
         ):
             raise UnsupportedLayout(
-                f"layer {name} has another shape, order or dtype than {next(iter(tensors))}"
+                f"layers {name} and {next(iter(tensors))} differ in shape, strides, dtype or device"
             )
     bands = _bands(list(tensors.values()), shape)
     memory, inner = _check_disjoint(bands, pages)
@@ -175,24 +179,25 @@ def read_page_layout(
     )
     if facts.layout(spec.block_size, facts.replicas).part_bytes != facts.page_bytes:
         raise UnsupportedLayout(
-            f"a page of {facts.page_bytes} bytes, where {heads} heads of {head_dim} elements make another size"
+            f"a page has {facts.page_bytes} bytes, which does not match {heads} heads of"
+            f" {head_dim} elements"
         )
     return PageLayout(facts, pages, tuple(tensors), bands)
 
 
 def check_groups(kv_cache_config: Any) -> Any:
-    """The spec of the one group of layers that the pool can serve.
+    """Check that the model has one group of layers that the pool supports; return its spec.
 
     Raises:
-        UnsupportedLayout: there are more groups or none, or the group is of a kind whose pages do not hold all
-            KV of their tokens.
+        UnsupportedLayout: there is not exactly one group, or its pages do not hold all KV of their
+            tokens.
     """
     groups = kv_cache_config.kv_cache_groups
     kinds = [type(group.kv_cache_spec).__name__ for group in groups]
     if len(groups) != 1:
         raise UnsupportedLayout(
             f"the model has {len(groups)} KV cache groups ({', '.join(kinds) or 'no KV'})",
-            hint=f"one group of full attention or MLA is served; {_NO_HYBRID}",
+            hint=f"kvpool supports one group of full attention or MLA; {_NO_HYBRID}",
         )
     spec = groups[0].kv_cache_spec
     if kinds[0] == "UniformTypeKVCacheSpecs":
@@ -206,11 +211,11 @@ def check_groups(kv_cache_config: Any) -> Any:
     if kinds[0] not in (_FULL, _MLA):
         raise UnsupportedLayout(
             f"layers of kind {kinds[0]}: their pages do not hold the KV of every token",
-            hint=f"full attention and MLA are served; {_NO_HYBRID}",
+            hint=f"kvpool supports full attention and MLA; {_NO_HYBRID}",
         )
     if spec.kv_quant_mode.name not in _QUANT_MODES:
         raise UnsupportedLayout(
-            f"a KV cache quantised as {spec.kv_quant_mode.name}: its scales may stand outside the pages",
+            f"a KV cache quantised as {spec.kv_quant_mode.name}: scales may be outside the pages",
             hint="use --kv-cache-dtype auto or fp8",
         )
     if spec.non_causal:
@@ -227,7 +232,7 @@ def check_groups(kv_cache_config: Any) -> Any:
 
 
 def _owners(kv_caches: Mapping[str, torch.Tensor], names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """The layers that own KV, in the group's order; those that share another layer's tensor are left out."""
+    """The layers that own KV, in the group's order; without those that share another's tensor."""
     missing = [name for name in names if name not in kv_caches]
     if missing:
         raise UnsupportedLayout(f"layer {missing[0]} has no registered KV cache")
@@ -236,7 +241,9 @@ def _owners(kv_caches: Mapping[str, torch.Tensor], names: Sequence[str]) -> dict
     for name in [*names, *(name for name in kv_caches if name not in set(names))]:
         tensor = kv_caches[name]
         if not isinstance(tensor, torch.Tensor):
-            raise UnsupportedLayout(f"layer {name} registered a {type(tensor).__name__}, no tensor")
+            raise UnsupportedLayout(
+                f"layer {name} registered a {type(tensor).__name__}, not a tensor"
+            )
         place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if place in places:
             continue
@@ -254,16 +261,16 @@ def _read_axes(tensor: torch.Tensor, spec: Any, pages: int) -> tuple[Axis, ...]:
     size = tensor.element_size()
     packed = {"H": spec.num_heads, "C": spec.state_content_size_bytes // size}
     apart = {"H": spec.num_kv_heads, "C": spec.head_size, "X": 2}
-    # What vLLM promises comes first and alone: another reading could only be a coincidence of sizes.
+    # If the documented order fits, use it: another one could fit only by a coincidence of sizes.
     found = _readings(tensor, spec, pages, packed, ("BHNC",)) or [
         *_readings(tensor, spec, pages, packed, ("BNHC", "BNC")),
         *_readings(tensor, spec, pages, apart, ("XBHNC", "BXHNC", "XBNHC", "BXNHC")),
     ]
     if len(found) != 1:
         raise UnsupportedLayout(
-            f"a KV cache of shape {tuple(tensor.shape)}, where [page, head, token, content] would be"
+            f"a KV cache of shape {tuple(tensor.shape)}; [page, head, token, content] would be"
             f" {[pages, packed['H'], spec.block_size, packed['C']]}",
-            hint="see docs/vllm.md for the layouts that are served",
+            hint="docs/vllm.md lists the supported layouts",
         )
     letters, splits = found[0]
     axes = {
@@ -286,7 +293,7 @@ def _read_axes(tensor: torch.Tensor, spec: Any, pages: int) -> tuple[Axis, ...]:
 def _readings(
     tensor: torch.Tensor, spec: Any, pages: int, sizes: Mapping[str, int], orders: Sequence[str]
 ) -> list[tuple[str, int]]:
-    """Those of `orders` that fit the tensor's shape, each with the pieces that a page is split into."""
+    """The `orders` that fit the tensor's shape, each with the number of pieces of a page."""
     found = []
     for letters in orders:
         shape = dict(zip(letters, tensor.shape, strict=False))
@@ -300,7 +307,7 @@ def _readings(
 
 
 def _bands(tensors: list[torch.Tensor], shape: tuple[Axis, ...]) -> tuple[Band, ...]:
-    """All layers as one band where they stand at equal distances in one storage; else each alone."""
+    """One band if all layers are at equal distances in one storage, else one for each layer."""
     page, *inner = shape
     bases = [tensor.data_ptr() for tensor in tensors]
     steps = {after - before for before, after in pairwise(bases)}
@@ -315,7 +322,10 @@ def _bands(tensors: list[torch.Tensor], shape: tuple[Axis, ...]) -> tuple[Band, 
 
 
 def _check_disjoint(bands: tuple[Band, ...], pages: int) -> tuple[str, tuple[Axis, ...]]:
-    """The letters of all axes in memory, and the axes of a page; no two places may be the same."""
+    """Check that no two elements share memory.
+
+    Returns the letters of all axes, and a page's axes.
+    """
     band = bands[0]
     axes = sorted(
         [*band.inner, Axis("B", pages, band.page_stride)],
@@ -337,7 +347,10 @@ def _check_disjoint(bands: tuple[Band, ...], pages: int) -> tuple[str, tuple[Axi
 
 
 def _content(spec: Any) -> tuple[int, int, int]:
-    """KV heads, elements of one head's vector, vectors a token and head: their product is what a token has."""
+    """KV heads, elements of a vector, vectors per token and head.
+
+    Their product is a token's elements.
+    """
     item = spec.dtype.itemsize
     token_elements = spec.num_heads * spec.state_content_size_bytes // item
     if spec.head_size_v == spec.head_size and token_elements == (
@@ -364,16 +377,17 @@ def _order(
 
 
 def _cpu_packing(spec: Any, shape: tuple[Axis, ...]) -> str:
-    """vLLM's CPU kernels arrange keys within a page by the instruction set that they use."""
+    """The instruction set of vLLM's CPU kernels. It decides how keys are arranged in a page."""
     tokens = next((axis.size for axis in shape if axis.letter == "N"), 1)
     try:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-        # For fp8 the model's dtype decides; it is in the namespace as well, so that any fixed one will do here.
+        # For fp8 the model's dtype decides. The namespace contains it, so any fixed dtype is right
+        # here.
         dtype = spec.dtype if spec.dtype.itemsize > 1 else torch.bfloat16
         return str(_get_attn_isa(dtype, tokens, spec.head_size))
     except (ImportError, TypeError) as error:
         raise UnsupportedLayout(
-            f"vLLM does not say how its CPU kernels arrange a page: {error}",
+            f"cannot find out how vLLM's CPU kernels arrange a page: {error}",
             hint="use a supported version of vLLM",
         ) from error

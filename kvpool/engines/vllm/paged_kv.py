@@ -1,12 +1,13 @@
-"""Pages of vLLM's KV cache, gathered into and scattered from plain bytes in bulk.
+"""Gathers pages of vLLM's KV cache into plain bytes, and scatters them back, in bulk.
 
-A page's bytes are those of all its layers in the order in which they stand in memory, without gaps. What that
-order is, `page_layout` finds out; here bytes are only moved.
+A page's bytes are those of all its layers, in the order in memory and without gaps. `page_layout`
+determines the order; this module only moves bytes.
 
-Which operation (32 pages of 30 layers, pieces of 98 KB, one thread, ratios to one memcpy of the same 94 MB):
-gathering by `index_select` 0.94, by advanced indexing 0.06 to 0.17; scattering by numpy's assignment 0.90, by
-`index_copy_` 0.10 (bytes) to 0.28 (8 bytes at a time), by `index_put_` 0.13 to 0.46; a loop of memmove 0.90, but
-1,000 calls. Both that are used let go of the GIL.
+Measured (32 pages of 30 layers, pieces of 98 KB, one thread, as ratios to one memcpy of the same 94
+MB): gather with `index_select` 0.94, with advanced indexing 0.06 to 0.17; scatter with numpy's
+assignment 0.90, with `index_copy_` 0.10 (bytes) to 0.28 (8 bytes at a time), with `index_put_` 0.13
+to 0.46; a loop of memmove 0.90, but 1,000 calls. `index_select` and numpy's assignment release the
+GIL.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from kvpool.transports.copy import Int64Array
 
 @dataclass(slots=True, frozen=True)
 class _View:
-    """A band's memory as `word`s of shape [page, strided axes ..., contiguous run].
+    """A band's memory as words, with shape [page, strided axes ..., contiguous run].
 
     Args:
-        layer_axis: where L is in the shape; None where it was merged with its neighbours.
-        column: words of a page's row before this band's.
+        layer_axis: the axis of the layers; None if it was merged with its neighbours.
+        column: how many words of a page's row come before this band's.
     """
 
     memory: torch.Tensor
@@ -42,16 +43,16 @@ class PagedKV:
     """vLLM's registered KV caches as numbered pages of `page_bytes`.
 
     Attributes:
-        order: names the order of a page's bytes; differs wherever that differs.
-        dtype: kvpool's name of the elements' type.
+        order: identifies the order of a page's bytes.
+        dtype: kvpool's name of the element type.
         page_tokens: tokens of a page.
-        page_bytes: one page, all layers, this rank.
-        layer_names: of the layers that own KV, in the order of their bytes. A layer that shares another's
-            cache is not among them.
-        layer_bytes: one layer of a page.
-        pages: how many there are.
-        device: where they are.
-        facts: what the scheduler must know of it.
+        page_bytes: bytes of a page, with all layers of this rank.
+        layer_names: names of the layers that own KV, in the order of their bytes. Layers that share
+            another layer's cache are left out.
+        layer_bytes: bytes of one layer of a page.
+        pages: how many pages there are.
+        device: the device that holds them.
+        facts: what the scheduler needs to know of the layout.
     """
 
     def __init__(self, layout: PageLayout) -> None:
@@ -77,24 +78,28 @@ class PagedKV:
         backend: str = "",
         packing: str | None = None,
     ) -> Self:
-        """See `read_page_layout`. Raises UnsupportedLayout with the reason."""
+        """The pages of registered KV caches.
+
+        Arguments and errors are those of `read_page_layout`.
+        """
         return cls(read_page_layout(kv_caches, kv_cache_config, backend, packing))
 
     @property
     def has_layers_in_runs(self) -> bool:
-        """Whether the bytes of a layer follow each other within a row: layer i at `i * layer_bytes`."""
+        """Whether each layer is one run of a row's bytes: layer i begins at `i * layer_bytes`."""
         return all(view.layer_axis in (None, 1) for view in self._by_layer)
 
     def gather(self, pages: Int64Array, out: torch.Tensor, layers: slice | None = None) -> None:
-        """Copy pages into the rows of `out`. On a device: enqueued on the current stream if `out` is there too.
+        """Copy pages into the rows of `out`. If both are on a device, the copy runs on the current
+        stream.
 
         Args:
-            pages: their numbers, in any order.
-            out: uint8 [len(pages), page_bytes], contiguous.
-            layers: only these; the other bytes of `out` stay as they are.
+            pages: page numbers, in any order.
+            out: contiguous uint8 tensor of shape [len(pages), page_bytes].
+            layers: copy only these; the other bytes of `out` do not change.
 
         Raises:
-            InvalidArgument: a page that does not exist.
+            InvalidArgument: a page does not exist.
             WrongByteCount: `out` has another shape or type.
         """
         index = torch.from_numpy(self._check_pages(pages)).to(self.device)
@@ -105,9 +110,10 @@ class PagedKV:
                 rows.copy_(torch.index_select(memory, 0, index))
 
     def scatter(self, pages: Int64Array, source: torch.Tensor, layers: slice | None = None) -> None:
-        """Copy the rows of `source` to pages: the inverse of `gather`, with the same arguments and errors.
+        """Copy the rows of `source` to pages: the inverse of `gather`, with the same arguments and
+        errors.
 
-        Which row a page gets that is named twice is not defined.
+        If a page is named twice, it is undefined which row it gets.
         """
         ids = self._check_pages(pages)
         for memory, rows in self._moves(len(ids), source, layers):
@@ -117,12 +123,12 @@ class PagedKV:
                 memory.index_copy_(0, torch.from_numpy(ids).to(self.device), rows.to(self.device))
 
     def runs(self, pages: Int64Array, layers: slice | None = None) -> tuple[Int64Array, Int64Array]:
-        """Where the bytes of pages are: addresses and lengths of contiguous pieces, in the order of a row.
+        """Addresses and lengths of the contiguous pieces of pages, in the order of a row.
 
-        All pieces have one length; neighbours are not merged.
+        All pieces have the same length; neighbours are not merged.
 
         Raises:
-            InvalidArgument: a page that does not exist, or `layers` has a step.
+            InvalidArgument: a page does not exist, or `layers` has a step.
         """
         ids = self._check_pages(pages)
         word_bytes = self._word.itemsize
@@ -139,7 +145,7 @@ class PagedKV:
         return addresses.ravel(), np.full(addresses.size, run_bytes, dtype=np.int64)
 
     def regions(self) -> list[tuple[int, int]]:
-        """Address and bytes of each piece of memory that holds pages, for registering it with a transport."""
+        """Address and size of each region of memory that holds pages."""
         storages = {
             (storage := band.tensor.untyped_storage()).data_ptr(): storage.nbytes()
             for band in self._bands
@@ -149,7 +155,7 @@ class PagedKV:
     def _moves(
         self, count: int, rows: torch.Tensor, layers: slice | None
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """For each band: its pages, and the same axes of `rows`."""
+        """For each band: its pages, and the matching part of `rows`."""
         if (
             rows.dtype != torch.uint8
             or rows.shape != (count, self.page_bytes)
@@ -157,10 +163,10 @@ class PagedKV:
         ):
             raise WrongByteCount(
                 f"{rows.dtype} {list(rows.shape)} for {count} pages",
-                hint=f"a contiguous uint8 tensor [{count}, {self.page_bytes}] is needed",
+                hint=f"use a contiguous uint8 tensor [{count}, {self.page_bytes}]",
             )
         if rows.data_ptr() % self._word.itemsize:
-            raise InvalidArgument(f"a buffer that is not aligned to {self._word.itemsize} bytes")
+            raise InvalidArgument(f"the buffer is not aligned to {self._word.itemsize} bytes")
         words = rows.view(self._word)
         for view, memory in self._selected(layers):
             shape = view.memory.shape[1:]
@@ -168,7 +174,7 @@ class PagedKV:
             yield memory, _narrow(mine, view.layer_axis, self._range(layers))
 
     def _selected(self, layers: slice | None) -> Iterator[tuple[_View, torch.Tensor]]:
-        """The bands that hold some of `layers`, each with the memory of these."""
+        """The bands that hold some of `layers`, each with the memory of those layers."""
         chosen = self._range(layers)
         if len(chosen) == len(self.layer_names):
             yield from ((view, view.memory) for view in self._whole)
@@ -182,7 +188,7 @@ class PagedKV:
     def _range(self, layers: slice | None) -> range:
         chosen = range(len(self.layer_names))[layers or slice(None)]
         if chosen.step != 1:
-            raise InvalidArgument(f"layers {layers}: neighbours are needed")
+            raise InvalidArgument(f"layers {layers} must be neighbours")
         return chosen
 
     def _view(self, band: Band, *, keep_layers: bool) -> _View:
@@ -213,13 +219,13 @@ class PagedKV:
         ids = np.ascontiguousarray(pages, dtype=np.int64)
         if ids.ndim != 1 or (ids.size and (ids.min() < 0 or ids.max() >= self.pages)):
             raise InvalidArgument(
-                f"pages {brief(pages)}", hint=f"a list of numbers from 0 to {self.pages - 1}"
+                f"invalid pages {brief(pages)}", hint=f"use numbers from 0 to {self.pages - 1}"
             )
         return ids
 
 
 def _in_words(band: Band, word_bytes: int) -> list[Axis]:
-    """The axes within a page, strides in words, the last one's elements counted in words."""
+    """The axes within a page, with strides and the last axis in words."""
     *outer, content = band.inner
     item = band.tensor.element_size()
     return [
@@ -229,7 +235,10 @@ def _in_words(band: Band, word_bytes: int) -> list[Axis]:
 
 
 def _widest_word(layout: PageLayout) -> torch.dtype:
-    """8 bytes at a time where everything is so aligned, which on devices is a multiple of bytes' speed."""
+    """8-byte words if everything is aligned to 8 bytes, else bytes.
+
+    On devices words are several times faster.
+    """
     places = [layout.facts.page_bytes]
     for band in layout.bands:
         content = band.inner[-1].size * band.tensor.element_size()

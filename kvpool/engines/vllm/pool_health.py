@@ -1,7 +1,6 @@
-"""Whether the pool can be reached: learned from every call, and looked at in the background.
+"""Whether the pool can be reached, learned from every call and from checks in the background.
 
-While it cannot, nobody waits for it: look-ups count as misses and saves are dropped at once, until the pool
-answers again.
+While it cannot be reached, nothing waits for it: look-ups are misses and saves are dropped at once.
 """
 
 from __future__ import annotations
@@ -20,38 +19,39 @@ from kvpool.errors import REFUSALS, HashMismatch, KvpoolError, LayoutMismatch
 
 log = structlog.get_logger(__name__)
 
-LOOK_S = 2.0  # between two looks at a pool that is well
+LOOK_S = 2.0  # between two checks of a reachable pool
 CALL_TIMEOUT_S = 2.0
 WRONG = (LayoutMismatch, HashMismatch, *REFUSALS)  # trying again does not help
 
 
 class PoolHealth:
-    """Looks after the connection to one pool, and registers the namespace there.
+    """Watches the connection to one pool, and registers the namespace there.
 
     Args:
-        settings: name the pool and this host (its node is asked first), and say how long to leave a pool alone
-            that did not answer.
+        settings: the pool's address, this host's label, and the back-off after a failure.
     """
 
     def __init__(self, pool: Pool, settings: VllmSettings, namespace: Namespace) -> None:
-        self.is_well = True  # until something fails
-        self.home = ""  # id of this host's node
-        self.refusal: KvpoolError | None = None  # the pool will not have this namespace
+        self.is_well = True  # until a call fails
+        self.home = ""  # id of the node on this host
+        self.refusal: KvpoolError | None = None  # set if the pool refuses this namespace
         self._name = settings.node or settings.conductor
         self._host_label = settings.host_label
         self._backoff_s = (settings.backoff_s, settings.max_backoff_s)
         self._namespace = namespace
         self._pool = pool
-        self._has_conductor = not settings.node  # one node alone knows no namespaces of others
-        self._node_count = 0  # that the last look found
+        self._has_conductor = not settings.node  # a single node does not list namespaces
+        self._node_count = 0  # nodes in the last check
         self._watching: Future[None] | None = None
 
     def start(self, timeout_s: float) -> None:
-        """Meet the pool; after `timeout_s` go on without it, and keep trying.
+        """Connect to the pool. If it does not answer within `timeout_s`, continue without it and
+        keep trying.
 
         Raises:
-            LayoutMismatch, HashMismatch: model, revision, tenant and salt stand there under another layout.
-            Unauthenticated, Forbidden: it does not take our token.
+            LayoutMismatch, HashMismatch: the pool has the model in another layout, or computes
+                other hashes.
+            Unauthenticated, Forbidden: the pool rejects the token.
         """
         try:
             self._pool.submit(self._look).result(timeout_s)
@@ -60,25 +60,25 @@ class PoolHealth:
         except (KvpoolError, TimeoutError) as error:
             self.failed(error)
         else:
-            with contextlib.suppress(KvpoolError, TimeoutError):  # for people only
-                self._pool.submit(self._tell_what_is_there).result(CALL_TIMEOUT_S)
+            with contextlib.suppress(KvpoolError, TimeoutError):  # only log lines
+                self._pool.submit(self._log_obstacles).result(CALL_TIMEOUT_S)
         self._watching = self._pool.submit(self._watch)
         self._watching.add_done_callback(self._ended)
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         if self._watching is not None:
             self._watching.cancel()
             wait([self._watching], CALL_TIMEOUT_S)
 
     def answered(self) -> None:
-        """A call was answered."""
+        """Record that the pool answered a call."""
         if not self.is_well and self.refusal is None:
             self.is_well = True
             log.info("the pool answers again", pool=self._name)
 
     def failed(self, error: BaseException) -> None:
-        """A call was not answered."""
+        """Record that the pool did not answer a call."""
         if self.is_well:
             self.is_well = False
             log.warning(
@@ -87,21 +87,22 @@ class PoolHealth:
                 error=str(error) or type(error).__name__,
             )
 
-    async def _tell_what_is_there(self, pool: AsyncPool) -> None:
-        """Say at start what would otherwise be hits that never come, without a word."""
+    async def _log_obstacles(self, pool: AsyncPool) -> None:
+        """Log what would otherwise prevent hits without a message."""
         if not self._node_count:
             log.warning(
-                "the pool has no node: nothing is kept until one joins (kvpool node --conductor ADDRESS)",
+                "the pool has no node: nothing is kept until one joins"
+                " (kvpool node --conductor ADDRESS)",
                 pool=self._name,
             )
         if not self._has_conductor:
             return
         for other in await pool.namespaces(timeout_s=CALL_TIMEOUT_S):
-            if parted := differences(self._namespace, other):
+            if differing := differences(self._namespace, other):
                 log.info(
-                    "the pool knows this model in another configuration: KV is not shared with that one",
+                    "the pool knows this model in another configuration: no KV is shared with it",
                     namespace_id=other.namespace_id.hex()[:12],
-                    differs=parted,
+                    differs=differing,
                 )
 
     async def _look(self, pool: AsyncPool) -> None:
@@ -119,9 +120,9 @@ class PoolHealth:
 
     def _ended(self, watching: Future[None]) -> None:
         if not watching.cancelled() and (error := watching.exception()) is not None:
-            # A defect of ours: nobody would notice that the pool is gone, or back.
+            # A defect in kvpool: nothing would notice that the pool is gone or back.
             self.is_well = False
-            log.error("the pool is watched no more: serving without it", exc_info=error)
+            log.error("the pool is no longer watched: serving without it", exc_info=error)
 
     async def _watch(self, pool: AsyncPool) -> None:
         first_s, longest_s = self._backoff_s
@@ -145,16 +146,17 @@ class PoolHealth:
 
 
 def differences(mine: Namespace, other: Namespace) -> str:
-    """In what two configurations of one model and one tenant differ; "" where they are of two, or differ in nothing.
+    """How two configurations of one model and tenant differ; "" if they do not, or are of another
+    model or tenant.
 
-    Salts are left out: they are never told.
+    Salts are secret and not compared.
     """
     if (mine.model, mine.tenant) != (other.model, other.tenant):
         return ""
     (weights, _, way), (other_weights, _, other_way) = (
         space.revision.partition("+") for space in (mine, other)
     )
-    parted = [
+    differing = [
         f"{name}: {theirs} there, {ours} here"
         for name, ours, theirs in (
             ("revision", weights[:12], other_weights[:12]),
@@ -166,6 +168,6 @@ def differences(mine: Namespace, other: Namespace) -> str:
         )
         if ours != theirs
     ]
-    if not parted and way != other_way:
-        parted.append("how vLLM was told to run it")
-    return "; ".join(parted)
+    if not differing and way != other_way:
+        differing.append("vLLM's options")
+    return "; ".join(differing)

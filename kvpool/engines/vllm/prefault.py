@@ -1,7 +1,7 @@
-"""vLLM's KV memory on a CPU, given its physical pages before the first load needs them.
+"""Pages in vLLM's KV memory on a CPU before the first loads need it.
 
-The kernel gives a page when it is first written to, 1.5 µs each as measured in a virtual machine: a load of 94 MB takes
-7 ms into memory that was used before, and 42 ms into memory that was not.
+The kernel allocates a page at its first write, which takes 1.5 µs in a virtual machine: a load of
+94 MB takes 7 ms into memory that was used before, and 42 ms into memory that was not.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from kvpool.engines.vllm.threads import start_thread
 
 log = structlog.get_logger(__name__)
 
-SLICE_BYTES = 16 << 20  # in one go: others that map memory wait meanwhile
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14; leaves the content as it is
+SLICE_BYTES = 16 << 20  # per call, because other threads that map memory wait for it
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14; keeps the content
 
 _madvise = ctypes.CDLL(None, use_errno=True).madvise  # releases the GIL
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Prefault:
-    """Goes through memory once, in a thread; what fails is left to be paged in when it is used.
+    """Touches memory once, in a thread. If that fails, pages are allocated when they are used.
 
     Args:
-        regions: address and bytes of each; they must be there until `close`.
+        regions: address and size of each region. They must stay mapped until `close`.
     """
 
     def __init__(self, regions: Sequence[tuple[int, int]]) -> None:
@@ -40,11 +40,11 @@ class Prefault:
         self._thread = start_thread("kvpool-prefault", self._work, torch.device("cpu"))
 
     def wait(self, timeout_s: float) -> None:
-        """Until it is through, or has given up."""
+        """Wait until all memory is touched, or until it failed."""
         self._thread.join(timeout_s)
 
     def close(self) -> None:
-        """Stop; no memory is touched when this returns."""
+        """Stop. No memory is touched after this returns."""
         self._is_over.set()
         self._thread.join()
 
@@ -58,7 +58,7 @@ class Prefault:
                     return
                 if _madvise(start, length, _POPULATE_WRITE):
                     log.info(
-                        "KV memory is paged in when it is used",
+                        "KV memory is paged in on first use",
                         reason=os.strerror(ctypes.get_errno()),
                     )
                     return

@@ -1,4 +1,4 @@
-"""What one request asks of the pool: `"kv_transfer_params": {"kvpool": {"load": false, "save": false}}`."""
+"""Options of one request: `"kv_transfer_params": {"kvpool": {"load": false, "save": false}}`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ log = structlog.get_logger(__name__)
 
 
 class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Whether a request may be served from the pool, and its blocks stored there."""
+    """Whether a request may read blocks from the pool, and store its blocks there."""
 
     load: bool = True
     save: bool = True
 
 
 def options_of(request: Any) -> RequestOptions:
-    """Of vLLM's `Request`; one whose options cannot be read shares nothing, for it may have asked just that."""
+    """The options of vLLM's `Request`.
+
+    If they are invalid, the request shares nothing, to be safe.
+    """
     told = (request.kv_transfer_params or {}).get("kvpool")
     if told is None:
         return RequestOptions()
@@ -26,7 +29,7 @@ def options_of(request: Any) -> RequestOptions:
         return msgspec.convert(told, RequestOptions)
     except msgspec.ValidationError as error:
         log.warning(
-            "a request shares nothing: kv_transfer_params.kvpool takes load and save, true or false",
+            "a request shares nothing: kv_transfer_params.kvpool takes booleans load and save",
             request=request.request_id,
             error=str(error),
         )

@@ -1,6 +1,7 @@
-"""Writing vLLM's pages to the pool, in a thread of its own: never in the way of a token.
+"""Writes vLLM's pages to the pool, in a thread of its own, so that saves never delay tokens.
 
-Pages are copied into a staging buffer in one indexed copy, after which vLLM may have them back, and sent from there.
+One indexed copy brings pages into a staging buffer, from which they are sent; vLLM can then reuse
+the pages.
 """
 
 from __future__ import annotations
@@ -29,22 +30,27 @@ T = TypeVar("T")
 
 
 class Saver(TransferThread[tuple[SaveJob, DeviceEvent | Progress, float], tuple[int, bool]]):
-    """Saves one job after another; what ended is told by its number, and whether all of it is in the pool."""
+    """The transfer thread for saves.
+
+    A job ends with its number, and whether all of it was stored.
+    """
 
     def __init__(self, rank: Rank) -> None:
         self._buffer: torch.Tensor | None = None
         super().__init__("kvpool-save", rank.settings.save_timeout_s, rank)
 
     def submit(self, job: SaveJob, progress: Progress | None = None) -> None:
-        """Begin a save: once the device has done what was launched so far, or of each layer when it is final.
+        """Submit a save. Its time-out starts now, and bounds how long vLLM lacks the pages.
 
-        Its time-out runs from now on: so long vLLM lacks the pages at most.
+        Args:
+            progress: save each layer as soon as it is final; default: save all layers when the
+                device has done the work launched so far.
         """
         deadline = time.monotonic() + self._timeout_s
         self._hand_over((job, progress or DeviceEvent(self._device), deadline))
 
     def takes_layers(self, job: SaveJob) -> bool:
-        """Whether this job can be saved layer by layer: its buffer holds all blocks until the last one."""
+        """Whether this job can be saved layer by layer: one buffer must hold all its blocks."""
         return len(job.hashes) <= self._blocks
 
     def _do(self, item: tuple[SaveJob, DeviceEvent | Progress, float]) -> None:
@@ -53,18 +59,18 @@ class Saver(TransferThread[tuple[SaveJob, DeviceEvent | Progress, float], tuple[
         is_whole = False
         try:
             if time.monotonic() > deadline:
-                raise DeadlineExceeded("the saves before it took all of its time")
+                raise DeadlineExceeded("earlier saves took all of the time")
             if isinstance(when, Progress):
                 is_whole = self._save_layers(job, when, deadline)
             else:
                 when.wait()
                 is_whole = self._save(job, deadline)
         except (KvpoolError, RuntimeError, OSError) as error:
-            self._buffer = None  # it may still be read
+            self._buffer = None  # a late transfer may still read from it
             log.warning("a save failed", request=job.request_id, error=str(error))
-        except Exception:  # a thread that died of it would keep vLLM's pages for ever
-            self._buffer = None  # it may still be read
-            log.exception("a save failed by a defect", request=job.request_id)
+        except Exception:  # it would end the thread, which would keep vLLM's pages for ever
+            self._buffer = None  # a late transfer may still read from it
+            log.exception("a save failed because of a defect", request=job.request_id)
         finally:
             self._metrics.time("save_s", time.monotonic() - started)
             if not is_whole:

@@ -1,6 +1,6 @@
-"""The half of the connector in vLLM's scheduler: decides what is loaded and saved, and holds leases meanwhile.
+"""The connector's side in vLLM's scheduler: decides what to load and save, and holds the leases.
 
-It moves no bytes. Nothing here waits longer than `lookup_deadline_s` for each request.
+It moves no bytes. It waits for at most `lookup_deadline_s` per request.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from kvpool.wire import messages as m
 
 log = structlog.get_logger(__name__)
 
-NULL_PAGE = 0  # vLLM's placeholder for pages that a window has left behind
-SAVE_AGAIN_S = 1.0  # after a save that failed
+NULL_PAGE = 0  # vLLM's placeholder for pages outside a sliding window
+SAVE_AGAIN_S = 1.0  # pause after a failed save
 
 
 @dataclass(slots=True, eq=False)
 class TrackedRequest:
-    """One request of vLLM's.
+    """One vLLM request.
 
     Args:
-        extra: what else than tokens its KV depends on; None: it shares nothing.
-        chain: hashes of its full blocks, as far as they were needed.
-        saved: leading blocks that the pool has, or was given.
-        settled_at: vLLM had so many tokens itself when it was told that there is no more; -1: not told.
+        extra: what its KV depends on besides its tokens; None if it shares nothing.
+        chain: hashes of its full blocks computed so far.
+        saved: how many leading blocks the pool has or receives.
+        settled_at: how many tokens vLLM had when the answer was "no more"; -1 before that.
     """
 
     request: Request
@@ -53,19 +53,19 @@ class TrackedRequest:
     chain: list[bytes] = field(default_factory=list)
     saved: int = 0
     lookup: Lookup | None = None
-    asked_until: float = 0.0  # monotonic seconds: until then the scheduling loop may wait for it
-    local_tokens: int = 0  # that vLLM had when it last asked
+    asked_until: float = 0.0  # monotonic seconds: until then the scheduling loop may wait
+    local_tokens: int = 0  # tokens that vLLM had when it last asked
     settled_at: int = -1
-    preemptions: int = 0  # when it last asked
-    save_again_at: float = 0.0  # monotonic seconds; after a save that failed
+    preemptions: int = 0  # preemptions when it last asked
+    save_again_at: float = 0.0  # monotonic seconds; no save before, because one failed
     is_loading: bool = False
-    is_layerwise: bool = False  # the load
-    has_failed: bool = False  # a load: another one would be as likely to
+    is_layerwise: bool = False  # whether the load is
+    has_failed: bool = False  # whether a load failed; then the request loads no more
 
 
 @dataclass(slots=True, frozen=True)
 class _HeldPages:
-    """Pages of a save job, and how many ranks have still to end it."""
+    """Pages of a save job, and how many ranks have not ended it."""
 
     pages: tuple[int, ...]
     ranks: int
@@ -75,11 +75,13 @@ class _HeldPages:
 
 
 class SchedulerSide:
-    """Use `start` once the ranks have told their layout; before, nothing is found and nothing saved.
+    """The connector's side in the scheduler. Before `start`, it finds and saves nothing.
 
     Args:
-        loads, saves: what the role of this instance allows.
-        may_load_in_step: vLLM's recovery from a load that fails in the step that uses it is safe here.
+        loads, saves: whether this instance's role loads and saves.
+        may_load_in_step: whether vLLM recovers safely from a load that fails in the step that uses
+            it.
+        ranks: how many ranks save each block.
     """
 
     def __init__(
@@ -100,8 +102,8 @@ class SchedulerSide:
         self._is_layerwise = settings.layerwise_load and may_load_in_step
         if settings.layerwise_load and not may_load_in_step:
             log.warning(
-                "layerwise_load is left out: with prefix caching or asynchronous scheduling vLLM does not"
-                " recover safely from a load that fails in the step that uses it"
+                "layerwise_load is off: with prefix caching or asynchronous scheduling, vLLM does"
+                " not recover safely from a load that fails in the step that uses it"
             )
         self._ranks = ranks
         self.metrics = metrics
@@ -120,59 +122,60 @@ class SchedulerSide:
         self._step_tokens = 0
         self._step_at = 0.0
         self._waiting = 0
-        self._since_reset: tuple[str, ...] = ()  # extra keys of all requests
+        self._since_reset: tuple[str, ...] = ()  # extra keys of all requests since a reset
 
-    # ------------------------------------------------------------ life
+    # ------------------------------------------------------------ start and end
 
     def start(self, pool: Pool, health: PoolHealth, namespace: Namespace, page_tokens: int) -> None:
-        """Begin to use the pool."""
+        """Begin to use the pool, once the ranks have sent their layout."""
         self._pool, self._health = pool, health
         self._namespace, self._page_tokens = namespace, page_tokens
 
     def bind(self, block_pool: BlockPool) -> None:
-        """Learn whose pages are held while they are saved."""
+        """Set the block pool, whose pages are held during saves."""
         self._block_pool = block_pool
 
     def close(self) -> None:
-        """Give back all leases."""
+        """End all leases."""
         for tracked in self._tracked.values():
             self._release(tracked)
         self._tracked.clear()
         self._loras.close()
 
     def reset(self) -> None:
-        """Find nothing of what was stored before, and store nothing more under names that others use.
+        """Stop sharing with blocks stored before, and with other instances, unless `fixed_weights`
+        is set.
 
-        vLLM does not say why its caches are reset. It does so when its weights are updated, and then the namespace
-        names weights that are no longer there: only what this instance computes from now on is what it
-        would compute again.
+        vLLM resets its caches when its weights are updated, but does not say why it resets. The
+        namespace names the old weights. So from now on this instance shares only with itself.
         """
         if self._settings.fixed_weights:
             return
         self._since_reset = (f"reset:{secrets.token_hex(16)}",)
         for tracked in self._tracked.values():
-            tracked.extra = None  # computed in part with the weights of before
+            tracked.extra = None  # partly computed with the old weights
             if not tracked.is_loading:
                 self._release(tracked)
-        log.info("vLLM's caches were reset: this instance shares with itself alone from now on")
+        log.info("vLLM reset its caches: from now on this instance shares only with itself")
 
     @property
     def has_pending_saves(self) -> bool:
-        """Whether pages are held for saves: vLLM must go on stepping until their end is told."""
+        """Whether pages are held for saves, so that vLLM must continue stepping."""
         return bool(self._held)
 
     @property
     def leases(self) -> int:
-        """How many look-ups hold blocks, or may come to."""
+        """How many look-ups hold blocks, or may hold some when they end."""
         return sum(tracked.lookup is not None for tracked in self._tracked.values())
 
     # ------------------------------------------------------------ looking up
 
     def on_new_request(self, request: Request) -> None:
-        """Begin to look for its blocks."""
+        """Begin to look up the blocks of a new request."""
         if self._namespace is None:
             return
-        # A session takes back tokens when its next input comes: what was named before is void then.
+        # A resumable session may drop tokens when its next input comes, which makes block names
+        # invalid.
         extra = None
         if not request.resumable:
             extra = extra_keys(request, self._loras, self._settings.lookup_deadline_s)
@@ -186,11 +189,14 @@ class SchedulerSide:
             self._begin(tracked)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
-        """See `get_num_new_matched_tokens`."""
+        """How many more tokens the pool has, and whether they load asynchronously.
+
+        None instead of a number while the look-up runs (`get_num_new_matched_tokens`).
+        """
         tracked = self._tracked.get(request.request_id)
         if tracked is None or not self._may_load(tracked):
             return 0, False
-        if request.num_preemptions > tracked.preemptions:  # it has lost what it computed
+        if request.num_preemptions > tracked.preemptions:  # it lost its blocks
             tracked.preemptions, tracked.settled_at = request.num_preemptions, -1
         if tracked.settled_at == local_tokens or tracked.has_failed:
             return 0, False
@@ -209,7 +215,7 @@ class SchedulerSide:
         self.metrics.add("lookup_wait_s", self._clock() - asked)
         if not is_done:
             if self._clock() < lookup.waiting_until:
-                self._waiting += 1  # blocks come from a disk, which beats computing them
+                self._waiting += 1  # blocks come from a disk, faster than computing them
                 return None, False
             self.metrics.count("lookups_too_late")
             return 0, False
@@ -219,7 +225,7 @@ class SchedulerSide:
             and self._bytes_of(tokens) <= self._settings.staging_bytes * self._ranks
         )
         if tracked.is_layerwise:
-            # The step itself must compute something: the last token at least.
+            # The step must compute at least the last token.
             whole = (request.num_tokens - 1) // self._block_tokens
             tokens = min(tokens, whole * self._block_tokens)
         new_tokens = tokens - local_tokens
@@ -234,7 +240,7 @@ class SchedulerSide:
         return new_tokens, not tracked.is_layerwise
 
     def on_allocated(self, request: Request, blocks: KVCacheBlocks, new_tokens: int) -> None:
-        """See `update_state_after_alloc`."""
+        """Prepare the load of a request that vLLM gave pages to (`update_state_after_alloc`)."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.is_loading:
             return
@@ -264,7 +270,7 @@ class SchedulerSide:
     # ------------------------------------------------------------ one step
 
     def metadata(self, output: SchedulerOutput) -> StepMetadata:
-        """See `build_connector_meta`."""
+        """The workers' jobs of this step (`build_connector_meta`)."""
         jobs, self._jobs = self._jobs, []
         waiting, self._waiting = self._waiting, 0
         self._step_at = self._clock()
@@ -280,15 +286,15 @@ class SchedulerSide:
         )
 
     def on_output(self, report: WorkerReport | None, received: set[str]) -> None:
-        """See `update_connector_output`."""
+        """Record what the workers did in a step (`update_connector_output`)."""
         if self._step_tokens:
-            self.costs.note_step(self._step_tokens, self._clock() - self._step_at)
+            self.costs.record_step(self._step_tokens, self._clock() - self._step_at)
             self._step_tokens = 0
         if report is not None:
-            self.costs.note_load(report.loaded_bytes, report.load_s)
+            self.costs.record_load(report.loaded_bytes, report.load_s)
             for request_id in report.failed_loads:
                 if (tracked := self._tracked.get(request_id)) is not None:
-                    tracked.saved = 0  # whatever the pool has not got any more is stored again
+                    tracked.saved = 0  # store again what the pool lost
                     tracked.has_failed = True
             for job_id, count in report.ended_saves.items():
                 self._end_save(job_id, count, job_id in report.dropped_saves)
@@ -305,13 +311,13 @@ class SchedulerSide:
                     del self._tracked[request_id]
 
     def on_finished(self, request: Request) -> None:
-        """See `request_finished_all_groups`. What is being loaded stays leased until its end."""
+        """Forget a request, unless it is loading (`request_finished_all_groups`)."""
         tracked = self._tracked.get(request.request_id)
         if tracked is not None and not tracked.is_loading:
             self._release(tracked)
             del self._tracked[request.request_id]
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ internal
 
     @property
     def _block_tokens(self) -> int:
@@ -327,7 +333,7 @@ class SchedulerSide:
         return tokens * self._namespace.layout.bytes_per_token
 
     def _chain(self, tracked: TrackedRequest, blocks: int) -> list[bytes]:
-        """Hashes of the first `blocks` of a request; as many as its tokens fill."""
+        """Hashes of the first `blocks` blocks of a request, or fewer if it has fewer full ones."""
         assert self._namespace is not None
         known = len(tracked.chain)
         if blocks > known:
@@ -338,7 +344,10 @@ class SchedulerSide:
         return tracked.chain[:blocks]
 
     def _begin(self, tracked: TrackedRequest) -> Lookup | None:
-        """Look for its blocks; None where there is no pool to ask, or nothing to ask for."""
+        """Begin a look-up of the request's blocks.
+
+        None without a reachable pool or a full block.
+        """
         if not self._loads or self._pool is None or self._namespace is None:
             return None
         blocks = tracked.request.num_tokens // self._block_tokens
@@ -366,7 +375,7 @@ class SchedulerSide:
         return self.costs.worth_s(tokens, self._bytes_of(tokens), self._settings.max_disk_wait_s)
 
     def _no_load(self, tracked: TrackedRequest) -> None:
-        """vLLM does not load what was found: it goes back at once."""
+        """End the lease at once, because vLLM does not load."""
         lookup = tracked.lookup
         if lookup is not None:
             tracked.saved = max(tracked.saved, lookup.found)
@@ -389,7 +398,7 @@ class SchedulerSide:
             tracked = self._tracked.get(request_id)
             if tracked is None or tracked.extra is None or not tracked.options.save:
                 continue
-            # What is computed on top of a load of the same step is worth no more than that turns out to be.
+            # A load of this step may fail, and so what the step computes from it may be wrong.
             if tracked.is_loading:
                 continue
             job = self._save_job(tracked, scheduled, state.get_block_ids)
@@ -403,9 +412,12 @@ class SchedulerSide:
         scheduled: int,
         block_ids: Callable[[str], Sequence[Sequence[int]] | None],
     ) -> SaveJob | None:
-        """The blocks of a request that this step makes final, and those before that are not saved yet."""
+        """Save the blocks that are final after this step and not saved yet.
+
+        None if there are none.
+        """
         request = tracked.request
-        # Tokens that are not sampled yet, or only guessed, have no name.
+        # Tokens that are not sampled yet, or only drafted, do not count.
         final = min(request.num_computed_tokens + scheduled, request.num_tokens)
         if not self._settings.save_decoded:
             final = min(final, request.num_prompt_tokens)
@@ -415,7 +427,7 @@ class SchedulerSide:
         size = (last - first) * self._block_tokens
         size_bytes = self._bytes_of(size)
         if self._held_bytes + size_bytes > self._settings.max_pending_save_bytes:
-            # Not lost yet: a later step of the request tries again, when there is room.
+            # A later step of the request tries again.
             self.metrics.count("saves_put_off")
             return None
         tables = block_ids(request.request_id)
@@ -454,14 +466,14 @@ class SchedulerSide:
             return
         self._held_bytes -= held.size
         assert self._block_pool is not None
-        # The end of a chain first: vLLM reuses what was freed first.
+        # The end of a chain first, because vLLM reuses the page that was freed first.
         self._block_pool.free_blocks(
             [self._block_pool.blocks[page] for page in reversed(held.pages)]
         )
 
 
 def _shifted(segments: Sequence[m.Segment], first: int, last: int) -> tuple[m.Segment, ...]:
-    """The part of `segments` between two blocks, counted from the first of these."""
+    """The part of `segments` in blocks [first, last), with starts counted from `first`."""
     cut = []
     for segment in segments:
         start = max(segment.start, first)

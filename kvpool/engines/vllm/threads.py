@@ -1,4 +1,4 @@
-"""Threads beside the model's own, and when the device is done with what they read."""
+"""The connector's threads, and events that say when a device has finished its work."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 
 
 def start_thread(name: str, work: Callable[[], None], device: torch.device) -> threading.Thread:
-    """A daemon for work on `device` that may run on any core: vLLM binds its threads to single ones, and others
-    inherit that.
+    """Start a daemon thread for work on `device` that may run on any core.
+
+    vLLM binds its threads to single cores, and new threads inherit that.
     """
 
     def run() -> None:
@@ -29,7 +30,7 @@ def start_thread(name: str, work: Callable[[], None], device: torch.device) -> t
 
 
 class DeviceEvent:
-    """A point in a device's work: what was launched before it is done when `wait` returns."""
+    """A point in a device's work. `wait` returns when all work launched before it is done."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: Any = None
@@ -38,6 +39,6 @@ class DeviceEvent:
             self._event.record()
 
     def wait(self) -> None:
-        """Block the calling thread, not the interpreter."""
+        """Block the calling thread, without the GIL."""
         if self._event is not None:
             self._event.synchronize()

@@ -1,4 +1,4 @@
-"""What loads and saves have in common: one thread of a rank that moves pages, one job after the other."""
+"""The thread that moves a rank's pages, one job after the other. Loads and saves each have one."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Rank:
     """One rank's memory, and its pool.
 
     Args:
-        part: which of a block's parts it holds.
-        on_end: called, in a thread, when a load or save has ended.
+        part: the part of each block that this rank holds.
+        on_end: called in the transfer thread when a load or save has ended.
     """
 
     pool: Pool
@@ -46,8 +46,8 @@ class TransferThread(ABC, Generic[Item, EndedJob]):
     """Moves one job after another between vLLM's pages and the pool.
 
     Args:
-        name: of the thread.
-        timeout_s: of a job, from the time that it was handed over.
+        name: the thread's name.
+        timeout_s: time limit of a job, from its submission.
     """
 
     def __init__(self, name: str, timeout_s: float, rank: Rank) -> None:
@@ -72,23 +72,23 @@ class TransferThread(ABC, Generic[Item, EndedJob]):
 
     @property
     def is_busy(self) -> bool:
-        """Whether some job is not over."""
+        """Whether some job has not ended, or its end was not taken."""
         return self._in_work > 0
 
     @property
     def has_ended(self) -> bool:
-        """Whether the end of some job has not been taken."""
+        """Whether some job has ended whose end was not taken."""
         return bool(self._ended)
 
     def take_ended(self) -> list[EndedJob]:
-        """Jobs that ended since the last call."""
+        """The jobs that ended since the last call."""
         with self._lock:
             ended, self._ended = self._ended, []
             self._in_work -= len(ended)
         return ended
 
     def close(self) -> None:
-        """Take no more; wait for what is under way."""
+        """Take no more jobs, and wait for those submitted."""
         self._jobs.put(None)
         self._thread.join(self._timeout_s + 1.0)
 
@@ -108,4 +108,7 @@ class TransferThread(ABC, Generic[Item, EndedJob]):
 
     @abstractmethod
     def _do(self, item: Item) -> None:
-        """Do one job and end it by `_end_with`, whatever happens: a thread that died would keep all later ones."""
+        """Do one job and call `_end_with`.
+
+        Must not raise: that would end the thread and lose later jobs.
+        """

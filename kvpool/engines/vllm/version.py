@@ -1,4 +1,4 @@
-"""Which versions of vLLM the connector is written for. vLLM calls its interface experimental and means it."""
+"""The versions of vLLM that the connector supports. vLLM's connector interface is experimental."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ SUPPORTED = ("0.32",)
 
 
 def require_supported(version: str | None = None) -> None:
-    """See that vLLM is one that this connector knows.
+    """Check the version of vLLM.
 
     Args:
-        version: as vLLM tells it; None: that of the one installed.
+        version: default: the installed version.
 
     Raises:
-        ConfigError: it is another one, or there is none.
+        ConfigError: the version is not supported, or vLLM is not installed.
     """
     if version is None:
         try:
@@ -24,7 +24,7 @@ def require_supported(version: str | None = None) -> None:
         version = vllm.__version__
     if not version.startswith(tuple(f"{series}." for series in SUPPORTED)):
         raise ConfigError(
-            f"KVPoolConnector does not know vLLM {version}: its connector interface changes with"
-            " every version, and a wrong guess serves wrong text",
+            f"KVPoolConnector does not support vLLM {version}: the connector interface changes with"
+            " every version, and a mistake would produce wrong text",
             hint=f"supported: {', '.join(f'{series}.x' for series in SUPPORTED)}",
         )

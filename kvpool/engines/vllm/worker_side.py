@@ -1,6 +1,6 @@
-"""The half of the connector beside the model: moves bytes between vLLM's pages and the pool.
+"""The connector's side in vLLM's workers: moves bytes between vLLM's pages and the pool.
 
-The model's thread only hands over and collects; loads and saves run in threads of their own.
+The model's thread only submits jobs and collects results; loads and saves run in their own threads.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from kvpool.errors import LayoutMismatch
 
 log = structlog.get_logger(__name__)
 
-LATE_S = 5.0  # a load ends by its own deadline; after so long it is worth a line
-IDLE_WAIT_S = 0.002  # that a step in which nothing is computed waits for a load or save to end
+LATE_S = 5.0  # log a load that has not ended after this time
+IDLE_WAIT_S = 0.002  # how long an idle step waits for a load or save to end
 
 
 class WorkerSide:
-    """One rank.
+    """The connector's side of one rank.
 
     Args:
-        is_single_group: vLLM has one table of pages a request, so that a page names what failed.
+        part: the part of each block that this rank holds.
+        is_single_group: vLLM has one page table per request, so failed loads are reported by page.
     """
 
     def __init__(
@@ -57,9 +58,11 @@ class WorkerSide:
         self._names = paged.layer_names
         self._saves_layers = settings.layerwise_save and paged.has_layers_in_runs
         if settings.layerwise_save and not self._saves_layers:
-            log.warning("layers are not saved one by one: a page mixes them", order=paged.order)
-        self._computing: Progress | None = None  # of the step's layers that are to be saved
-        self._awaited: list[Progress] = []  # of the loads that the step computes with
+            log.warning(
+                "layerwise_save is off: the layers of a page are interleaved", order=paged.order
+            )
+        self._computing: Progress | None = None  # of the layers that the step computes and saves
+        self._awaited: list[Progress] = []  # of the loads that the step uses
         rank = Rank(pool, namespace, paged, settings, part, metrics, self._notify, device)
         self._loader = Loader(rank)
         self._saver = Saver(rank)
@@ -70,20 +73,20 @@ class WorkerSide:
         self._failed_requests: set[str] = set()
 
     def close(self) -> None:
-        """End the threads; what is under way is waited for, within its deadline."""
+        """End the threads. Waits for jobs under way, within their deadlines."""
         if self._prefault is not None:
             self._prefault.close()
         self._loader.close()
         self._saver.close()
 
     def begin_step(self, step: StepMetadata) -> None:
-        """See `bind_connector_metadata`: the model has not begun.
+        """Submit layerwise saves, before the model runs (`bind_connector_metadata`).
 
         Raises:
-            LayoutMismatch: the scheduler means another namespace.
+            LayoutMismatch: the scheduler has another namespace.
         """
         if step.namespace_id and step.namespace_id != self._namespace.namespace_id:
-            raise LayoutMismatch("scheduler and rank do not agree on the namespace")
+            raise LayoutMismatch("scheduler and rank have different namespaces")
         if self._saves_layers and not step.is_idle:
             jobs = [job for job in step.saves if self._saver.takes_layers(job)]
             if jobs:
@@ -92,17 +95,19 @@ class WorkerSide:
                 self._saver.submit(job, self._computing)
 
     def begin_loads(self, step: StepMetadata) -> None:
-        """See `start_load_kv`."""
+        """Submit the step's loads (`start_load_kv`)."""
         for job in step.loads:
             progress = self._loader.submit(job)
             if progress is not None:
                 self._awaited.append(progress)
 
     def wait_for_layer(self, name: str) -> None:
-        """See `wait_for_layer_load`. A load that fails is told after the step; nobody uses its tokens.
+        """Wait until the loads of this step have read a layer, or have failed
+        (`wait_for_layer_load`).
 
-        There is no deadline but the load's own: to go on without a layer that comes later would be to compute
-        with wrong bytes, and to hear that they are good.
+        The step's results tell of failures, and vLLM discards their tokens. The only deadline is
+        the load's own: without it, a layer could arrive after the model used its bytes, and the
+        load would count as good.
         """
         for progress in self._awaited:
             while not progress.wait_for(name, time.monotonic() + LATE_S):
@@ -111,12 +116,12 @@ class WorkerSide:
                 log.warning("a step waits for its load", layer=name)
 
     def layer_is_final(self, name: str) -> None:
-        """See `save_kv_layer`."""
+        """Let the saver send a layer that is final (`save_kv_layer`)."""
         if self._computing is not None:
             self._computing.layer(name, self._device)
 
     def begin_saves(self, step: StepMetadata) -> None:
-        """See `wait_for_save`: what the step computed is final once the device is done with it."""
+        """Submit the step's other saves (`wait_for_save`)."""
         by_layers = self._computing is not None
         for job in step.saves:
             if not by_layers or not self._saver.takes_layers(job):
@@ -126,15 +131,13 @@ class WorkerSide:
             self._computing = None
 
     def collect(self, step: StepMetadata | None) -> tuple[set[str], set[str]]:
-        """Requests whose asynchronous load is over, and those of them that failed."""
-        for (
-            progress
-        ) in self._awaited:  # what the step computed with is good, or told to be bad, now
+        """Requests whose asynchronous load has ended, and those whose load failed."""
+        for progress in self._awaited:  # before the results of this step are used
             while not progress.wait_end(time.monotonic() + LATE_S):
                 log.warning("a step waits for the end of its load")
         self._awaited.clear()
         if step is not None and step.is_idle:
-            self._rest(step)
+            self._yield_gil(step)
         received: set[str] = set()
         failed: set[str] = set()
         for ended in self._loader.take_ended():
@@ -155,12 +158,12 @@ class WorkerSide:
         return received, (set() if self._is_single_group else failed)
 
     def take_failed_pages(self) -> set[int]:
-        """See `get_block_ids_with_load_errors`."""
+        """Pages that could not be read since the last call (`get_block_ids_with_load_errors`)."""
         pages, self._failed_pages = self._failed_pages, set()
         return pages if self._is_single_group else set()
 
     def take_report(self) -> WorkerReport | None:
-        """See `build_connector_worker_meta`."""
+        """The report of what ended since the last call (`build_connector_worker_meta`)."""
         report, self._report = self._report, WorkerReport()
         return None if report.is_empty else report
 
@@ -168,11 +171,11 @@ class WorkerSide:
         with self._changed:
             self._changed.notify_all()
 
-    def _rest(self, step: StepMetadata) -> None:
-        """Let the threads have the interpreter: vLLM spins while a request waits for its load.
+    def _yield_gil(self, step: StepMetadata) -> None:
+        """Release the GIL for a moment, because vLLM spins while a request waits for its load.
 
-        Seen in one process with both roles: a load of 64 blocks took 0.9 s beside that, of 16 in a process of
-        its own 6 ms.
+        Measured in one process with both roles: without this, a load of 64 blocks took 0.9 s; in a
+        process of its own, a load of 16 took 6 ms.
         """
         with self._changed:
             if self._loader.has_ended or self._saver.has_ended:

@@ -162,7 +162,7 @@ def test_states_of_linear_layers_belong_to_each_rank_beside_mla(make_backend: Ma
 def test_a_draft_model_with_shares_of_its_own_beside_mla_is_refused(
     make_backend: MakeBackend,
 ) -> None:
-    with pytest.raises(ConfigError, match="'draft' has K and V of its own"):
+    with pytest.raises(ConfigError, match="'draft' has its own K and V"):
         make_backend(
             mla_pool("page_first"),
             side={PoolName.DRAFT: mha_pool("page_first")},

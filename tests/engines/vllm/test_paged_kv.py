@@ -314,9 +314,9 @@ def test_tensors_that_are_not_what_the_spec_says_are_refused() -> None:
 
     refuse("shape", **{f"l{i}": torch.zeros(PAGES, 2, 32, 17) for i in range(3)})
     refuse("shape", **{f"l{i}": torch.zeros(PAGES + 1, 2, 32, 16) for i in range(3)})
-    refuse("another shape, order or dtype", l1=torch.zeros(PAGES, 2, 32, 16, dtype=torch.int32))
+    refuse("differ in shape, strides", l1=torch.zeros(PAGES, 2, 32, 16, dtype=torch.int32))
     turned = torch.zeros(PAGES, 32, 2, 16).permute(0, 2, 1, 3)
-    refuse("another shape, order or dtype", l1=turned)
+    refuse("differ in shape, strides", l1=turned)
     holes = torch.zeros(PAGES, 2, 32, 32)[..., ::2]
     refuse("not contiguous", l0=holes, l1=holes, l2=holes)
     flat = torch.zeros(16).expand(PAGES, 2, 32, 16)

@@ -87,5 +87,5 @@ def test_a_watch_that_dies_is_told_of_and_the_pool_is_done_without(
         health.start(5.0)
         looks(monkeypatch, fail(ValueError("a defect of ours")))
         wait_until(lambda: not health.is_well, "it is noticed")
-        told = "the pool is watched no more: serving without it"
+        told = "the pool is no longer watched: serving without it"
         wait_until(lambda: told in [line["event"] for line in lines], "it is told")
