@@ -154,14 +154,21 @@ async def test_a_write_whose_turn_comes_after_the_reservation_never_begins(
         [info] = await pool.nodes()
         link = pool.directory.link_to(info.descriptor)
         reservation = await link.reserve(
-            SPACE, chain(7, 2), parent=b"", part=0, ttl_s=0.3, timeout_s=5
+            SPACE, chain(7, 2), parent=b"", part=0, ttl_s=1.0, timeout_s=5
         )
         data = np.full((2, LAYOUT.part_bytes), 3, np.uint8)
         local = data.ctypes.data + np.arange(2, dtype=np.int64) * LAYOUT.part_bytes
         lengths = np.full(2, LAYOUT.part_bytes, dtype=np.int64)
         pieces = Pieces(local, reservation.places, lengths, data)
         threads = link.transports.dram.threads
-        stall = [threads.submit(time.sleep, 0.6) for _ in range(threads._max_workers)]
+        turn = threading.Event()
+        stalled = [threads.submit(turn.wait, 20) for _ in range(threads._max_workers)]
+        writing = asyncio.create_task(
+            link.write(pieces, timeout_s=20, deadline=reservation.deadline)
+        )
+        await asyncio.sleep(max(0.0, reservation.deadline - time.monotonic()) + 0.05)
+        assert not writing.done()  # it waits for its turn
+        turn.set()
         with pytest.raises(DeadlineExceeded):
-            await link.write(pieces, timeout_s=5, deadline=reservation.deadline)
-        assert any(one.done() for one in stall)  # the turn came, and was too late
+            await writing
+        assert all(one.result() for one in stalled)

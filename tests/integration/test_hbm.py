@@ -182,7 +182,7 @@ async def test_shared_memory_refuses_places_in_hbm(cluster: Cluster) -> None:
         lease = await link.pin(NAMESPACE, hashes, ttl_s=5, timeout_s=5, tier=Tier.HBM)
         out = np.zeros(SIZE, np.uint8)
         pieces = Pieces(np.array([out.ctypes.data]), lease.places, np.array([SIZE]), out)
-        with pytest.raises(TransferFailed, match="in hbm, which nobody maps"):
+        with pytest.raises(TransferFailed, match="in HBM, which cannot be mapped"):
             pool.transports.get("shm").read(info.descriptor, pieces, 5)
         link.release(lease)
 

@@ -29,6 +29,7 @@ SPACE = Namespace("tests/late", "r", LAYOUT)
 
 async def main():
     pool = AsyncPool(node=sys.argv[1], host_label="elsewhere", transport="nixl")
+    await pool.connect(timeout_s=60)  # loads NIXL
     hashes = hash_chain(SPACE, np.arange(16 * 64))
     await pool.put(SPACE, hashes, np.full((16, LAYOUT.part_bytes), 77, np.uint8))
     pinned = await pool.pin(SPACE, hashes, part=0, ttl_s=60)

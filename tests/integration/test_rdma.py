@@ -84,7 +84,7 @@ def test_where_rdma_is_required_nothing_goes_over_tcp(
         # Where both have it all is well; the node says of itself that it has not.
         nixl = pool._pool.transports.get("nixl")
         assert isinstance(nixl, NixlTransport)
-        monkeypatch.setattr(nixl, "ucx", RDMA)
+        monkeypatch.setattr(nixl._thread, "ucx", RDMA)
         with pytest.raises(NoTransport, match="tcp/lo"):
             pool.put(NAMESPACE, prompt(2, 2), contents(prompt(2, 2)))
         assert pool.get(NAMESPACE, HASHES, np.zeros_like(DATA)).miss_reason == "failed_recently"
