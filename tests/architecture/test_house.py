@@ -47,11 +47,22 @@ DICTATED_BY_ENGINES = {
 
 # Words that the code no longer uses in names, with the words of the field that took their place.
 RETIRED = {
+    "judge": "SLO attainment",
     "entrance": "admission",
     "watches": "peer guard",
     "suspicions": "negative cache",
     "hot_answers": "lookup cache",
     "last_news": "block history",
+    "prices": "disk wait",
+    "boundary": "writeback",
+    "cold_pins": "pending pins",
+    "mover": "migrator",
+    "losses": "failed arenas",
+    "retirement": "evacuation",
+    "residency": "block table",
+    "slot_pool": "arena allocator",
+    "ledger": "table",
+    "stands": "resident",
 }
 
 
@@ -149,6 +160,43 @@ def test_no_retired_word_comes_back() -> None:
         if f"_{word}_" in in_words(name)
     }
     assert found == {}
+
+
+@functools.cache
+def texts() -> dict[str, str]:
+    """The Python files of the product and of the tests by path."""
+    tests = {
+        str(file.relative_to(ROOT)): file.read_text() for file in (ROOT / "tests").rglob("*.py")
+    }
+    return sources() | tests
+
+
+def exists(dotted: str) -> bool:
+    """Whether `dotted` is a folder or module of this repository, or names that a module has."""
+    parts = dotted.split(".")
+    for count in range(len(parts), 0, -1):
+        place = ROOT.joinpath(*parts[:count])
+        files = [place.with_suffix(".py"), place / "__init__.py"]
+        found = [texts()[name] for f in files if (name := str(f.relative_to(ROOT))) in texts()]
+        if found:
+            return all(re.search(rf"\b{part}\b", found[0]) for part in parts[count:])
+    return False
+
+
+def test_every_file_and_module_that_a_comment_or_docstring_names_exists() -> None:
+    folders = "|".join((*PACKAGES, "tests"))
+    keys = {key for key, _, _ in each_setting(Settings())}
+    keys |= {".".join(key.split(".")[:count]) for key in keys for count in (1, 2)}
+    keys |= {"kvpool.commands", "kvpool.yaml"}  # a group of entry points, and the settings file
+    missing = []
+    for path, text in texts().items():
+        for dotted in re.findall(rf"`((?:{folders})\.\w[\w.]*\w)`", text):
+            if dotted not in keys and not exists(dotted):
+                missing.append(f"{path}: {dotted}")
+        for file in re.findall(rf"`((?:{folders}|docs|deploy)/[\w./-]+\.\w+)`", text):
+            if not (ROOT / file).exists():
+                missing.append(f"{path}: {file}")
+    assert missing == []
 
 
 def test_every_setting_says_what_it_is_for() -> None:
