@@ -226,13 +226,16 @@ class ModelledStore:
                 del self.claims[key]
         self._after()
 
-    def writer_stopped(self, writer: str) -> None:
-        """Its slots in quarantine are free from here on; its live reservations go on."""
+    def confirm_stopped(self, which: int) -> None:
+        """The writer of a reservation in quarantine confirms that it has stopped: its slots are free."""
         self.store.expire(self.now)
         self._expire_own()
-        self.store.writer_stopped(writer, self.now)
-        for key in [k for k in self.claims if isinstance(k, tuple) and k[:2] == ("late", writer)]:
-            del self.claims[key]
+        late = [k for k in self.claims if isinstance(k, tuple) and k[0] == "late"]
+        if late:
+            _, writer, reservation, _ = late[which % len(late)]
+            self.store.abort(reservation, True, self.now)
+            for key in [k for k in late if k[1:3] == (writer, reservation)]:
+                del self.claims[key]
         self._after()
 
     def late_write(self, which: int) -> None:
@@ -701,7 +704,7 @@ def random_walk(
         + ["release"] * 3
         + ["finish_migration"] * 6
         + ["advance", "late_write", "late_write", "plan_demotions", "plan_demotions"]
-        + ["abort", "writer_stopped", "renew", "client_gone", "drop"]
+        + ["abort", "confirm_stopped", "renew", "client_gone", "drop"]
         + ["retain", "retain", "end_retention", "promote", "promote"]
         + ["add_arena", "evacuate_arena", "take_evacuated"]
         + ["plan_evacuation"] * 3
@@ -759,8 +762,8 @@ def step(model: ModelledStore, verb: str, rng: random.Random) -> None:
         model.take_evacuated()
     elif verb == "plan_evacuation":
         model.plan_evacuation(rng.randrange(1, 5))
-    elif verb == "writer_stopped":
-        model.writer_stopped(who)
+    elif verb == "confirm_stopped":
+        model.confirm_stopped(rng.randrange(8))
     elif verb == "client_gone":
         model.client_gone(who)
     elif verb == "retain":

@@ -1,15 +1,23 @@
 """Reservations: who may write to which empty slots, until when, and what happens to late writes.
 
-A slot of an expired or aborted reservation goes to quarantine: there is no way to cancel a one-sided write,
-so the slot is free only when its writer says that it stopped, is known dead, or `quarantine_s` have
-passed (invariant 2). Pure: `now` is an argument, in monotonic seconds.
+A one-sided write cannot be cancelled, so the slots of an expired or aborted reservation go to quarantine
+(invariant 2). They are free when the writer confirms that it has stopped, or after `quarantine_s`.
+
+The end of a connection or of a process frees nothing: no node can know from it that a writer is dead.
+- The process may live on after its connection closed, with transfers under way or the arena still mapped.
+- A mapping is inherited by child processes, which outlive the one that asked for it.
+- Over TCP the node itself applies what a peer sent, and may do so after that peer has died.
+
+`now` is an argument, in monotonic seconds.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument, ReservationGone
@@ -20,17 +28,21 @@ from tiers.store.reservation_cursors import CommitCursor, Grant, ReserveCursor
 from tiers.store.slab_allocator import Place
 
 
-class Quarantined:
-    """One slot that a writer may still write to."""
+class QuarantinedSlot(NamedTuple):
+    """A slot that a writer may still write to."""
 
-    __slots__ = ("is_over", "place", "slot_bytes", "tier", "until")
+    tier: Tier
+    place: Place
+    slot_bytes: int
 
-    def __init__(self, tier: Tier, place: Place, slot_bytes: int, until: float) -> None:
-        self.tier = tier
-        self.place = place
-        self.slot_bytes = slot_bytes
-        self.until = until
-        self.is_over = False
+
+@dataclass(slots=True, frozen=True)
+class Quarantine:
+    """What an ended reservation leaves: slots that nobody may use yet."""
+
+    writer_id: str
+    slots: list[QuarantinedSlot]
+    until: float  # monotonic seconds
 
 
 class ReservationTable:
@@ -50,10 +62,8 @@ class ReservationTable:
         self._by_writer: dict[str, set[int]] = {}
         self._due: list[tuple[float, int]] = []
         self._committing: dict[CommitCursor, None] = {}
-        self._quarantine: deque[Quarantined] = deque()  # by `until`: time only moves forward
-        # To find the slots of a writer or a reservation; entries go when their slots are free.
-        self._of_writer: dict[str, dict[Quarantined, None]] = {}  # dicts: a fixed order
-        self._of_reservation: dict[int, tuple[str, list[Quarantined]]] = {}
+        # By reservation, in the order of `until`: time only moves forward.
+        self._quarantines: OrderedDict[int, Quarantine] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._grants)
@@ -67,12 +77,12 @@ class ReservationTable:
         grant = self._grants.get(reservation_id)
         if grant is not None:
             return grant.writer_id
-        entry = self._of_reservation.get(reservation_id)
-        return entry[0] if entry is not None else None
+        quarantine = self._quarantines.get(reservation_id)
+        return quarantine.writer_id if quarantine is not None else None
 
-    def quarantined(self) -> list[Quarantined]:
+    def quarantined(self) -> list[QuarantinedSlot]:
         """All slots in quarantine."""
-        return [entry for entry in self._quarantine if not entry.is_over]
+        return [slot for quarantine in self._quarantines.values() for slot in quarantine.slots]
 
     def begin_reserve(
         self,
@@ -218,21 +228,13 @@ class ReservationTable:
         grant = self._grants.get(reservation_id)
         if grant is not None:
             self._end(grant, is_late_write_possible=not writer_stopped, now=now)
-        elif writer_stopped and reservation_id in self._of_reservation:
-            writer_id, entries = self._of_reservation[reservation_id]
-            self._release(entries)
-            self._forget(reservation_id, writer_id, entries)
+        elif writer_stopped:
+            self._end_quarantine(reservation_id)
 
     def writer_gone(self, writer_id: str, now: float) -> None:
         """The writer went away; its writes may not have: all its reservations go to quarantine."""
         for reservation_id in sorted(self._by_writer.get(writer_id, ())):
             self._end(self._grants[reservation_id], is_late_write_possible=True, now=now)
-
-    def writer_stopped(self, writer_id: str) -> None:
-        """The writer is known to be dead or idle: its slots in quarantine are free."""
-        self._release(self._of_writer.pop(writer_id, ()))
-        for reservation_id in [i for i, (w, _) in self._of_reservation.items() if w == writer_id]:
-            del self._of_reservation[reservation_id]
 
     def expire(self, now: float) -> int:
         """End what is past its deadline, free what is past quarantine; returns how many of both."""
@@ -248,7 +250,7 @@ class ReservationTable:
             self._end(grant, is_late_write_possible=True, now=now)
             self._table.counters["reservations_expired"] += 1
             ended += 1
-        return ended + self._expire_quarantine(now)
+        return ended + self._expire_quarantines(now)
 
     # ------------------------------------------------------------ within
 
@@ -319,43 +321,30 @@ class ReservationTable:
         ]
         if not is_late_write_possible:
             return
-        until = now + self._quarantine_s
-        entries = [
-            Quarantined(copy.tier, place, copy.block.space.slot_bytes[copy.tier], until)
+        slots = [
+            QuarantinedSlot(copy.tier, place, copy.block.space.slot_bytes[copy.tier])
             for place, copy in zip(places, open_copies, strict=True)
         ]
-        self._quarantine.extend(entries)
-        self._of_writer.setdefault(grant.writer_id, {}).update(dict.fromkeys(entries))
-        self._of_reservation[grant.reservation_id] = (grant.writer_id, entries)
+        self._quarantines[grant.reservation_id] = Quarantine(
+            grant.writer_id, slots, now + self._quarantine_s
+        )
 
-    def _expire_quarantine(self, now: float) -> int:
-        over: list[Quarantined] = []
-        while self._quarantine and (
-            self._quarantine[0].is_over or self._quarantine[0].until <= now
-        ):
-            over.append(self._quarantine.popleft())
-        if not over:
+    def _expire_quarantines(self, now: float) -> int:
+        over: list[int] = []
+        for reservation_id, quarantine in self._quarantines.items():
+            if quarantine.until > now:
+                break
+            over.append(reservation_id)
+        return sum(self._end_quarantine(reservation_id) for reservation_id in over)
+
+    def _end_quarantine(self, reservation_id: int) -> int:
+        """Free the slots of one reservation; returns how many there were."""
+        quarantine = self._quarantines.pop(reservation_id, None)
+        if quarantine is None:
             return 0
-        live = [entry for entry in over if not entry.is_over]
-        self._release(live)
-        for reservation_id, (writer_id, entries) in list(self._of_reservation.items()):
-            if all(entry.is_over for entry in entries):
-                self._forget(reservation_id, writer_id, entries)
-        return len(live)
-
-    def _forget(self, reservation_id: int, writer_id: str, entries: list[Quarantined]) -> None:
-        del self._of_reservation[reservation_id]
-        of_writer = self._of_writer[writer_id]
-        for entry in entries:
-            del of_writer[entry]
-        if not of_writer:
-            del self._of_writer[writer_id]
-
-    def _release(self, entries: Iterable[Quarantined]) -> None:
-        for entry in entries:
-            if not entry.is_over:
-                entry.is_over = True
-                self._table.end_quarantine(entry.tier, entry.place, entry.slot_bytes)
+        for tier, place, slot_bytes in quarantine.slots:
+            self._table.end_quarantine(tier, place, slot_bytes)
+        return len(quarantine.slots)
 
 
 def reservation_over(reservation_id: int) -> ReservationGone:

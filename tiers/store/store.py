@@ -475,10 +475,6 @@ class Store:
         """
         self._reservations.abort(reservation_id, writer_stopped=writer_stopped, now=now)
 
-    def writer_stopped(self, writer_id: str, now: float) -> None:
-        """The writer is dead or confirmed that nothing is in flight: free its slots in quarantine."""
-        self._reservations.writer_stopped(writer_id)
-
     # ------------------------------------------------------------ ends
 
     def client_gone(self, client_id: str, now: float) -> None:

@@ -110,12 +110,12 @@ def test_a_half_written_block_in_hbm_gives_way_to_a_writer_of_dram() -> None:
 
 def test_late_writes_to_hbm_keep_their_slots_in_quarantine() -> None:
     s = store(dram=1)
-    s.reserve(A, names(4), b"", 0, "w", 1.0, 0.0, Tier.HBM)
+    number = s.reserve(A, names(4), b"", 0, "w", 1.0, 0.0, Tier.HBM).reservation_id
     s.expire(2.0)
     [hbm] = [u for u in s.usage() if u.tier == Tier.HBM]
     assert (hbm.quarantined_bytes, hbm.free_bytes) == (4 * PAGE, 0)
     assert put(s, names(1, b"m")) == [0]
-    s.writer_stopped("w", 2.0)
+    s.abort(number, True, 2.0)
     assert put(s, names(1, b"o")) == [HBM_ARENA]
     s.check_integrity()
 

@@ -75,9 +75,9 @@ class StoreMachine(RuleBasedStateMachine):
     def abort(self, pick: int, has_stopped: bool) -> None:
         self.model.abort(sorted(self.model.grants)[pick % len(self.model.grants)], has_stopped)
 
-    @rule(writer=clients)
-    def writer_stopped(self, writer: str) -> None:
-        self.model.writer_stopped(writer)
+    @rule(pick=picks)
+    def confirm_stopped(self, pick: int) -> None:
+        self.model.confirm_stopped(pick)
 
     @rule(pick=picks)
     def late_write(self, pick: int) -> None:

@@ -283,16 +283,32 @@ def test_expired_reservation_is_quarantined_until_the_longest_transfer_is_over()
     assert again.statuses == [GRANTED]
 
 
-def test_expired_reservation_is_quarantined_until_writer_stops() -> None:
+def test_expired_reservation_is_quarantined_until_its_writer_confirms_that_it_stopped() -> None:
     s = store()
-    s.reserve(A, names(3), b"", 0, "w1", 1.0, 0.0)
-    s.reserve(A, names(1, b"x"), b"", 0, "w2", 1.0, 0.0)
+    first = s.reserve(A, names(3), b"", 0, "w1", 1.0, 0.0).reservation_id
+    second = s.reserve(A, names(1, b"x"), b"", 0, "w2", 1.0, 0.0).reservation_id
     s.expire(1.0)
-    s.writer_stopped("w1", 1.0)
+    s.abort(first, True, 1.0)
     usage = s.usage()[0]
     assert (usage.quarantined_bytes, usage.free_bytes) == (PAGE, 3 * PAGE)
-    s.writer_stopped("nobody", 1.0)
+    assert (s.writer_of(first), s.writer_of(second)) == (None, "w2")
+    s.abort(first, True, 1.0)
+    assert s.expire(1.0 + CONFIG.quarantine_s) == 1  # the second's slot alone is left
+    assert s.usage()[0].free_bytes == 4 * PAGE
     s.check_integrity()
+
+
+def test_the_end_of_a_writer_ends_no_quarantine() -> None:
+    """Its transfers may still arrive, and its children may still map the arena (invariant 2)."""
+    s = store()
+    number = s.reserve(A, names(2), b"", 0, "w", 10.0, 0.0).reservation_id
+    for now in (1.0, 2.0):
+        s.client_gone("w", now)
+        assert (s.usage()[0].quarantined_bytes, s.writer_of(number)) == (2 * PAGE, "w")
+    s.expire(1.0 + CONFIG.quarantine_s - 0.001)
+    assert s.usage()[0].quarantined_bytes == 2 * PAGE
+    s.expire(1.0 + CONFIG.quarantine_s)
+    assert (s.usage()[0].free_bytes, s.writer_of(number)) == (4 * PAGE, None)
 
 
 def test_abort_frees_at_once_only_when_the_writer_stopped() -> None:
