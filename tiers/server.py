@@ -164,7 +164,7 @@ class _Node:
             service.ucx = target.ucx
 
         security = self._security
-        security.authorizer.find_namespace = store.find_namespace
+        security.authorizer.find_namespace = store.namespaces.find
         wire = WireServer(
             "node",
             identity.node_id,
@@ -391,10 +391,10 @@ class _Node:
         """What was stored before its tenant was isolated shall not come back into memory that others reach."""
         foreign = {
             namespace.namespace_id
-            for namespace in store.namespaces()
+            for namespace in store.namespaces
             if not self._security.authorizer.may_hold(namespace.tenant)
         }
-        for namespace_id, _, block_hash in list(store.snapshot() if foreign else ()):
+        for namespace_id, _, block_hash in list(store.inspection.snapshot() if foreign else ()):
             if namespace_id in foreign:
                 store.drop(namespace_id, block_hash, "isolated", time.monotonic())
 

@@ -21,8 +21,6 @@ MAX_METHODS = 25
 # Files over MAX_LINES: the most lines that each may have until it is split.
 LONG_FILES = {
     "tiers/service/service.py": 582,
-    "tiers/store/block_table.py": 554,
-    "tiers/store/store.py": 899,
 }
 
 # Classes over MAX_METHODS: the most methods that each may have until it is split.
@@ -33,8 +31,7 @@ LARGE_CLASSES = {
     "tiers/service/migrator.py::Migrator": 29,
     "tiers/service/service.py::NodeService": 35,
     "tiers/store/arena_allocator.py::ArenaAllocator": 27,
-    "tiers/store/block_table.py::BlockTable": 41,
-    "tiers/store/store.py::Store": 70,
+    "tiers/store/block_table.py::BlockTable": 39,
 }
 
 # Classes whose methods an engine dictates. They stay.

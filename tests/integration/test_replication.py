@@ -371,7 +371,7 @@ async def test_slots_into_which_a_copy_may_still_arrive_are_quarantined(
 
     arena = Arena(0, 8 << 20)
     store = Store(SlabAllocator(arena.size_bytes, 1 << 20, 0))
-    store.register_namespace(NAMESPACE, time.monotonic())
+    store.namespaces.register(NAMESPACE)
     transports = Transports(f"test-{transport}-{is_cancelled}", forced=transport)
     replicator = Replicator("me", "here", store, [arena], transports, lambda: None, fetch=fetch)
     packed = pack_hashes(hashes)
@@ -386,7 +386,7 @@ async def test_slots_into_which_a_copy_may_still_arrive_are_quarantined(
     else:
         assert isinstance(outcome, m.ReplicateReply)
         assert (outcome.stored, outcome.reason) == (0, "deadline")
-    [dram] = store.usage()
+    [dram] = store.inspection.tiers()
     assert (dram.quarantined_bytes > 0, dram.reserved_bytes) == (is_quarantined, 0)
     store.check_integrity()
     await replicator.close()
@@ -411,7 +411,7 @@ async def test_a_source_that_stops_in_mid_transfer_holds_few_threads_and_none_fo
     monkeypatch.setattr(ShmTransport, "read_and_sum", hangs)
     arena = Arena(0, 8 << 20)
     store = Store(SlabAllocator(arena.size_bytes, 1 << 20, 0))
-    store.register_namespace(NAMESPACE, time.monotonic())
+    store.namespaces.register(NAMESPACE)
     transports = Transports("test-frozen", forced="shm")
     replicator = Replicator("me", "here", store, [arena], transports, lambda: None)
     request = m.Replicate(NAMESPACE.namespace_id, pack_hashes(hashes), b"", info.descriptor, 3000.0)

@@ -1,8 +1,8 @@
-"""An independent model that watches a store: who may touch which page, and what each page holds.
+"""An independent model of a store: who may use which page, and what each page holds.
 
-Knows nothing of the store's insides. It keeps its own clock-based view of leases, reservations, quarantine and
-moves (from results alone), simulates the memory with writers that write late, and raises `Violation` when
-the store hands out a page that somebody may still use, or places that do not hold the block.
+It sees only the results of calls. From these it keeps its own records of leases, reservations, quarantine and
+migrations, and simulates the memory with writers that write late. It raises `Violation` if the store hands out a
+page that somebody may still use, or places that do not hold the block.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def chains(namespace: Namespace) -> list[list[bytes]]:
 
 @dataclass
 class Claim:
-    """Pages that somebody may read or write until `until` (None: until told otherwise)."""
+    """Pages that somebody may read or write until `until`; None: until a later call ends it."""
 
     pages: list[Page]
     until: float | None
@@ -68,7 +68,7 @@ class Claim:
 
 @dataclass
 class Grant:
-    """A reservation as its writer sees it: `open` are the indices not committed."""
+    """A reservation as its writer sees it; `open` has the indices that are not committed."""
 
     namespace: Namespace
     part: int
@@ -119,11 +119,11 @@ class ModelledStore:
         self.residents: set[tuple[Tier, Block]] = set()
         self.parents: dict[Block, bytes] = {}
         self.live_parts: dict[tuple[Block, int], int] = {}  # granted and open -> reservation
-        self.retained: dict[Block, float] = {}  # protected until, in whatever tier
+        self.retained: dict[Block, float] = {}  # until when, in any tier
         self.paid: dict[str, int] = {}  # by account, dram bytes before the call under way
-        self.arenas = {0: dram_slabs * SLAB}  # bytes by id, those on their way out too
+        self.arenas = {0: dram_slabs * SLAB}  # bytes by id, with arenas that are being evacuated
         self.next_arena = HBM_ARENA
-        self.ids = {ns.model: self.store.register_namespace(ns, 0.0) for ns in NAMESPACES}
+        self.ids = {ns.model: self.store.namespaces.register(ns) for ns in NAMESPACES}
         for namespace in NAMESPACES:
             for chain in chains(namespace):
                 for parent, block in zip([b"", *chain], chain, strict=False):
@@ -209,17 +209,17 @@ class ModelledStore:
             self._require_whole((space, name))
             parts = range(grant.namespace.layout.tp_size)
             tiers = {self.part_tiers[(space, name), part] for part in parts}
-            self._require(len(tiers) == 1, f"parts of {name!r} stand in {tiers}")
+            self._require(len(tiers) == 1, f"parts of {name!r} are in {tiers}")
         if not grant.open:
             del self.grants[reservation]
         self._after()
 
     def abort(self, reservation: int, writer_stopped: bool) -> None:
         self._expire_own()
-        self.store.abort(reservation, writer_stopped, self.now)
+        self.store.reservations.abort(reservation, writer_stopped, self.now)
         if reservation in self.grants:
             self._end_grant(reservation, self.now, is_stopped=writer_stopped)
-        elif writer_stopped:  # expired just now, and confirmed all the same
+        elif writer_stopped:  # it expired just now, and is confirmed all the same
             for key in [
                 k for k in self.claims if isinstance(k, tuple) and k[2:3] == (reservation,)
             ]:
@@ -233,7 +233,7 @@ class ModelledStore:
         late = [k for k in self.claims if isinstance(k, tuple) and k[0] == "late"]
         if late:
             _, writer, reservation, _ = late[which % len(late)]
-            self.store.abort(reservation, True, self.now)
+            self.store.reservations.abort(reservation, True, self.now)
             for key in [k for k in late if k[1:3] == (writer, reservation)]:
                 del self.claims[key]
         self._after()
@@ -294,7 +294,8 @@ class ModelledStore:
         self._note_accounts()
         migrations, _ = self.store.promote(self.ids[namespace.model], run, self.now, tier)
         self._require(
-            all(migration.target_tier == tier for migration in migrations), "moves go where asked"
+            all(migration.target_tier == tier for migration in migrations),
+            "migrations end in the tier that was asked for",
         )
         self._take_migrations(migrations)
         self._after(asking=namespace, needed=run)
@@ -302,7 +303,7 @@ class ModelledStore:
     def renew(self, lease: int, ttl: float) -> None:
         known = self.leases[lease]
         try:
-            left = self.store.renew(lease, ttl, self.now)
+            left = self.store.leases.renew(lease, ttl, self.now)
         except LeaseExpired:
             self._require(self.now >= known.deadline, "a lease in force can be renewed")
         else:
@@ -312,7 +313,7 @@ class ModelledStore:
         self._after()
 
     def release(self, lease: int) -> None:
-        self.store.release(lease, self.now)
+        self.store.leases.release(lease)
         del self.leases[lease]
         self.claims.pop(("lease", lease), None)
         self._after()
@@ -348,7 +349,7 @@ class ModelledStore:
         self._after(dropped=(space, name))
 
     def retain(self, namespace: Namespace, chain: int, count: int, ttl: float | None) -> None:
-        """From the head of a chain; None: for ever."""
+        """Retain `count` blocks from the head of a chain; a `ttl` of None is a hard pin."""
         run = chains(namespace)[chain][:count]
         space = self.ids[namespace.model]
         until = math.inf if ttl is None else self.now + ttl
@@ -362,15 +363,17 @@ class ModelledStore:
         ]
         fresh = [block for block in resident if block not in self.retained]
         promised = sum(sizes) + len(fresh) * namespace.layout.block_bytes
-        nvme = [u.capacity_bytes for u in self.store.usage() if u.tier == Tier.NVME]
+        nvme = [u.capacity_bytes for u in self.store.inspection.tiers() if u.tier == Tier.NVME]
         is_room = promised <= self.config.retention_share * min([self._open_bytes(), *nvme])
         try:
-            count = self.store.retain(space, run, None if ttl is None else until, self.now)
+            count = self.store.retention.retain(
+                space, run, None if ttl is None else until, self.now
+            )
         except NoRoom:
-            self._require(bool(fresh) and not is_room, "within the share protection is given")
+            self._require(bool(fresh) and not is_room, "within the share retention is granted")
         else:
-            self._require(is_room or not fresh, "no more than the share is protected")
-            self._require(count == len(resident), f"{count} protected of {len(resident)}")
+            self._require(is_room or not fresh, "no more than the share is retained")
+            self._require(count == len(resident), f"{count} retained of {len(resident)}")
             for block in resident:
                 self.retained[block] = max(until, self.retained.get(block, 0.0))
         self._after()
@@ -385,16 +388,16 @@ class ModelledStore:
             if (space, name) in self.retained and not builds_on:
                 del self.retained[space, name]
                 ended += 1
-        count = self.store.end_retention(space, run, self.now)
-        self._require(count == ended, f"{count} unprotected instead of {ended}")
+        count = self.store.retention.end(space, run, self.now)
+        self._require(count == ended, f"{count} retentions ended instead of {ended}")
         self._after()
 
     def plan_demotions(self, count: int) -> None:
-        self._take_migrations(self.store.plan_demotions(count, self.now))
+        self._take_migrations(self.store.migrations.plan_demotions(count, self.now))
         self._after()
 
     def finish_migration(self, which: int, ok: bool | None) -> None:
-        """None: cancelled before it began."""
+        """Finish one migration; an `ok` of None cancels it before it began."""
         if not self.migrations:
             return
         migration = self.migrations.pop(sorted(self.migrations)[which % len(self.migrations)])
@@ -403,7 +406,9 @@ class ModelledStore:
         for i, (old, new) in enumerate(zip(source, target, strict=True)):
             content = self.memory.get(old)
             expected = (migration.namespace_id, migration.block_hash, migration.part, i)
-            self._require(content == expected, f"source of a move holds {content}, not {expected}")
+            self._require(
+                content == expected, f"source of a migration holds {content}, not {expected}"
+            )
             if ok is not None:
                 self.memory[new] = content if ok else ("torn", migration.migration_id)
         if ok is None:
@@ -421,23 +426,23 @@ class ModelledStore:
 
     def evacuate_arena(self, which: int) -> None:
         arena_id = sorted(self.arenas)[which % len(self.arenas)]
-        is_last = not set(self.arenas) - self.store.evacuating().keys() - {arena_id}
+        is_last = not set(self.arenas) - self.store.evacuations.bytes_left().keys() - {arena_id}
         try:
-            self.store.evacuate_arena(arena_id, self.now)
+            self.store.evacuations.begin(arena_id)
         except InvalidArgument:
-            self._require(is_last, "any arena but the last can go")
+            self._require(is_last, "any arena but the last can be evacuated")
         self._after()
 
     def plan_evacuation(self, count: int) -> None:
         self._expire_own()
         events = len(self.migrations)
         self._take_migrations(self.store.plan_evacuation(count, self.now))
-        self._require(len(self.migrations) - events <= 2 * count, "more moves than asked for")
+        self._require(len(self.migrations) - events <= 2 * count, "more migrations than asked for")
         self._after()
 
     def take_evacuated(self) -> None:
-        """Nobody may have business in an arena that is gone; one that comes later is another."""
-        for arena_id in self.store.take_evacuated():
+        """Nobody may use an arena that is gone; an arena that comes later is another one."""
+        for arena_id in self.store.evacuations.take_empty():
             del self.arenas[arena_id]
             for key, claim in self.claims.items():
                 is_over = claim.until is not None and self.now >= claim.until
@@ -448,58 +453,58 @@ class ModelledStore:
         self._after()
 
     def settle(self) -> None:
-        """Everybody goes; then nothing may be left in any state but committed, and dropped, free."""
+        """End everything: then nothing may be left but committed blocks, and after dropping them nothing."""
         while self.migrations:
             self.finish_migration(0, False)
         for lease in list(self.leases):
             self.release(lease)
         for reservation in list(self.grants):
             self.abort(reservation, False)
-        self.advance(1000.0, sweeps=True)  # quarantine begins when the end is noticed
+        self.advance(1000.0, sweeps=True)  # quarantine begins when the expiry is noticed
         self.advance(1000.0, sweeps=True)
         self._settle_evacuation()
-        for usage in self.store.usage():
+        for usage in self.store.inspection.tiers():
             held = usage.reserved_bytes + usage.pinned_bytes + usage.quarantined_bytes
             self._require(held == 0, f"{usage.tier}: {held} bytes are held by nobody")
         for namespace in NAMESPACES:
             for chain in range(3):
                 for position in range(7):
                     self.drop(namespace, chain, position, "test")
-        for usage in self.store.usage():
+        for usage in self.store.inspection.tiers():
             self._require(usage.free_bytes == usage.capacity_bytes, f"{usage.tier} leaked")
 
     def _settle_evacuation(self) -> None:
-        """With nobody there, all retired arenas empty themselves, but for what is kept for ever."""
+        """With no holders left, all evacuations end, unless hard pinned blocks keep an arena."""
         is_kept = any(math.isinf(end) for end in self.retained.values())
         for _ in range(200):
             self.take_evacuated()
-            if not self.store.evacuating():
+            if not self.store.evacuations.bytes_left():
                 return
             self.plan_evacuation(4)
             while self.migrations:
                 self.finish_migration(0, True)
-        self._require(is_kept, f"arenas never came free: {self.store.evacuating()}")
+        self._require(is_kept, f"arenas never came free: {self.store.evacuations.bytes_left()}")
 
     # ------------------------------------------------------------ the model's own view
 
     def check(self) -> None:
-        """Compare everything that can be compared now."""
+        """Compare the store with the model."""
         self.store.check_integrity()
         for lease in self.leases.values():
             if self.now < lease.deadline:
                 for page, expected in lease.expected:
                     content = self.memory.get(page)
                     self._require(content == expected, f"a reader sees {content}, not {expected}")
-        for usage in self.store.usage():
+        for usage in self.store.inspection.tiers():
             states = usage.free_bytes + usage.reserved_bytes
             states += usage.committed_bytes + usage.quarantined_bytes
             self._require(states == usage.capacity_bytes, f"{usage.tier}: {states} bytes")
             self._require(usage.free_bytes >= 0, f"{usage.tier}: less than nothing is free")
             self._require(usage.pinned_bytes <= usage.committed_bytes, "pinned is of committed")
-        dram = next(usage for usage in self.store.usage() if usage.tier == Tier.DRAM)
-        arenas = self._open_bytes() + sum(self.store.evacuating().values())
+        dram = next(usage for usage in self.store.inspection.tiers() if usage.tier == Tier.DRAM)
+        arenas = self._open_bytes() + sum(self.store.evacuations.bytes_left().values())
         self._require(dram.capacity_bytes == arenas, "dram is what its arenas are")
-        reported = {(tier, (space, name)) for space, tier, name in self.store.snapshot()}
+        reported = {(tier, (space, name)) for space, tier, name in self.store.inspection.snapshot()}
         self._require(reported == self.residents, "events and the full report agree")
 
     def _after(
@@ -508,7 +513,7 @@ class ModelledStore:
         asking: Namespace | None = None,
         needed: Sequence[bytes] = (),
     ) -> None:
-        """Compare after a call; `needed` are the blocks that it must not evict for itself."""
+        """Compare after a call; `needed` are the blocks that the call must not evict."""
         removed: list[tuple[Tier, Block]] = []
         for event in self.store.take_events():
             block = (event.namespace_id, event.block_hash)
@@ -539,21 +544,21 @@ class ModelledStore:
     ) -> None:
         for tier, block in removed:
             until = self.retained.get(block, 0.0)
-            if tier == Tier.HBM:  # from there it goes down
+            if tier == Tier.HBM:  # it is demoted from there
                 has_left = not self._is_resident(block) and (Tier.DRAM, block) not in removed
-                self._require(until <= self.now or not has_left, f"{block[1]!r} left, protected")
+                self._require(until <= self.now or not has_left, f"{block[1]!r} left, retained")
                 continue
-            self._require(until < math.inf, f"{block[1]!r} left {tier}, protected for ever")
+            self._require(until < math.inf, f"{block[1]!r} left {tier}, hard pinned")
             if until <= self.now:
                 continue
-            self._require(tier == Tier.DRAM, f"{block[1]!r} left nvme, protected until {until}")
-            # Of others, half written copies cannot be seen from here, nor who stands in which arena.
-            if asking is SMALL and not self.store.evacuating():
+            self._require(tier == Tier.DRAM, f"{block[1]!r} left nvme, retained until {until}")
+            # Of the other namespace, the model sees no half written copies, and of neither the arenas.
+            if asking is SMALL and not self.store.evacuations.bytes_left():
                 others = self._unretained_leaves(needed, {b for _, b in removed})
-                self._require(not others, f"{block[1]!r} left, protected, and {others} stayed")
+                self._require(not others, f"{block[1]!r} left, retained, and {others} stayed")
 
     def _unretained_leaves(self, needed: Sequence[bytes], removed: set[Block]) -> list[Block]:
-        """What of SMALL could have been evicted from dram instead, from the start of the call on."""
+        """The blocks of SMALL that could have been evicted from DRAM instead, since the start of the call."""
         space = self.ids[SMALL.model]
         busy = {
             block
@@ -579,14 +584,20 @@ class ModelledStore:
         if self.config.quotas:
             self.store.expire(self.now)
             self.paid = {
-                u.account: u.used_bytes for u in self.store.accounts() if u.tier == Tier.DRAM
+                u.account: u.used_bytes
+                for u in self.store.inspection.accounts()
+                if u.tier == Tier.DRAM
             }
 
     def _require_quotas(self, removed: list[tuple[Tier, Block]], asking: Namespace | None) -> None:
-        """Nobody above a quota takes from somebody below; every namespace has an account of its own."""
+        """No account above its quota takes from one below; every namespace has its own account."""
         if not self.config.quotas or asking is None:
             return
-        quota = {u.account: u.quota_bytes for u in self.store.accounts() if u.tier == Tier.DRAM}
+        quota = {
+            u.account: u.quota_bytes
+            for u in self.store.inspection.accounts()
+            if u.tier == Tier.DRAM
+        }
         left, me = self.paid, self.ids[asking.model].hex()
         sizes = {self.ids[n.model].hex(): n.layout.block_bytes for n in NAMESPACES}
         for tier, (space, name) in removed:
@@ -598,7 +609,7 @@ class ModelledStore:
             left[other] -= sizes[other]
 
     def _open_bytes(self) -> int:
-        evacuating = self.store.evacuating()
+        evacuating = self.store.evacuations.bytes_left()
         return sum(size for arena_id, size in self.arenas.items() if arena_id not in evacuating)
 
     def _is_resident(self, block: Block) -> bool:
@@ -638,7 +649,7 @@ class ModelledStore:
     def _grant(
         self, key: object, tier: Tier, place: Place, namespace: Namespace, until: float | None
     ) -> None:
-        """Somebody may write here from now on: nobody else may use it."""
+        """Somebody may write here from now on, so nobody else may use it."""
         pages = self._pages(tier, place, namespace)
         for other, claim in self.claims.items():
             is_over = claim.until is not None and self.now >= claim.until
@@ -715,7 +726,7 @@ def random_walk(
 
 
 def step(model: ModelledStore, verb: str, rng: random.Random) -> None:
-    """One random step of the given kind; nothing where there is nothing to act on."""
+    """One random step of the given kind; does nothing if there is nothing to act on."""
     namespace = rng.choice(NAMESPACES)
     who = f"client{rng.randrange(3)}"
     if verb == "reserve":

@@ -20,7 +20,8 @@ from kvpool.blocks.hashing import HASH_BYTES, unpack_hashes
 from tiers.disk.atomic_file import read_atomic_file, write_atomic_file
 from tiers.disk.devices import Device, Devices
 from tiers.disk.manifest import NvmeFailed
-from tiers.store.recovery import Access, Retention
+from tiers.store.recovery import Access
+from tiers.store.retention import Retention
 from tiers.store.store import Store
 
 log = structlog.get_logger(__name__)
@@ -73,9 +74,9 @@ def restore(devices: Devices, store: Store, now: float, wall: float) -> None:
                 for run in saved.runs
                 for name, until in _pairs(run, "<f8")
             }
-    store.restore_accesses([Access(*key, tick) for key, tick in ticks.items()], now)
+    store.recovery.restore_accesses([Access(*key, tick) for key, tick in ticks.items()])
     protections = [Retention(*key, now + left) for key, left in left_s.items() if left > 0]
-    refused = store.restore_retentions(protections, now)
+    refused = store.recovery.restore_retentions(protections, now)
     if refused:
         log.error("protections were not restored: there is no room for them", blocks=refused)
 
@@ -126,11 +127,11 @@ class AccessCheckpointer:
         await self._write_access_order()
 
     async def _write_access_order(self) -> None:
-        tick = self._store.tick
+        tick = self._store.recovery.tick
         if tick == self._saved_tick:
             return
         by_device = {device.number: _BlockValues() for device in self._devices}
-        for rows in self._store.accesses(SLICE_BLOCKS):
+        for rows in self._store.recovery.accesses(SLICE_BLOCKS):
             for number, use in rows:
                 by_device[number].add(use.namespace_id, use.block_hash, use.tick)
             await asyncio.sleep(0)
@@ -142,13 +143,13 @@ class AccessCheckpointer:
             self._saved_tick = tick
 
     async def _write_retention(self) -> None:
-        changes = self._store.retention_changes
+        changes = self._store.retention.changes
         if changes == self._saved_protections:
             return
         values = _BlockValues()
         wall = self._wall()
         ahead = wall - self._clock()
-        for number, kept in enumerate(self._store.retentions()):
+        for number, kept in enumerate(self._store.retention.values()):
             values.add(kept.namespace_id, kept.block_hash, kept.until + ahead)
             if number % SLICE_BLOCKS == SLICE_BLOCKS - 1:
                 await asyncio.sleep(0)

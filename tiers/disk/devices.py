@@ -202,7 +202,7 @@ class Devices:
         known: set[bytes] = set()
         for namespace in {n.namespace_id: n for d in self for n in d.files.namespaces()}.values():
             try:
-                known.add(store.register_namespace(namespace, now))
+                known.add(store.namespaces.register(namespace))
             except KvpoolError as error:
                 self.unrecovered[namespace.name] = str(error)
                 log.error(
@@ -213,17 +213,16 @@ class Devices:
             for entry in device.files.recover():
                 if entry.namespace_id not in known:
                     continue
-                count += store.recover(
+                count += store.recovery.recover_part(
                     entry.namespace_id,
                     entry.block_hash,
                     entry.parent,
                     entry.part,
                     entry.place._replace(arena_id=device.number),  # as of this life
                     entry.checksum,
-                    now,
                     entry.encoding,
                 )
-        for namespace_id, block_hash in store.finish_recovery(now):
+        for namespace_id, block_hash in store.recovery.discard_partial():
             self.record_removed(namespace_id, block_hash)
         return count
 

@@ -142,12 +142,12 @@ class Drainer:
         tally = _DrainTally()
         try:
             await self.announce(min(deadline, started + ANNOUNCE_S))
-            for namespace in self._store.namespaces():
-                parents = self._store.parents(namespace.namespace_id)
+            for namespace in self._store.namespaces:
+                parents = self._store.inspection.parents(namespace.namespace_id)
                 for run in cut_into_runs(parents):
                     await self._empty(namespace.namespace_id, run, request.drop, deadline, tally)
             self.refuses_readers = True
-            while self._store.lease_count and self._clock() < deadline:
+            while self._store.leases and self._clock() < deadline:
                 await asyncio.sleep(LEASE_POLL_S)
                 self._store.expire(self._clock())
         finally:
@@ -160,7 +160,7 @@ class Drainer:
             tally.moved,
             tally.elsewhere,
             dict(tally.lost),
-            self._store.lease_count,
+            len(self._store.leases),
             self._clock() - started,
         )
         log.info("drained", moved=reply.moved, elsewhere=reply.elsewhere, lost=reply.lost)
@@ -254,7 +254,7 @@ class Drainer:
                 credentials=self._credentials,
             )
             self._clients[target.node_id] = client
-        for namespace in self._store.namespaces():
+        for namespace in self._store.namespaces:
             if namespace.namespace_id == request.namespace_id:
                 await client.call(m.RegisterNamespace(namespace, proof_of(namespace)), timeout_s)
         reply: m.ReplicateReply = await client.call(request, timeout_s + 1.0)

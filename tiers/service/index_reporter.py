@@ -123,7 +123,7 @@ class IndexReporter:
     async def _join(self) -> None:
         self._must_join.clear()
         self._is_lost = False
-        join = m.NodeJoin(self.descriptor, self._service.store.namespaces())
+        join = m.NodeJoin(self.descriptor, list(self._service.store.namespaces))
         reply: m.MemberReply = await self._events_link.call(join, CALL_TIMEOUT_S)
         self._heartbeat_s = reply.heartbeat_s
         self._lost_before = self._lost_events()

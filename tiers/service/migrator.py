@@ -138,7 +138,7 @@ class Migrator:
             if self._defect is not None:
                 raise self._defect
             self._store.expire(self._clock())
-            if self._store.drop_failed(LOST_AT_ONCE, self._clock()):
+            if self._store.failed_arenas.drop_some(LOST_AT_ONCE):
                 self._wake.set()
             self._demote()
 
@@ -150,16 +150,16 @@ class Migrator:
             sources.append(Tier.DRAM)
         if not sources:
             return
-        self._store.rest_devices(d.number for d in self.devices if d.number not in free)
+        self._store.migrations.rest_devices(d.number for d in self.devices if d.number not in free)
         batch = BATCH_BLOCKS * max(1, len(free))
-        for move in self._store.plan_demotions(batch, self._clock(), sources):
+        for move in self._store.migrations.plan_demotions(batch, self._clock(), sources):
             is_to_disk = move.target_tier == Tier.NVME
             under_way = self._demotions[move.target.arena_id if is_to_disk else HBM_DEMOTIONS]
             under_way.add(move.migration_id)
             self._begin(move).add_done_callback(
                 partial(self._demoted, under_way, move.migration_id)
             )
-        if self._store.has_more_demotions:
+        if self._store.migrations.has_more:
             self._wake.set()
 
     def _demoted(self, under_way: set[int], migration_id: int, _work: asyncio.Future[int]) -> None:
@@ -221,7 +221,7 @@ class Migrator:
         Returns:
             None while the disk's speed is not known and something would have to be read.
         """
-        namespace = self._store.namespace(namespace_id)
+        namespace = self._store.namespaces[namespace_id]
         waits: list[float] = []
         own_bytes = 0
         wait_s = 0.0
@@ -249,7 +249,7 @@ class Migrator:
         return self.devices[place.arena_id]
 
     def _begin(self, move: Migration) -> asyncio.Future[int]:
-        namespace = self._store.namespace(move.namespace_id)
+        namespace = self._store.namespaces[move.namespace_id]
         is_read = move.source_tier == Tier.NVME
         if is_read:
             device = self._device(move)
@@ -320,14 +320,14 @@ class Migrator:
         if is_read:
             device.state = "failed"
             self.counters["devices_lost"] += 1
-            self._store.fail_device(device.number, self._clock())
-            self._store.drop_failed(LOST_AT_ONCE, self._clock())
+            self._store.failed_arenas.fail(Tier.NVME, device.number)
+            self._store.failed_arenas.drop_some(LOST_AT_ONCE)
             self._wake.set()  # for the rest of it
             log.error("an NVMe device cannot be read: its blocks are lost", **said)
         else:
             device.state = "read_only"
             self.counters["devices_read_only"] += 1
-            self._store.close_device(device.number, self._clock())
+            self._store.failed_arenas.close(Tier.NVME, device.number)
             log.error("an NVMe device cannot be written: it is only read from now on", **said)
 
     def _fail(self, defect: BaseException) -> None:

@@ -142,7 +142,7 @@ class Replicator:
         if request.source.node_id == self._node_id:
             raise InvalidArgument("a node does not copy from itself", hint="name another source")
         hashes = unpack_hashes(request.hashes)
-        namespace = self._store.namespace(request.namespace_id)
+        namespace = self._store.namespaces[request.namespace_id]
         deadline = self._clock() + request.deadline_s
         tally = _Tally()
         try:
@@ -359,7 +359,7 @@ class Replicator:
             except KvpoolError as error:  # it expired: the slots are in quarantine already
                 run.cut(0, error.code)
             stopped = not run.is_late_write_possible
-            self._store.abort(grant.reservation_id, stopped, now)
+            self._store.reservations.abort(grant.reservation_id, stopped, now)
         done = run.statuses[: run.end]
         tally.stored += done.count(m.BlockStatus.GRANTED)
         tally.existing += done.count(m.BlockStatus.EXISTS)

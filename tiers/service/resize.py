@@ -131,7 +131,7 @@ class Resizer:
         if plan.add_bytes:
             await self._grow(plan.add_bytes)
         for arena_id in plan.retire:
-            self._store.evacuate_arena(arena_id, self._clock())
+            self._store.evacuations.begin(arena_id)
         self._wake.set()
         reply = m.ResizeDramReply(before, sum(self._open().values()), self._evacuating_bytes())
         log.info(
@@ -150,7 +150,9 @@ class Resizer:
         """
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(TICK_S if self._store.evacuating() else None):
+                async with asyncio.timeout(
+                    TICK_S if self._store.evacuations.bytes_left() else None
+                ):
                     await self._wake.wait()
             self._wake.clear()
             if await self._empty_some():
@@ -165,13 +167,15 @@ class Resizer:
     # ------------------------------------------------------------ within
 
     def _open(self) -> dict[int, int]:
-        evacuating = self._store.evacuating()
+        evacuating = self._store.evacuations.bytes_left()
         return {
             key: arena.size_bytes for key, arena in self._arenas.items() if key not in evacuating
         }
 
     def _evacuating_bytes(self) -> int:
-        return sum(self._arenas[arena_id].size_bytes for arena_id in self._store.evacuating())
+        return sum(
+            self._arenas[arena_id].size_bytes for arena_id in self._store.evacuations.bytes_left()
+        )
 
     async def _grow(self, size_bytes: int) -> None:
         if len(self._arenas) >= MAX_ARENAS:
@@ -192,7 +196,7 @@ class Resizer:
 
     async def _empty_some(self) -> bool:
         """Take some blocks out of evacuated arenas; whether that did anything."""
-        before = self._store.evacuating()
+        before = self._store.evacuations.bytes_left()
         if not before:
             return False
         moves = self._store.plan_evacuation(
@@ -204,7 +208,7 @@ class Resizer:
         works += self._demote([move for move in moves if move.target_tier != Tier.DRAM])
         if works:
             await asyncio.wait(works)
-        return bool(moves) or self._store.evacuating() != before
+        return bool(moves) or self._store.evacuations.bytes_left() != before
 
     def _begin(self, move: Migration) -> asyncio.Future[None]:
         source, target = self._arenas[move.source.arena_id], self._arenas[move.target.arena_id]
@@ -224,7 +228,7 @@ class Resizer:
             self._store.drop(move.namespace_id, move.block_hash, "checksum", now)
 
     async def _close_empty(self) -> None:
-        gone = [self._arenas.remove(arena_id) for arena_id in self._store.take_evacuated()]
+        gone = [self._arenas.remove(arena_id) for arena_id in self._store.evacuations.take_empty()]
         if not gone:
             return
         await self._announce(tuple(self._arenas.values()))

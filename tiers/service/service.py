@@ -142,7 +142,7 @@ class NodeService:
             del self._sessions[who]
             tenants = {principal.tenant}
             if principal.sees_all:
-                tenants = {namespace.tenant for namespace in self.store.namespaces()}
+                tenants = {namespace.tenant for namespace in self.store.namespaces}
             for tenant in tenants:
                 self.store.client_gone(_holder(tenant, who[1]), self._clock())
 
@@ -152,11 +152,11 @@ class NodeService:
         Raises:
             UnknownNamespace.
         """
-        return _holder(self.store.namespace(namespace_id).tenant, client_id)
+        return _holder(self.store.namespaces[namespace_id].tenant, client_id)
 
     def is_busy(self) -> bool:
         """Whether anybody may be moving bytes with one-sided operations now."""
-        return self.store.lease_count > 0 or self.store.reservation_count > 0
+        return bool(self.store.leases or self.store.reservations)
 
     # ------------------------------------------------------------ handlers
 
@@ -164,11 +164,11 @@ class NodeService:
         """Raises LayoutMismatch, HashMismatch, BlockTooLarge."""
         check_proof(request.namespace, request.proof)
         try:
-            namespace_id = self.store.register_namespace(request.namespace, self._clock())
+            namespace_id = self.store.namespaces.register(request.namespace)
         except NoRoom:
-            if not self.store.forget_idle_namespace(request.namespace.tenant):
+            if not self.store.namespaces.forget_idle(request.namespace.tenant):
                 raise
-            namespace_id = self.store.register_namespace(request.namespace, self._clock())
+            namespace_id = self.store.namespaces.register(request.namespace)
         for listener in self.on_namespace:
             listener(request.namespace)
         return m.NamespaceReply(namespace_id)
@@ -180,7 +180,7 @@ class NodeService:
         _check_ttl(request.ttl_s)
         self.refuse_writers()
         hashes = unpack_hashes(request.hashes)
-        run = self.store.begin_reserve(
+        run = self.store.reservations.begin_reserve(
             request.namespace_id,
             hashes,
             request.parent,
@@ -201,12 +201,12 @@ class NodeService:
                 self.store.reserve_some(run, SLICE, self._clock())
                 await asyncio.sleep(0)
         except BaseException:  # nobody was told where to write
-            self.store.cancel_reserve(run, self._clock())
+            self.store.reservations.cancel(run, self._clock())
             raise
         return self._reserved(run, request)
 
     def _reserved(self, run: ReserveCursor, request: m.Reserve) -> m.ReserveReply:
-        granted = self.store.reserved(run)
+        granted = run.result()
         if not request.is_mapped:
             self.on_grant()
         return m.ReserveReply(
@@ -222,20 +222,20 @@ class NodeService:
     ) -> m.RenewReply:
         """Raises ReservationGone."""
         _check_ttl(request.ttl_s)
-        if not _is_of(self.store.writer_of(request.reservation_id), principal):
+        if not _is_of(self.store.reservations.writer_of(request.reservation_id), principal):
             raise reservation_over(request.reservation_id)
         return m.RenewReply(
-            self.store.renew_reservation(request.reservation_id, request.ttl_s, self._clock())
+            self.store.reservations.renew(request.reservation_id, request.ttl_s, self._clock())
         )
 
     def commit(
         self, request: m.Commit, principal: Principal = ANYBODY
     ) -> m.CommitReply | Awaitable[m.CommitReply]:
         """Raises ReservationGone, InvalidArgument."""
-        if not _is_of(self.store.writer_of(request.reservation_id), principal):
+        if not _is_of(self.store.reservations.writer_of(request.reservation_id), principal):
             raise reservation_over(request.reservation_id)
         checksums = _unpack("<u8", request.checksums)
-        run = self.store.begin_commit(
+        run = self.store.reservations.begin_commit(
             request.reservation_id,
             checksums,
             self._clock(),
@@ -247,22 +247,22 @@ class NodeService:
             self._committing.add(task)
             task.add_done_callback(self._committing.discard)
             return asyncio.shield(task)
-        self.store.commit_some(run, SLICE)
+        self.store.reservations.commit_some(run, SLICE)
         self.migrator.wake()
         return m.CommitReply(len(run.visible))
 
     async def _commit_slices(self, run: CommitCursor) -> m.CommitReply:
         while not run.is_done:
-            self.store.commit_some(run, SLICE)
+            self.store.reservations.commit_some(run, SLICE)
             await asyncio.sleep(0)
         self.migrator.wake()
         return m.CommitReply(len(run.visible))
 
     def abort(self, request: m.Abort, principal: Principal = ANYBODY) -> m.Ok:
         """Gives the slots back, at once or after quarantine; an ended reservation is ignored."""
-        if not _is_of(self.store.writer_of(request.reservation_id), principal):
+        if not _is_of(self.store.reservations.writer_of(request.reservation_id), principal):
             return m.Ok()
-        self.store.abort(request.reservation_id, request.writer_stopped, self._clock())
+        self.store.reservations.abort(request.reservation_id, request.writer_stopped, self._clock())
         return m.Ok()
 
     def pin(self, request: m.Pin, client_id: str) -> m.PinReply | Awaitable[m.PinReply]:
@@ -311,16 +311,15 @@ class NodeService:
     def renew(self, request: m.Renew, principal: Principal = ANYBODY) -> m.RenewReply:
         """Raises LeaseExpired."""
         _check_ttl(request.ttl_s)
-        if not _is_of(self.store.holder_of(request.lease_id), principal):
+        if not _is_of(self.store.leases.holder_of(request.lease_id), principal):
             raise lease_over(request.lease_id)
-        return m.RenewReply(self.store.renew(request.lease_id, request.ttl_s, self._clock()))
+        return m.RenewReply(self.store.leases.renew(request.lease_id, request.ttl_s, self._clock()))
 
     def release(self, request: m.Release, principal: Principal = ANYBODY) -> m.Ok:
         """Ends leases; ended or unknown ones are ignored."""
-        now = self._clock()
         for lease_id in request.lease_ids:
-            if _is_of(self.store.holder_of(lease_id), principal):
-                self.store.release(lease_id, now)
+            if _is_of(self.store.leases.holder_of(lease_id), principal):
+                self.store.leases.release(lease_id)
         return m.Ok()
 
     async def report_corrupt(self, request: m.ReportCorrupt) -> m.Ok:
@@ -340,7 +339,7 @@ class NodeService:
         """Drop the block if its copy in a memory tier, where it stands now, has wrong bytes."""
         now = self._clock()
         result = self.store.pin(namespace_id, [block_hash], OURSELVES, 5.0, now, None, tier)
-        length = self.store.part_bytes(namespace_id)
+        length = self.store.namespaces[namespace_id].layout.part_bytes
         try:
             sums = await asyncio.to_thread(
                 lambda: [checksum(self._bytes_at(place, length)) for place in result.places]
@@ -350,7 +349,7 @@ class NodeService:
                 log.error("dropping a corrupt block", block=block_hash.hex(), tier=tier)
                 self.store.drop(namespace_id, block_hash, "checksum", self._clock())
         finally:
-            self.store.release(result.lease_id, self._clock())
+            self.store.leases.release(result.lease_id)
 
     def lookup(self, request: m.NodeLookup) -> m.NodeLookupReply:
         """Raises UnknownNamespace. Takes no lease and leaves the order of eviction alone."""
@@ -363,14 +362,14 @@ class NodeService:
         """Raises UnknownNamespace, InvalidArgument, NoRoom."""
         hashes, now = unpack_hashes(request.hashes), self._clock()
         if request.release:
-            return m.ProtectReply(self.store.end_retention(request.namespace_id, hashes, now))
+            return m.ProtectReply(self.store.retention.end(request.namespace_id, hashes, now))
         if not 0 <= request.ttl_s <= MAX_PROTECTION_S:
             raise InvalidArgument(
                 f"ttl_s must lie in [0, {MAX_PROTECTION_S}], got {request.ttl_s}",
                 hint="0 protects for ever",
             )
         until = now + request.ttl_s if request.ttl_s else None
-        return m.ProtectReply(self.store.retain(request.namespace_id, hashes, until, now))
+        return m.ProtectReply(self.store.retention.retain(request.namespace_id, hashes, until, now))
 
     async def drop_blocks(self, request: m.DropBlocks) -> m.DropBlocksReply:
         """Raises UnknownNamespace, InvalidArgument: hashes that cannot be."""
@@ -392,15 +391,15 @@ class NodeService:
             )
         known = [
             usage
-            for usage in self.store.usages()
+            for usage in self.store.inspection.namespaces()
             if principal.sees_all
-            or self.store.namespace(usage.namespace_id).tenant == principal.tenant
+            or self.store.namespaces[usage.namespace_id].tenant == principal.tenant
         ]
         return m.ListNamespacesReply(known[request.offset :][: request.limit])
 
     def list_blocks(self, request: m.ListBlocks) -> m.ListBlocksReply:
         """Raises UnknownNamespace, which another tenant's is, and InvalidArgument."""
-        blocks = self.store.blocks(
+        blocks = self.store.inspection.blocks(
             request.namespace_id, request.offset, request.limit, self._clock()
         )
         return m.ListBlocksReply(blocks)
@@ -414,7 +413,7 @@ class NodeService:
             Draining: the node is about to stop.
         """
         self.refuse_writers()
-        length = self.store.part_bytes(request.namespace_id)
+        length = self.store.namespaces[request.namespace_id].layout.part_bytes
         if len(request.data) != length:
             raise WrongByteCount(
                 f"a block part of this namespace has {length} bytes, got {len(request.data)}"
@@ -437,7 +436,7 @@ class NodeService:
                 target[:] = np.frombuffer(request.data, dtype=np.uint8)
                 self.store.commit(granted.reservation_id, [checksum(request.data)], self._clock())
             except KvpoolError:
-                self.store.abort(granted.reservation_id, True, self._clock())
+                self.store.reservations.abort(granted.reservation_id, True, self._clock())
                 raise
             self.migrator.wake()
         return m.PutInlineReply(status)
@@ -457,14 +456,14 @@ class NodeService:
             raise BlockMiss(f"block {request.block_hash.hex()} is not here: {reply.miss_reason}")
         try:
             arena_id, offset = np.frombuffer(reply.places, dtype="<i8")[:2]
-            length = self.store.part_bytes(request.namespace_id)
+            length = self.store.namespaces[request.namespace_id].layout.part_bytes
             place = Place(int(arena_id), int(offset))
             if self._is_in_hbm(place):
                 data = (await asyncio.to_thread(self._bytes_at, place, length)).tobytes()
             else:
                 data = self._bytes_at(place, length).tobytes()
         finally:
-            self.store.release(reply.lease_id, self._clock())
+            self.store.leases.release(reply.lease_id)
         expected = int(np.frombuffer(reply.checksums, dtype="<u8")[0])
         if checksum(data) != expected:
             self.counters["corrupt_blocks"] += 1
@@ -483,10 +482,10 @@ class NodeService:
             self.identity.epoch,
             self.identity.host,
             self._clock() - self._started,
-            [self._with_facts(usage) for usage in self.store.usage()],
-            self.store.lease_count,
-            self.store.reservation_count,
-            len(self.store.namespaces()),
+            [self._with_facts(usage) for usage in self.store.inspection.tiers()],
+            len(self.store.leases),
+            len(self.store.reservations),
+            len(self.store.namespaces),
             {name: float(value) for name, value in counters.items()},
             self._arena_usage(),
             list(self.ucx),
@@ -495,8 +494,8 @@ class NodeService:
         return m.visible_stats(stats, principal.sees_all)
 
     def _arena_usage(self) -> list[m.ArenaUsage]:
-        used_bytes = self.store.arena_bytes()
-        evacuating = self.store.evacuating()
+        used_bytes = self.store.inspection.arena_bytes()
+        evacuating = self.store.evacuations.bytes_left()
         return [
             m.ArenaUsage(
                 arena_id,
@@ -525,7 +524,7 @@ class NodeService:
     def snapshot(self) -> dict[tuple[bytes, Tier], bytes]:
         """Every visible block, packed by (namespace id, tier): the full report."""
         runs: dict[tuple[bytes, Tier], list[bytes]] = {}
-        for namespace_id, tier, block_hash in self.store.snapshot():
+        for namespace_id, tier, block_hash in self.store.inspection.snapshot():
             runs.setdefault((namespace_id, tier), []).append(block_hash)
         return {key: pack_hashes(hashes) for key, hashes in runs.items()}
 

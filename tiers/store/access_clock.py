@@ -1,4 +1,4 @@
-"""When a tick of recency was given out, to within a second or so for the recent ones. Pure; bounded."""
+"""When a tick was given out: within a second or so for recent ones, less exactly for old ones. Bounded."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ MAX_SAMPLES = 16_384
 
 
 class AccessClock:
-    """Ticks that were current at known times, denser for the recent past."""
+    """Samples of (tick, time), denser for the recent past."""
 
     def __init__(self) -> None:
         self._ticks: list[int] = []
         self._times: list[float] = []  # monotonic seconds
 
     def note(self, tick: int, now: float) -> None:
-        """`tick` is the last one that was given out by `now`."""
+        """Record that `tick` is the last one given out by `now` (monotonic seconds)."""
         if self._times and now - self._times[-1] < SAMPLE_S:
             self._ticks[-1] = tick
             return
@@ -30,6 +30,6 @@ class AccessClock:
             self._times = self._times[:old:2] + self._times[old:]
 
     def age_s(self, tick: int, now: float) -> float:
-        """Seconds since `tick` was given out, or up to the distance of two samples less."""
+        """Seconds since `tick` was given out; too few by at most the distance of two samples."""
         at = bisect_left(self._ticks, tick)
         return max(0.0, now - self._times[at]) if at < len(self._times) else 0.0

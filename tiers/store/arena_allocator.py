@@ -1,11 +1,11 @@
-"""Room in several arenas as if they were one; arenas come and go while slots are taken.
+"""Allocates slots in several arenas, which come and go while slots are taken.
 
-A `SlabAllocator` knows one arena; this one says in which of them the next slot is taken. An arena leaves in
-two steps: `close` ends new slots there, `remove` forgets it once the last slot is freed. What a closed
-arena holds still counts as capacity, its empty room no more: capacity is always what is taken plus what can be.
+A `SlabAllocator` allocates in one arena; this one chooses the arena. An arena leaves in two steps: `close` ends
+allocation there, and `remove` forgets it after its last slot is freed. Taken slots of a closed arena count as
+capacity, its free room does not: capacity is what is taken plus what can be taken.
 
-Slabs are numbered through all open arenas, in the order they were added; numbers hold until arenas come or go.
-Knows offsets, not bytes. No I/O, no clock.
+Slabs are numbered through all open arenas, in the order in which those were added. The numbers hold until an arena
+comes or goes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Placement = Literal["fill", "spread"]
 
 
 class ArenaInUse(KvpoolError):
-    """Slots are taken in an arena, or may yet be: it cannot go now."""
+    """An arena has taken slots, or is open: it cannot be removed now."""
 
     code = "arena_in_use"
     retryable = True
@@ -29,15 +29,15 @@ class ArenaInUse(KvpoolError):
 
 
 class ArenaAllocator:
-    """Slots in arenas told apart by `arena_id`; the interface of a `SlabAllocator`.
+    """Slots in arenas with different `arena_id`; has the interface of a `SlabAllocator`.
 
     Args:
-        allocators: the first arenas, at least one; slab size and alignment of all that follow are theirs.
-        placement: "fill" takes the first arena with room, so that the last ones are easily given back;
-            "spread" takes them in turn, so that every disk or memory bank has its share of the work.
+        allocators: the first arenas, at least one; all later ones must have their slab size and alignment.
+        placement: "fill" takes the first arena with room, so that the last ones are easy to give back;
+            "spread" takes them in turn, so that every disk or memory bank shares the work.
 
     Attributes:
-        allocate: takes a slot for so many bytes in an open arena; None when none has room for this size.
+        allocate: takes a slot for so many bytes in an open arena; None if no arena has room for this size.
             Raises BlockTooLarge: more than a slab.
         free: returns a slot. Raises StoreCorrupt: no slot is taken there.
 
@@ -45,24 +45,24 @@ class ArenaAllocator:
         InvalidArgument: no allocator, two with one id, or two with unequal slabs.
     """
 
-    # Attributes, not methods: those of a lone arena are called without a step between (65 ns of 450).
+    # Attributes, not methods, so that a single arena is called without an extra call (65 ns of 450).
     allocate: Callable[[int], Place | None]
     free: Callable[[Place], None]
 
     def __init__(self, allocators: Sequence[SlabAllocator], placement: Placement = "fill") -> None:
         if not allocators:
-            raise InvalidArgument("a pool of no arenas")
+            raise InvalidArgument("there is no arena to allocate in")
         if placement not in ("fill", "spread"):
             raise InvalidArgument(f"placement {placement!r}", hint="fill or spread")
         self.placement: Placement = placement
         self.slab_bytes = allocators[0].slab_bytes
         self.alignment = allocators[0].alignment
-        self._like = allocators[0]  # for sizes, which are those of any arena
+        self._like = allocators[0]  # for slot sizes, which are equal in all arenas
         self._arenas: dict[int, SlabAllocator] = {}
         self._open: list[SlabAllocator] = []
         self.closed: set[int] = set()  # ids of closed arenas; to be read only
         self.resting: frozenset[int] = frozenset()  # ids of arenas that `rest` named
-        self._next = 0  # of the open ones, where "spread" goes on
+        self._next = 0  # number of the open arena where "spread" goes on
         self._gone_allocations = self._gone_frees = 0  # of arenas that were removed
         for allocator in allocators:
             self.add(allocator)
@@ -70,10 +70,10 @@ class ArenaAllocator:
     # ------------------------------------------------------------ arenas
 
     def add(self, allocator: SlabAllocator) -> None:
-        """Take in one more arena; slots come from it at once.
+        """Add an arena; slots come from it at once.
 
         Raises:
-            InvalidArgument: its id is known, or its slabs are not like those of the others.
+            InvalidArgument: its id is taken, or its slab size or alignment differs.
         """
         if allocator.arena_id in self._arenas:
             raise InvalidArgument(f"arena {allocator.arena_id} is known")
@@ -87,7 +87,7 @@ class ArenaAllocator:
         self._wire()
 
     def close(self, arena_id: int) -> None:
-        """No slot is taken there any more; those that are taken stay until they are freed.
+        """End allocation in an arena; taken slots stay until they are freed.
 
         Raises:
             NotFound: no such arena.
@@ -100,14 +100,17 @@ class ArenaAllocator:
             self._wire()
 
     def rest(self, arena_ids: Iterable[int]) -> None:
-        """Take no slots in these arenas until the next call, which names others or none; a lone one cannot rest."""
+        """Allocate nothing in these arenas until the next call, which names others or none.
+
+        Has no effect while there is only one arena.
+        """
         self.resting = frozenset(arena_ids)
 
     def remove(self, arena_id: int) -> None:
         """Forget a closed arena that holds nothing.
 
         Raises:
-            NotFound: no such arena. ArenaInUse: it is open, or some slot there is taken.
+            NotFound: no such arena. ArenaInUse: it is open, or has taken slots.
         """
         arena = self._arena(arena_id)
         if arena in self._open:
@@ -122,18 +125,22 @@ class ArenaAllocator:
 
     @property
     def arenas(self) -> tuple[SlabAllocator, ...]:
-        """All arenas, closed ones too."""
+        """All arenas, with closed ones."""
         return tuple(self._arenas.values())
 
     def is_open(self, arena_id: int) -> bool:
-        """Slots are given there; False for closed arenas and those that are not known."""
+        """The arena allocates; False for closed and unknown arenas."""
         arena = self._arenas.get(arena_id)
         return arena is not None and arena in self._open
 
     # ------------------------------------------------------------ slots
 
     def slot_size(self, size_bytes: int) -> int:
-        """See `SlabAllocator.slot_size`."""
+        """Bytes that a slot for `size_bytes` takes, as `SlabAllocator.slot_size`.
+
+        Raises:
+            BlockTooLarge: more than a slab. InvalidArgument: not positive.
+        """
         return self._like.slot_size(size_bytes)
 
     def slots_per_slab(self, slot_bytes: int) -> int:
@@ -141,7 +148,7 @@ class ArenaAllocator:
         return self._like.slots_per_slab(slot_bytes)
 
     def claim(self, place: Place, slot_bytes: int) -> bool:
-        """Take the slot at a known place (recovery); False when it cannot be had."""
+        """Take the slot at a known place (recovery); False if it is not available."""
         arena = self._arenas.get(place.arena_id)
         return arena is not None and arena in self._open and arena.claim(place, slot_bytes)
 
@@ -149,7 +156,7 @@ class ArenaAllocator:
 
     @property
     def slab_count(self) -> int:
-        """Slabs of the open arenas: their numbers are below this."""
+        """Slabs of the open arenas; their numbers are below this."""
         return sum(arena.slab_count for arena in self._open)
 
     def slab_of(self, place: Place) -> int:
@@ -168,7 +175,7 @@ class ArenaAllocator:
     def slabs_of_others(
         self, slot_bytes: int, start: int = 0, count: int | None = None
     ) -> Iterator[int]:
-        """Numbers of the slabs that are held by slots of another size; see `SlabAllocator`."""
+        """Numbers of the slabs whose slots have another size, as `SlabAllocator.slabs_of_others`."""
         if len(self._open) == 1:
             return self._open[0].slabs_of_others(slot_bytes, start, count)
         slabs = self.slab_count
@@ -189,7 +196,10 @@ class ArenaAllocator:
         raise InvalidArgument(f"slab {slab} of {self.slab_count}")
 
     def _stretches(self, start: int, count: int) -> Iterator[tuple[int, SlabAllocator, int, int]]:
-        """`count` slabs from number `start` on, around: (number of the first slab, arena, start, length)."""
+        """`count` slabs from number `start` on, wrapping around.
+
+        Yields (number of the arena's first slab, arena, start within it, length).
+        """
         slabs = self.slab_count
         at = start % slabs if slabs else 0
         while slabs and count > 0:
@@ -209,22 +219,22 @@ class ArenaAllocator:
 
     @property
     def open_bytes(self) -> int:
-        """Capacity of the open arenas: what there will be when the closed ones are gone."""
+        """Capacity of the open arenas: what is left when the closed ones are gone."""
         return sum(arena.capacity_bytes for arena in self._open)
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes taken, and bytes that can be."""
+        """Bytes that are taken or can be taken."""
         return self.used_bytes + self.free_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in slots, those of closed arenas too."""
+        """Bytes in slots, also of closed arenas."""
         return sum(arena.used_bytes for arena in self._arenas.values())
 
     @property
     def free_bytes(self) -> int:
-        """Bytes in no slot of the open arenas."""
+        """Bytes of the open arenas that are in no slot."""
         return sum(arena.free_bytes for arena in self._open)
 
     @property
@@ -234,12 +244,12 @@ class ArenaAllocator:
 
     @property
     def allocations(self) -> int:
-        """Slots taken since the start, in arenas that are gone too."""
+        """Slots taken since the start, also in arenas that are gone."""
         return self._gone_allocations + sum(arena.allocations for arena in self._arenas.values())
 
     @property
     def frees(self) -> int:
-        """Slots freed since the start, in arenas that are gone too."""
+        """Slots freed since the start, also in arenas that are gone."""
         return self._gone_frees + sum(arena.frees for arena in self._arenas.values())
 
     def check_integrity(self) -> None:
@@ -266,7 +276,7 @@ class ArenaAllocator:
             place = arena.allocate(slot_bytes) if arena.arena_id not in self.resting else None
             if place is not None:
                 return place
-        self._like.slot_size(slot_bytes)  # refused as well where no arena is open
+        self._like.slot_size(slot_bytes)  # raises also if no arena is open
         return None
 
     def _free(self, place: Place) -> None:
@@ -282,6 +292,6 @@ class ArenaAllocator:
         return arena
 
 
-def as_arena_allocator(slots: SlabAllocator | ArenaAllocator) -> ArenaAllocator:
-    """A pool of one arena, unless it is a pool already."""
-    return slots if isinstance(slots, ArenaAllocator) else ArenaAllocator([slots])
+def as_arena_allocator(allocator: SlabAllocator | ArenaAllocator) -> ArenaAllocator:
+    """The allocator itself, or one over a single arena."""
+    return allocator if isinstance(allocator, ArenaAllocator) else ArenaAllocator([allocator])

@@ -1,7 +1,7 @@
-"""Which copies stand in which tier: taking slots, filling them, evicting, dropping, and the accounting.
+"""The table of blocks and their copies: it reserves, fills and frees slots, evicts, drops and accounts.
 
-The part of the store that owns every slot's state. Leases, reservations and moves (their own files) say
-who holds what; here is what that means for slots. Pure: no I/O, no clock.
+It owns the state of every slot. Leases, reservations and migrations (in files of their own) decide who holds a
+copy; this table applies that to slots.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from tiers.store.fp8 import Encoding, stored_bytes
 from tiers.store.quotas import Accounts
 from tiers.store.slab_allocator import Place, StoreCorrupt
 from tiers.store.victims import TierState
-from tiers.store.writeback import Writeback
+from tiers.store.writeback import writebacks_of
 
-VICTIMS_IN_VAIN = 16  # for one slot, where their own are of no use as their arena rests
-LEAVES_AT_A_TIME = 64  # between two looks for a slab that came free
+EVICTIONS_WHILE_RESTING = 16  # for one slot; victims in resting arenas free no usable slot
+LEAVES_AT_A_TIME = 64  # evictions before the next look for a slab that came free
 
 
 class BlockTable:
-    """Blocks, their copies and slots over all tiers.
+    """Blocks with their copies and slots, in all tiers.
 
     Args:
-        dram: slots of the arenas that clients read and write.
-        nvme: slots of the slab files; None where the node has no disk tier.
-        hbm: slots of the arena in device memory; None where the node has none.
+        dram: allocates in the arenas that clients read and write.
+        nvme: allocates in the slab files; None for a node without a disk tier.
+        hbm: allocates in the arena in device memory; None for a node without.
         config: limits, policies and quotas.
 
     Raises:
-        ConfigError: the quotas exceed dram.
+        ConfigError: the quotas exceed DRAM.
     """
 
     def __init__(
@@ -58,46 +58,43 @@ class BlockTable:
             index: TierState(index, allocator, policy, self.accounts, self._parked)
             for index, allocator, policy in arenas
         }
-        self.writebacks = _writebacks(self.tiers, config)  # by upper tier, highest first
-        # Some policy goes by uses: whoever touches blocks says so (`note_uses`).
+        self.writebacks = writebacks_of(self.tiers, config)  # by upper tier, highest first
+        # Some policy counts uses, so each use must be reported by `note_uses`.
         self.wants_uses = any(policy_class(policy).wants_uses for _, _, policy in arenas)
-        self.on_gone: Callable[[Block], None] = lambda block: (
-            None
-        )  # a protected block left the node
+        # Called when a retained block leaves the node.
+        self.on_gone: Callable[[Block], None] = lambda block: None
         self.spaces: dict[bytes, Space] = {}
         self.detached: set[Block] = set()
         self.evicted = Ghosts(config.ghost_hashes)
         self.dropped = Ghosts(config.ghost_hashes)
         self._events: deque[StoreEvent] = deque(maxlen=config.max_pending_events)
         self.counters: Counter[str] = Counter()
-        self.failed: set[tuple[Tier, int]] = (
-            set()
-        )  # (tier, arena id) of what cannot be read any more
+        self.failed: set[tuple[Tier, int]] = set()  # (tier, arena id) of unreadable arenas
         self._tick = 0
 
     # ------------------------------------------------------------ blocks
 
     def advance(self, count: int) -> int:
-        """Take `count` ticks of recency for a run; its head gets the last of them, which is returned."""
+        """Take `count` ticks for a run; returns the last one, which is for the head of the run."""
         self._tick += count
         return self._tick
 
     @property
     def tick(self) -> int:
-        """The last tick of recency that was given out."""
+        """The last tick that was given out. Ticks order uses: later is larger."""
         return self._tick
 
     def advance_to(self, tick: int) -> None:
-        """Give out later ticks than this one from now on."""
+        """Give out only ticks after this one."""
         self._tick = max(self._tick, tick)
 
     def touch(
         self, blocks: Sequence[Block], *, is_use: bool = True, tick: int | None = None
     ) -> None:
-        """Note a use, or the arrival, of a run of one chain: its head counts as the most recent.
+        """Record a use, or the arrival, of a run of one chain; its head counts as the most recent.
 
         Args:
-            tick: of the first of them, where `advance` gave it for the longer run that they are a part of.
+            tick: of the first block, if `advance` gave it for a longer run; None takes new ticks.
         """
         if tick is None:
             tick = self.advance(len(blocks))
@@ -108,7 +105,7 @@ class BlockTable:
             self.note_uses(blocks)
 
     def note_uses(self, blocks: Sequence[Block]) -> None:
-        """Tell the policies that count uses."""
+        """Report a use to the policies that count uses."""
         for block in blocks:
             for copy in block.copies:
                 if copy is not None:
@@ -116,7 +113,7 @@ class BlockTable:
 
     @contextmanager
     def shield(self, blocks: Collection[Block]) -> Iterator[None]:
-        """Within it, none of the blocks is evicted."""
+        """While the context is open, none of the blocks is evicted."""
         for block in blocks:
             block.is_shielded = True
         try:
@@ -130,14 +127,14 @@ class BlockTable:
                     self.offer(copy)
 
     def block(self, space: Space, name: bytes, parent: bytes) -> Block:
-        """The record of a block, made anew when nothing is known of it.
+        """The record of a block, created if there is none.
 
-        The parent that came first stays. A parent that would close a circle is not believed: a circle
-        could never be evicted.
+        A known block keeps its parent. A parent that would close a cycle is ignored, since a cycle could
+        never be evicted.
         """
         block = space.blocks.get(name)
         if block is None:
-            if parent == name or (_has_children(space, name) and _descends(space, parent, name)):
+            if parent == name or (space.has_children(name) and space.descends(parent, name)):
                 parent = b""
             self._tick += 1
             before = space.blocks.get(parent)
@@ -146,7 +143,7 @@ class BlockTable:
         return block
 
     def forget_if_gone(self, block: Block) -> None:
-        """Drop the record of a block that stands nowhere."""
+        """Remove the record of a block that has no copy."""
         if not any(block.copies):
             if block.retained_until != NEVER:
                 self.on_gone(block)
@@ -170,13 +167,13 @@ class BlockTable:
         part: int,
         colder_than: int | None = None,
     ) -> Place | None:
-        """Reserve a slot for one part, evicting when needed; None when no slot can be had.
+        """Reserve a slot for one part, and evict if needed; None if no slot can be freed.
 
         Args:
             colder_than: evict only what was used before this tick.
         """
         copy = self._open(block, tier_index)
-        copy.filling += 1  # before room is made: neither this copy nor its parent may be the victim
+        copy.filling += 1  # first, so that neither this copy nor its parent is the victim
         place = self._make_room(self.tiers[tier_index], block.space, colder_than)
         if place is None:
             copy.filling -= 1
@@ -188,7 +185,7 @@ class BlockTable:
     def claim(
         self, block: Block, tier_index: Tier, part: int, place: Place, encoding: Encoding
     ) -> bool:
-        """Reserve the slot at a known place for one part (recovery); False when it cannot be had."""
+        """Reserve the slot at a known place for one part (recovery); False if it is not available."""
         tier = self.tiers[tier_index]
         slot_bytes = tier.allocator.slot_size(stored_bytes(block.space.namespace.layout, encoding))
         if not tier.allocator.claim(place, slot_bytes):
@@ -201,7 +198,7 @@ class BlockTable:
         return True
 
     def fill(self, copy: Copy, part: int, checksum: int) -> bool:
-        """Reserved to committed; True when the copy became whole and visible by it."""
+        """Turn one part from reserved to committed; True if that made the copy whole and visible."""
         block, tier = copy.block, self.tiers[copy.tier]
         slot_bytes = copy.slot_bytes
         tier.reserved_bytes -= slot_bytes
@@ -216,7 +213,7 @@ class BlockTable:
         return became_visible
 
     def vacate(self, copy: Copy, part: int, *, is_late_write_possible: bool) -> Place:
-        """Give up a reserved slot: to quarantine (the caller keeps the place) or free at once."""
+        """Give up a reserved slot: into quarantine (the caller keeps the place), or free at once."""
         place = copy.places[part]
         if place is None or copy.checksums[part] is not None:
             raise StoreCorrupt(f"part {part} of {copy.block.name.hex()} is not reserved")
@@ -237,14 +234,14 @@ class BlockTable:
         return place
 
     def end_quarantine(self, tier_index: Tier, place: Place, slot_bytes: int) -> None:
-        """Nobody can write to the slot any more: it is free."""
+        """No late write can reach the slot any more: it is free."""
         tier = self.tiers[tier_index]
         tier.quarantined_bytes -= slot_bytes
         tier.quota_table.charge(tier.quarantined_of.pop(place), -slot_bytes)
         tier.allocator.free(place)
 
     def exchange_places(self, copy: Copy, twin: Copy) -> None:
-        """Two copies of one block, in one tier and with the same parts, take over each other's slots."""
+        """Swap the slots of two copies of one block in one tier that have the same parts."""
         owners = self.tiers[copy.tier].owners
         for owner, places in ((copy, twin.places), (twin, copy.places)):
             owners.update((place, owner) for place in places if place is not None)
@@ -253,7 +250,7 @@ class BlockTable:
             self._hand_out(copy)
 
     def replace(self, copy: Copy, twin: Copy) -> None:
-        """A whole copy of the same bytes takes the place of a pinned one, which lives on for its leases alone."""
+        """Put a whole copy of the same bytes in the place of a pinned one, which stays for its leases only."""
         block, remnant = copy.block, twin.block
         self._queue(copy).discard(copy)
         copy.block, twin.block = remnant, block
@@ -264,7 +261,7 @@ class BlockTable:
             writeback.replaced(copy, twin)
 
     def resized(self, tier_index: Tier) -> None:
-        """Arenas of the tier came or went: what is a share of its bytes changes with them."""
+        """Arenas of the tier came or went: recompute what is a share of its bytes."""
         capacity_bytes = self.tiers[tier_index].allocator.open_bytes
         if tier_index == Tier.DRAM:
             self.accounts.resize(capacity_bytes)
@@ -272,7 +269,7 @@ class BlockTable:
             tier.quota_table.resize(tier.allocator.open_bytes)
 
     def settle_state(self, copy: Copy) -> None:
-        """After a holder let go: free a dropped copy, close an empty one, offer others for eviction."""
+        """A holder let go: free a dropped copy, close an empty one, offer any other for eviction."""
         block = copy.block
         if block.is_detached:
             if not eviction.is_held(copy):
@@ -284,45 +281,13 @@ class BlockTable:
             self.offer(copy)
 
     def offer(self, copy: Copy) -> None:
-        """The copy may have become evictable, or changed its rank; offering in vain does no harm."""
+        """The copy may have become evictable, or its rank changed. A needless offer does no harm."""
         self._queue(copy).offer(copy)
-
-    def unpin_run(self, copies: Sequence[Copy]) -> None:
-        """One lease less on the copies of a run of one namespace."""
-        if not copies:
-            return
-        space = copies[0].block.space
-        policies = {index: tier.queue(space).policy for index, tier in self.tiers.items()}
-        freed = freed_of_hbm = 0
-        for copy in copies:
-            copy.pins -= 1
-            if copy.pins:
-                continue
-            freed += 1
-            if copy.tier == Tier.HBM:
-                freed_of_hbm += 1
-            block = copy.block
-            if block.copies[copy.tier] is not copy:
-                raise StoreCorrupt(f"pinned block {block.name.hex()} left {copy.tier}")
-            # Most copies were never asked to go while they were pinned, and still have their place.
-            if (
-                block.is_detached
-                or block.retained_until != NEVER
-                or copy not in policies[copy.tier]
-            ):
-                self.settle_state(copy)
-        self.note_pins(space, freed_of_hbm - freed, -freed_of_hbm)
-
-    def note_pins(self, space: Space, of_dram: int, of_hbm: int) -> None:
-        """So many copies of each tier are pinned now, or (less than none) no more."""
-        for index, count in ((Tier.DRAM, of_dram), (Tier.HBM, of_hbm)):
-            if count:
-                self.tiers[index].pinned_bytes += count * space.slot_bytes[index] * space.tp_size
 
     # ------------------------------------------------------------ leaving
 
     def evict(self, copy: Copy) -> None:
-        """Take a copy out of its tier; the block lives on where it has another."""
+        """Take a copy out of its tier; copies in other tiers stay."""
         block, tier = copy.block, self.tiers[copy.tier]
         self.counters["evicted"] += 1
         self.counters[f"evicted:{tier.name}"] += 1
@@ -342,7 +307,7 @@ class BlockTable:
     def drop_unreadable(self, copy: Copy, reason: str) -> None:
         """The copy cannot be read any more: hide it, and free its slots as soon as nobody holds them.
 
-        While it is filled it is not to be seen; the end of its moves is the end of it (see `is_lost`).
+        A copy that is still being filled is not visible; the end of its migrations removes it (`is_unreadable`).
         """
         block = copy.block
         if copy.filling or block.is_detached:
@@ -361,14 +326,14 @@ class BlockTable:
             self.dropped.remember(block, reason)
 
     def is_unreadable(self, copy: Copy) -> bool:
-        """Some part of the copy stands where nothing can be read any more."""
+        """Some part of the copy is in an arena that cannot be read any more."""
         return bool(self.failed) and any(
             place is not None and (copy.tier, place.arena_id) in self.failed
             for place in copy.places
         )
 
     def detach(self, block: Block, reason: str) -> None:
-        """Hide a block from everybody at once; slots that are still held go when they are let go."""
+        """Hide a block at once; slots that are still held are freed when their holders let go."""
         space = block.space
         self.dropped.remember(block, reason)
         self.counters["dropped"] += 1
@@ -387,7 +352,7 @@ class BlockTable:
             self.settle_state(copy)
 
     def discard_partial(self, copy: Copy) -> None:
-        """Free what was committed of a copy that will never be whole."""
+        """Free the committed parts of a copy that will never be whole."""
         if not copy.is_whole and not eviction.is_held(copy) and copy.committed:
             self._free_committed(copy)
             self._close(copy)
@@ -407,7 +372,7 @@ class BlockTable:
     def _enter_copy(self, copy: Copy) -> None:
         block = copy.block
         block.copies[copy.tier] = copy
-        if block.parent and not block.is_detached:  # the twin of one that moves has no family
+        if block.parent and not block.is_detached:  # the twin of a migrating copy has no parent
             children = block.space.children[copy.tier]
             children[block.parent] = children.get(block.parent, 0) + 1
         self._offer_nvme(block, copy.tier)
@@ -424,13 +389,13 @@ class BlockTable:
         self.forget_if_gone(block)
 
     def _offer_nvme(self, block: Block, changed_tier: Tier) -> None:
-        """A dram copy came or went, which may change the rank of the one in nvme."""
+        """A DRAM copy came or went, which may change the rank of the copy on NVMe."""
         nvme = block.copies[Tier.NVME]
         if changed_tier == Tier.DRAM and nvme is not None and nvme.committed:
             self.offer(nvme)
 
     def _unlink(self, copy: Copy) -> None:
-        """One child less for the parent, which may be a leaf now."""
+        """The parent has one child less, and may be a leaf now."""
         block = copy.block
         if not block.parent:
             return
@@ -471,7 +436,7 @@ class BlockTable:
         for writeback in self.writebacks.values():
             cleaned = writeback.shown(copy)
             if cleaned is not None and cleaned is not copy and not eviction.is_held(cleaned):
-                self.offer(cleaned)  # it may have been spared until now
+                self.offer(cleaned)  # it may have been spared as dirty
         self._note("stored", copy)
 
     @staticmethod
@@ -498,11 +463,11 @@ class BlockTable:
         place = tier.allocator.allocate(slot_bytes)
         if place is None:
             tier.look_further()
-        in_vain = 0
+        evictions = 0
         while place is None:
-            if tier.allocator.resting and in_vain > VICTIMS_IN_VAIN:
+            if tier.allocator.resting and evictions > EVICTIONS_WHILE_RESTING:
                 return None
-            in_vain += 1
+            evictions += 1
             found = victims.victims(tier, space, colder_than)
             if found:
                 is_slab = found[0].slot_bytes != slot_bytes
@@ -515,7 +480,7 @@ class BlockTable:
         return place
 
     def _thin_out_others(self, tier: TierState, space: Space, colder_than: int | None) -> bool:
-        """Evict some of the coldest leaves of other slot sizes; False when that can lead nowhere."""
+        """Evict some of the coldest leaves of other slot sizes; False if that cannot free a slab."""
         evicted = 0
         for copy in victims.leaves_of_others(tier, space, colder_than):
             self.evict(copy)
@@ -523,32 +488,3 @@ class BlockTable:
             if evicted == LEAVES_AT_A_TIME:
                 break
         return evicted > 0
-
-
-def _writebacks(tiers: dict[Tier, TierState], config: StoreConfig) -> dict[Tier, Writeback]:
-    made: dict[Tier, Writeback] = {}
-    if Tier.HBM in tiers:
-        high, low = config.hbm_high_watermark, config.hbm_low_watermark
-        made[Tier.HBM] = Writeback(tiers[Tier.HBM], Tier.DRAM, (Tier.DRAM, Tier.NVME), high, low)
-    if Tier.NVME in tiers:
-        made[Tier.DRAM] = Writeback(
-            tiers[Tier.DRAM],
-            Tier.NVME,
-            (Tier.NVME,),
-            config.dram_high_watermark,
-            config.dram_low_watermark,
-            is_write_through=config.write_through,
-        )
-    return made
-
-
-def _has_children(space: Space, name: bytes) -> bool:
-    return any(name in children for children in space.children)
-
-
-def _descends(space: Space, name: bytes, ancestor: bytes) -> bool:
-    """Whether the known parents of `name` lead to `ancestor`."""
-    while name and name != ancestor:
-        block = space.blocks.get(name)
-        name = block.parent if block is not None else b""
-    return name == ancestor and bool(name)

@@ -1,8 +1,8 @@
 """Records of the store: blocks, their copies in tiers, and what its calls return. Data only, no decisions.
 
-A `Block` is one prefix hash of one namespace; it has at most one `Copy` per tier, and a copy has one slot
-per tensor-parallel part. Slots are reserved first (`filling`) and then committed; a copy is whole, and so
-visible, when all its parts are committed (invariant 4).
+A `Block` is one prefix hash of one namespace. It has at most one `Copy` per tier, and a copy has one slot
+per tensor-parallel part. Slots are reserved first (`filling`) and then committed. A copy is whole, and
+therefore visible, when all its parts are committed (invariant 4).
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from typing import NamedTuple
 
 from kvpool.blocks.layout import Namespace
 from kvpool.blocks.tier import Tier
+from kvpool.errors import InvalidArgument
 from tiers.policies.cost import prefill_cost
 from tiers.store.fp8 import Encoding
 from tiers.store.slab_allocator import Place
 
 NEVER_USED = -1
-NEVER = -math.inf  # `Block.keep_until` of a block that nobody protects
-FOREVER = math.inf  # of one that is never evicted
+NEVER = -math.inf  # `Block.retained_until` of a block that is not retained
+FOREVER = math.inf  # of a block with a hard pin
 
 
 class Copy:
-    """One block in one tier. A part without a place stands not here; without a checksum it is reserved."""
+    """One block in one tier. A part with no place is absent; a part with a place but no checksum is reserved."""
 
     __slots__ = (
         "block",
@@ -48,7 +49,7 @@ class Copy:
         tp_size = space.tp_size
         self.block = block
         self.tier = tier
-        # On disk there may be copies from before a change of settings, in slots of another size.
+        # Copies on disk may be older than a change of settings, and their slots of another size.
         if encoding is None:
             encoding = space.nvme_encoding if tier == Tier.NVME else "as_is"
         self.encoding: Encoding = encoding
@@ -57,12 +58,12 @@ class Copy:
         self.checksums: list[int | None] = [None] * tp_size
         self.committed = 0  # parts
         self.filling = 0  # parts reserved by a writer or by a move into this copy
-        self.reading = 0  # moves that read from this copy
+        self.reading = 0  # migrations that read from this copy
         self.pins = 0  # leases on this copy
-        # Of a whole copy, part by part: what a pin hands out without further work.
+        # Of a whole copy, by part: a pin hands these out as they are.
         self.whole_places: tuple[Place, ...] = ()
         self.whole_checksums: tuple[int, ...] = ()
-        # The block's last use when the tier below had no room for it: see `eviction.is_spared`.
+        # The block's last use when the tier below had no room for it (`eviction.is_spared`).
         self.refused_use = NEVER_USED
 
     @property
@@ -70,7 +71,7 @@ class Copy:
         """Every part is committed (invariant 4)."""
         return self.committed == len(self.places)
 
-    # What an eviction policy may ask (`policies.Candidate`).
+    # What an eviction policy asks (`policies.Candidate`).
 
     @property
     def ident(self) -> tuple[bytes, bytes]:
@@ -79,7 +80,7 @@ class Copy:
 
     @property
     def last_use(self) -> int:
-        """Tick of the block's last pin or commit, in whatever tier."""
+        """Tick of the block's last pin or commit, in any tier."""
         return self.block.last_use
 
     @property
@@ -94,7 +95,7 @@ class Copy:
 
 
 class Block:
-    """One prefix hash of one namespace, and where it stands."""
+    """One prefix hash of one namespace, and its copies."""
 
     __slots__ = (
         "copies",
@@ -115,15 +116,15 @@ class Block:
         self.name = name  # the prefix hash
         self.parent = parent  # prefix hash of the block before, b"" at the start
         self.last_use = last_use  # tick of the last pin or commit; unique, larger is more recent
-        self.depth = depth  # known blocks before it when it came; an estimate for policies
-        self.retained_until = NEVER  # monotonic seconds: soft protection; FOREVER: hard protection
-        self.is_shielded = False  # needed by the call under way: not evicted to make its room
+        self.depth = depth  # known blocks before it when it arrived; an estimate for policies
+        self.retained_until = NEVER  # monotonic seconds: a soft pin; FOREVER: a hard pin
+        self.is_shielded = False  # needed by the current call, which must not evict it
         self.copies: list[Copy | None] = [None] * len(Tier)  # by tier
-        self.is_detached = False  # dropped, but some slot is still read or written
+        self.is_detached = False  # dropped, while some slot is still read or written
 
 
 class Space:
-    """What the store knows of one namespace."""
+    """The blocks of one namespace."""
 
     __slots__ = (
         "account",
@@ -152,22 +153,33 @@ class Space:
         self.tp_size = namespace.layout.tp_size
         self.part_bytes = namespace.layout.part_bytes
         self.block_tokens = namespace.layout.block_tokens
-        self.slot_bytes = slot_bytes  # by tier; 0 for one that the node has not got
-        self.nvme_encoding = nvme_encoding  # of parts that are written there from now on
-        self.account = account  # whose quota its slots count against
+        self.slot_bytes = slot_bytes  # by tier; 0 for a tier that the node lacks
+        self.nvme_encoding = nvme_encoding  # of parts that are written from now on
+        self.account = account  # its slots count against the quota of this account
         self.blocks: dict[bytes, Block] = {}
         self.visible: tuple[dict[bytes, Copy], ...] = tuple({} for _ in Tier)  # whole ones
-        # By tier: parent hash -> how many of its children have a copy there (invariant 6). Counted even
-        # while the parent is elsewhere, so that it is right from the moment that the parent arrives.
+        # By tier: parent hash -> how many of its children have a copy there (invariant 6). Counted also
+        # while the parent is elsewhere, so that the number is right when the parent arrives.
         self.children: tuple[dict[bytes, int], ...] = tuple({} for _ in Tier)
         self.retained_children: dict[
             bytes, int
-        ] = {}  # parent hash -> how many of them are protected
+        ] = {}  # parent hash -> how many of them are retained
 
     @property
     def is_idle(self) -> bool:
-        """Nothing of it is here, nor on its way here."""
+        """No block of it is here or on its way here."""
         return not self.blocks and not self.retained_children and not any(self.children)
+
+    def has_children(self, name: bytes) -> bool:
+        """Some block with this parent has a copy."""
+        return any(name in children for children in self.children)
+
+    def descends(self, name: bytes, ancestor: bytes) -> bool:
+        """The known parents of `name` lead to `ancestor`."""
+        while name and name != ancestor:
+            block = self.blocks.get(name)
+            name = block.parent if block is not None else b""
+        return name == ancestor and bool(name)
 
 
 class StoreEvent(NamedTuple):
@@ -180,7 +192,7 @@ class StoreEvent(NamedTuple):
 
 
 class Migration(NamedTuple):
-    """One part to be copied between tiers; both slots are held until `Store.finish_migration`."""
+    """One part to be copied to another slot; both slots are held until `Store.finish_migration`."""
 
     migration_id: int
     namespace_id: bytes
@@ -193,14 +205,13 @@ class Migration(NamedTuple):
     length: int  # bytes of the part, not of the slot
     checksum: int
     parent: bytes
-    encoding: Encoding = (
-        "as_is"  # of the part on nvme, which the checksum is of when it is read there
-    )
+    # Of the part on NVMe; the checksum of a part that is read there is of the encoded bytes.
+    encoding: Encoding = "as_is"
 
 
 @dataclass(slots=True, frozen=True)
 class Reservation:
-    """Answer to `reserve`: a `BlockStatus` per block, and places for the granted ones in order."""
+    """Result of `reserve`: a `BlockStatus` for each block, and the places of the granted ones in order."""
 
     reservation_id: int  # 0: nothing was granted
     statuses: list[int]
@@ -212,11 +223,12 @@ class Reservation:
 
 @dataclass(slots=True, frozen=True)
 class PinResult:
-    """Answer to `pin`: places and checksums block by block, within a block by part as asked.
+    """Result of `pin`: places and checksums by block, and within a block by part as asked.
 
     `miss_reason` says why block number `found` could not be leased: "never_stored", "evicted",
-    "in_progress", "checksum", "no_room", or "promoting": blocks of the run stand only where the caller
-    cannot read; carry out `promote` (empty when somebody else's moves are under way), then pin again.
+    "in_progress", "no_room", the reason of a drop ("checksum", say), or "promoting". The last means that
+    blocks of the run are only in tiers that the caller cannot read: carry out `promote` (empty if others'
+    migrations are in flight already), then pin again.
     """
 
     lease_id: int  # 0: nothing is leased
@@ -230,14 +242,14 @@ class PinResult:
 
 
 class Ghosts:
-    """Why blocks are gone, for the most recent ones only: bounded, oldest forgotten first."""
+    """Why blocks are gone. Bounded: the oldest are forgotten first."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._reasons: dict[tuple[bytes, bytes], str] = {}
 
     def remember(self, block: Block, reason: str) -> None:
-        """Note that `block` left the store."""
+        """Record that `block` left the store."""
         key = (block.space.namespace_id, block.name)
         self._reasons.pop(key, None)
         self._reasons[key] = reason
@@ -245,8 +257,19 @@ class Ghosts:
             del self._reasons[next(iter(self._reasons))]
 
     def reason(self, namespace_id: bytes, name: bytes) -> str:
-        """The reason remembered, or "" when there is none."""
+        """The recorded reason, or "" if there is none."""
         return self._reasons.get((namespace_id, name), "")
 
     def __len__(self) -> int:
         return len(self._reasons)
+
+
+def check_memory_tier(tier: Tier) -> Tier:
+    """The tier, which must be one that clients read and write.
+
+    Raises:
+        InvalidArgument: it is NVMe.
+    """
+    if tier == Tier.NVME:
+        raise InvalidArgument("clients do not read or write nvme", hint="dram or hbm")
+    return tier

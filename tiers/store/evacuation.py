@@ -1,12 +1,12 @@
-"""Emptying arenas that are to go, while everything else goes on. Decides, copies nothing.
+"""Evacuation: emptying arenas that will be removed, while the node goes on serving. The caller copies the bytes.
 
-Nothing new is allocated in a retired arena. What stands there moves to the other arenas, where it takes room that
-is free, or that of blocks used less recently; what finds none goes down to nvme where there is one, and is
-evicted last. What is reserved or in quarantine stays as it is until that ends, and a leased slot keeps its bytes
-until the lease ends, also when new readers find the block elsewhere by then (invariants 1 to 3).
+Nothing new is allocated in such an arena. Its blocks migrate to the other arenas, into free room or the room of
+blocks that were used less recently. A block that finds none there is demoted to NVMe if the node has it, and
+else evicted. Reserved and quarantined slots stay until that ends. A leased slot keeps its bytes until the
+lease ends, also after new readers find the block elsewhere (invariants 1 to 3).
 
-A block that moves has a twin meanwhile: a record of its own that holds the new slots and that nobody can find. At the
-end the two exchange their places, and the twin leaves with the old ones, at once or with their last lease. Pure: no I/O, no clock.
+While a block migrates it has a twin: a hidden record that holds the new slots. At the end the two swap their
+places, and the twin leaves with the old slots, at once or with their last lease.
 """
 
 from __future__ import annotations
@@ -21,26 +21,25 @@ from tiers.store.blocks import NEVER, Block, Copy, Migration, Space
 from tiers.store.migrations import MigrationTable
 from tiers.store.slab_allocator import Place, SlabAllocator, StoreCorrupt
 
-LOOKS_AT_ONCE = 1024  # slots looked at in one call, so that none takes longer than 5 ms
+LOOKS_AT_ONCE = 1024  # slots looked at in one call, so that no call takes longer than 5 ms
 
 
 class _Walk:
-    """How far the emptying of one arena has come; it starts over until nothing is left."""
+    """How far the evacuation of one arena has come. It starts over until nothing is left."""
 
     __slots__ = ("acted", "arena", "held", "is_pressing", "offset", "since")
 
     def __init__(self, arena: SlabAllocator, since: int) -> None:
         self.arena = arena
-        self.since = since  # tick of the last use before it began
+        self.since = since  # the last tick before it began
         self.offset = 0
-        self.acted = 0  # blocks that this round moved or evicted
-        self.held = 0  # slots of blocks that could not even try
-        self.is_pressing = (
-            False  # nobody holds anything, and no block leaves: parents take room from anybody
-        )
+        self.acted = 0  # blocks that this round migrated or evicted
+        self.held = 0  # slots of blocks that somebody holds
+        # Nobody holds anything and still no block leaves: parents may take room from any block.
+        self.is_pressing = False
 
     def places(self) -> Iterator[Place]:
-        """The slots taken, from where the last call ended; moves on as it goes."""
+        """The taken slots, from where the last call ended."""
         slab_bytes = self.arena.slab_bytes
         while self.offset < self.arena.capacity_bytes:
             slab = self.offset // slab_bytes
@@ -56,7 +55,7 @@ class _Walk:
 
 
 class _Budget:
-    """What one call may still do, and what it did."""
+    """What one call may still do, and the migrations that it began."""
 
     __slots__ = ("blocks", "looks", "migrations", "refused")
 
@@ -64,7 +63,7 @@ class _Budget:
         self.blocks = max_blocks
         self.looks = LOOKS_AT_ONCE
         self.migrations: list[Migration] = []
-        # By namespace: no room was found for what was used then, so there is none for what is colder.
+        # By namespace: a block last used at this tick found no room, so no colder one does.
         self.refused: dict[Space, int] = {}
 
     @property
@@ -73,22 +72,21 @@ class _Budget:
 
 
 class EvacuationTable:
-    """The dram arenas on their way out, and the moves that empty them.
+    """The DRAM arenas that are being evacuated, and the migrations that empty them.
 
     Args:
-        residency: where the slots are.
-        moves: takes what must go down to nvme.
+        table: the blocks.
+        migrations: demotes the blocks that must go to NVMe.
     """
 
     def __init__(self, table: BlockTable, migrations: MigrationTable) -> None:
         self._table = table
         self._demotions = migrations
         self._walks: dict[int, _Walk] = {}  # by arena id
-        self._next_id = -1  # downwards: the numbers of all other moves are positive
+        self._next_id = -1  # downwards: the numbers of all other migrations are positive
         self._migrations: dict[int, tuple[Migration, Copy, Copy]] = {}
-        self._demoted: set[Copy] = (
-            set()
-        )  # once each: a disk that refuses one does not keep the arena
+        # Each copy is demoted once only, so that a disk that refuses it does not keep the arena.
+        self._demoted: set[Copy] = set()
         self._may_demote = True
 
     def __len__(self) -> int:
@@ -98,11 +96,13 @@ class EvacuationTable:
         return migration_id in self._migrations
 
     def values(self) -> list[tuple[Migration, Copy, Copy]]:
-        """Each move with its source and its target."""
+        """Each migration with its source and its target."""
         return list(self._migrations.values())
 
-    def retire(self, arena_id: int) -> None:
-        """Allocate nothing there from now on.
+    def begin(self, arena_id: int) -> None:
+        """Allocate nothing in this arena from now on, and empty it by calls of `Store.plan_evacuation`.
+
+        A second call changes nothing.
 
         Raises:
             NotFound: no such arena. InvalidArgument: it is the last one.
@@ -119,13 +119,13 @@ class EvacuationTable:
         self._walks[arena_id] = _Walk(arena, self._table.advance(0))
         self._table.resized(Tier.DRAM)
 
-    def evacuating(self) -> dict[int, int]:
-        """Bytes in slots of each arena that is on its way out."""
+    def bytes_left(self) -> dict[int, int]:
+        """Bytes in slots of each arena that is being evacuated, by arena id."""
         return {arena_id: walk.arena.used_bytes for arena_id, walk in self._walks.items()}
 
     def take_empty(self) -> list[int]:
-        """Forget the retired arenas that hold nothing any more; returns them: nobody has business there."""
-        empty = [arena_id for arena_id, used_bytes in self.evacuating().items() if not used_bytes]
+        """Remove the evacuated arenas that are empty, and return their ids: they may be unmapped."""
+        empty = [arena_id for arena_id, used_bytes in self.bytes_left().items() if not used_bytes]
         for arena_id in empty:
             del self._walks[arena_id]
             if not self._walks:
@@ -135,7 +135,7 @@ class EvacuationTable:
         return empty
 
     def plan(self, max_blocks: int, *, may_demote: bool = True) -> list[Migration]:
-        """Move or evict up to `max_blocks` blocks that nobody holds; returns the moves to carry out."""
+        """Migrate or evict up to `max_blocks` blocks that nobody holds; returns the migrations to carry out."""
         self._may_demote = may_demote
         owners = self._table.tiers[Tier.DRAM].owners
         budget = _Budget(max_blocks)
@@ -163,12 +163,12 @@ class EvacuationTable:
         """The bytes of one part are in their new place, or never will be.
 
         Args:
-            is_ok: None for a move that was not begun.
+            is_ok: None for a migration that was not begun.
         """
         migration, source, target = self._migrations.pop(migration_id)
         table = self._table
         source.reading -= 1
-        target.reading += 1  # keeps what is filled from being freed before it is decided
+        target.reading += 1  # keeps the filled parts until the end of this call
         if is_ok:
             table.fill(target, migration.part, migration.checksum)
         else:
@@ -176,7 +176,7 @@ class EvacuationTable:
             table.vacate(target, migration.part, is_late_write_possible=False)
         target.reading -= 1
         is_complete = target.committed == source.committed
-        # Another move, or a writer, that began meanwhile goes by the old places: try again when it is over.
+        # Another migration, or a writer, that began in between uses the old places: try again after it.
         if is_complete and not source.block.is_detached and not source.reading + source.filling:
             if source.pins:
                 table.replace(source, target)
@@ -189,7 +189,7 @@ class EvacuationTable:
     # ------------------------------------------------------------ within
 
     def _leave(self, copy: Copy, walk: _Walk, budget: _Budget) -> bool:
-        """Begin to take one copy out of its arena; whether it was evicted, so that its parent may follow."""
+        """Begin to take one copy out of its arena; True if it was evicted, so that its parent may follow."""
         block = copy.block
         is_pressed = walk.is_pressing and eviction.has_descendant(copy)
         is_urgent = is_pressed or block.retained_until != NEVER
@@ -208,13 +208,13 @@ class EvacuationTable:
         return is_evicted
 
     def _parent_in(self, arena_id: int, block: Block) -> Copy | None:
-        """The parent's copy where it stands in the same arena: the walk has passed it by, as a rule."""
+        """The parent's copy if it is in the same arena; the walk has usually passed it."""
         parent = block.space.blocks.get(block.parent)
         copy = parent.copies[Tier.DRAM] if parent is not None else None
         return copy if copy is not None and eviction.is_in_arenas(copy, {arena_id}) else None
 
     def _relocate(self, source: Copy, colder_than: int | None, budget: _Budget) -> list[Migration]:
-        """Moves to slots elsewhere in the tier; none where there is no room for it."""
+        """Migrations to slots elsewhere in the tier; none if there is no room."""
         table, block, space = self._table, source.block, source.block.space
         if colder_than is not None and colder_than <= budget.refused.get(space, -1):
             return []
@@ -222,7 +222,7 @@ class EvacuationTable:
         twin.is_detached = True
         table.detached.add(twin)
         parts = [part for part, checksum in enumerate(source.checksums) if checksum is not None]
-        source.reading += len(parts)  # before room is made: the source is never the victim
+        source.reading += len(parts)  # first, so that the source is never the victim
         for count, part in enumerate(parts):
             if table.hold(twin, source.tier, part, colder_than) is None:
                 self._give_up(source, twin, parts, count)
@@ -268,6 +268,6 @@ class EvacuationTable:
 def _is_free_to_go(copy: Copy, walk: _Walk) -> bool:
     if copy.block.is_detached or copy.reading or copy.filling:
         return False
-    # A leased block waits for the end of its lease, unless new leases keep coming: then it moves, and
-    # the old slots stay for the old leases.
+    # A leased block waits for the end of its lease. If new leases keep coming, it migrates, and the old
+    # slots stay for the old leases.
     return not copy.pins or copy.last_use > walk.since

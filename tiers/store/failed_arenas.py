@@ -1,7 +1,7 @@
-"""Arenas that failed: one that takes nothing more, and one whose blocks are lost with it. Pure.
+"""Arenas that failed: those that take no new blocks, and those that cannot be read any more.
 
-What is lost is hidden and told as removed, slice by slice, so that no call takes long. Until its turn comes a block
-can still be found; a move that reads it fails then, which costs a miss.
+Blocks of an unreadable arena are hidden and reported as removed, slice by slice, so that no call takes
+long. Until its turn comes such a block can still be found; a migration that reads it fails, which costs a miss.
 """
 
 from __future__ import annotations
@@ -12,50 +12,51 @@ from kvpool.blocks.tier import Tier
 from tiers.store.block_table import BlockTable
 from tiers.store.slab_allocator import Place
 
+DISK_FAILED = "disk_failed"  # the reason that later pins report
+
 
 class FailedArenas:
-    """Closes arenas, and takes out what stood in those that cannot be read."""
+    """Closes arenas, and drops the blocks of those that cannot be read."""
 
     def __init__(self, table: BlockTable) -> None:
         self._table = table
-        self._left: deque[tuple[Tier, Place]] = deque()  # (tier, place) still to be looked at
+        self._left: deque[tuple[Tier, Place]] = deque()  # slots still to be looked at
 
     def __len__(self) -> int:
         return len(self._left)
 
-    def close(self, tier_index: Tier, arena_id: int) -> None:
-        """Allocate nothing there from now on; what stands there can be read, and goes by itself.
+    def close(self, tier: Tier, arena_id: int) -> None:
+        """Allocate nothing in this arena any more. Its blocks can still be read, and leave by eviction.
 
         Raises:
             NotFound: no such arena.
         """
-        allocator = self._table.tiers[tier_index].allocator
+        allocator = self._table.tiers[tier].allocator
         if allocator.is_open(arena_id):
             allocator.close(arena_id)
-            self._table.resized(tier_index)
+            self._table.resized(tier)
 
-    def fail(self, tier_index: Tier, arena_id: int) -> None:
-        """Nothing can be read there any more: close it, and give up what stands there (see `step`).
+    def fail(self, tier: Tier, arena_id: int) -> None:
+        """This arena cannot be read any more: close it, and drop its blocks by calls of `drop_some`.
 
         Raises:
             NotFound: no such arena.
         """
-        self.close(tier_index, arena_id)
-        if (tier_index, arena_id) in self._table.failed:
+        self.close(tier, arena_id)
+        if (tier, arena_id) in self._table.failed:
             return
-        self._table.failed.add((tier_index, arena_id))
-        owners = self._table.tiers[tier_index].owners
-        self._left.extend((tier_index, p) for p in owners if p.arena_id == arena_id)
+        self._table.failed.add((tier, arena_id))
+        owners = self._table.tiers[tier].owners
+        self._left.extend((tier, place) for place in owners if place.arena_id == arena_id)
 
-    def step(self, limit: int, reason: str) -> int:
-        """Look at up to `limit` of the slots that were lost; returns how many are left.
+    def drop_some(self, max_slots: int) -> int:
+        """Drop the blocks in up to `max_slots` unreadable slots; returns how many slots are left.
 
-        Args:
-            reason: what later pins of blocks that stood nowhere else are told.
+        A block that has a copy elsewhere loses this copy only.
         """
-        for _ in range(min(limit, len(self._left))):
-            tier_index, place = self._left.popleft()
-            copy = self._table.tiers[tier_index].owners.get(place)
+        for _ in range(min(max_slots, len(self._left))):
+            tier, place = self._left.popleft()
+            copy = self._table.tiers[tier].owners.get(place)
             if copy is not None:
-                self._table.drop_unreadable(copy, reason)
+                self._table.drop_unreadable(copy, DISK_FAILED)
         return len(self._left)

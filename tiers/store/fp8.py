@@ -1,15 +1,16 @@
-"""fp8 on disk: parts of 16 and 32 bit floats as e4m3 codes and one scale per layer, K or V, and head. Pure.
+"""fp8 on disk: parts of 16 and 32 bit floats as e4m3 codes with one scale per layer, K or V, and head.
 
-An encoded part is its scales (little-endian float32, one a group) and then one code byte an element. A group is a run
-of `block_tokens * head_dim` elements: in the default order one head's K or V of one layer; in any other order a run
-of the same length, which does as well, since elements are coded one by one and e4m3 has 15 binary orders of range.
+An encoded part is its scales (little-endian float32, one for each group), then one code byte for each element. A
+group is a run of `block_tokens * head_dim` elements. In the default order that is the K or V of one head in one layer.
+In another order it is any run of that length, which works as well: elements are coded one by one, and e4m3 has 15
+binary orders of range.
 
 Scales are powers of two, so that
 - a part that was decoded is encoded again without further loss, and
-- codes come from tables: 64 KiB a scale to encode 16 bit floats, 256 KiB to decode two codes at a time. NumPy's
-  `take` makes 3 GB/s of bfloat16 of it in either direction on one core, faster than the disk; torch makes 4 and 0.2.
+- codes come from tables: 64 KiB for each scale to encode 16 bit floats, 256 KiB to decode two codes at a time. With
+  them NumPy's `take` converts 3 GB/s of bfloat16 in either direction on one core, faster than the disk; torch 4 and 0.2.
 
-What is not finite comes back as NaN. Layouts of one byte an element are never encoded.
+Values that are not finite are read back as NaN. Layouts with one byte for each element are never encoded.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _LARGEST = {"bfloat16": 3.3895313892515355e38, "float16": 65504.0, "float32": 3.
 
 
 def encoding_of(layout: Layout, wanted: Encoding) -> Encoding:
-    """How parts of a layout are stored where `wanted` is configured."""
+    """How parts of a layout are stored if `wanted` is configured."""
     return "as_is" if DTYPE_BYTES[layout.dtype] == 1 else wanted
 
 
@@ -73,10 +74,10 @@ def encode(layout: Layout, data: Octets) -> Octets:
 
 
 def decode(layout: Layout, stored: Octets, out: Octets) -> None:
-    """Fill `out` with the part that `stored` is the fp8 form of.
+    """Decode the fp8 form of one part into `out`.
 
     Raises:
-        WrongByteCount: one of them has not the length that the layout says.
+        WrongByteCount: a length is not that of the layout.
     """
     _check(len(stored), stored_bytes(layout, "fp8"))
     _check(len(out), layout.part_bytes)
@@ -98,7 +99,7 @@ def decode(layout: Layout, stored: Octets, out: Octets) -> None:
 
 
 def to_e4m3(values: npt.NDArray[Any]) -> Octets:
-    """The nearest e4m3 code of each value, ties to even; beyond 448 is 448, not finite is NaN."""
+    """The nearest e4m3 code of each value, ties to even; values beyond 448 become 448, not finite ones NaN."""
     with np.errstate(invalid="ignore"):
         size = np.minimum(np.abs(values.astype(np.float64)), MAX_E4M3)
     is_finite = np.isfinite(values)
@@ -122,7 +123,7 @@ def _groups(layout: Layout) -> int:
 
 
 def _elements(data: Octets, dtype: str) -> npt.NDArray[Any]:
-    """One unsigned integer an element of 16 bits, one float of 32."""
+    """16 bit elements as unsigned integers, 32 bit ones as floats."""
     return data.view("<f4" if dtype == "float32" else "<u2")
 
 
@@ -132,14 +133,14 @@ def _chunks(rows: npt.NDArray[Any]) -> list[slice]:
 
 
 def _values(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
-    """What 16 bit floats stand for, as float32."""
+    """The values of 16 bit floats, as float32."""
     if dtype == "float16":
         return bits.view(np.float16).astype(np.float32)
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def _powers(elements: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.intp]:
-    """For each group the least k for which its largest finite element is at most 448 * 2**k."""
+    """For each group the smallest k with which its largest finite element is at most 448 * 2**k."""
     if dtype == "float32":
         sizes = np.abs(elements)
         largest = np.where(np.isfinite(sizes), sizes, 0).max(axis=1)
@@ -161,7 +162,7 @@ def _powers(elements: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.intp]:
 def _tables(
     make: Any, dtype: str, powers: npt.NDArray[np.intp]
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.intp]]:
-    """The tables of the powers that occur, end to end, and for each row which of them is its own."""
+    """The tables of all powers that occur, concatenated, and the number of each row's table."""
     occurring, which = np.unique(powers, return_inverse=True)
     return np.concatenate([make(dtype, int(power)) for power in occurring]), which
 

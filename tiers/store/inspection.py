@@ -1,62 +1,140 @@
-"""What stands on a node, for people who look: namespaces, and blocks page by page. Pure; no look is a use."""
+"""What a store holds, for people and for reports. Nothing here counts as a use of a block."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 
 from kvpool.blocks.tier import Tier
+from kvpool.errors import InvalidArgument
 from kvpool.wire import messages as m
 from tiers.store.access_clock import AccessClock
 from tiers.store.block_table import BlockTable
-from tiers.store.blocks import FOREVER, NEVER, Block, Space
+from tiers.store.blocks import FOREVER, NEVER, Block
+from tiers.store.namespaces import NamespaceTable
+from tiers.store.quotas import AccountUsage
 
 MAX_PAGE = 1000  # blocks: a few milliseconds of the event loop
 
 
-def usage_of(space: Space) -> m.NamespaceUsage:
-    """One namespace and what stands of it in each tier."""
-    namespace = space.namespace
-    blocks = {tier: len(space.visible[tier]) for tier in Tier}
-    return m.NamespaceUsage(
-        space.namespace_id,
-        namespace.name,
-        namespace.model,
-        namespace.layout.block_tokens,
-        space.tp_size,
-        len(space.blocks),
-        {tier: count for tier, count in blocks.items() if count},
-    )
+class Inspection:
+    """Describes tiers, accounts, namespaces and blocks.
 
+    Args:
+        table: the blocks.
+        namespaces: the namespaces.
+        access_clock: says when a block was last used.
+    """
 
-def page(
-    space: Space, offset: int, limit: int, access_clock: AccessClock, now: float
-) -> list[m.BlockInfo]:
-    """Up to `limit` blocks from the `offset`-th on, in the order in which they came here."""
-    first = min(offset, len(space.blocks))  # islice takes no number past the machine's
-    blocks = islice(space.blocks.values(), first, first + limit)
-    return [_described(block, access_clock, now) for block in blocks]
+    def __init__(
+        self, table: BlockTable, namespaces: NamespaceTable, access_clock: AccessClock
+    ) -> None:
+        self._table = table
+        self._namespaces = namespaces
+        self._access_clock = access_clock
 
+    def tiers(self) -> list[m.TierUsage]:
+        """Bytes by state of each tier; free + reserved + committed + quarantined = capacity.
 
-def _described(block: Block, access_clock: AccessClock, now: float) -> m.BlockInfo:
-    copies = [copy for copy in (block.copies[tier] for tier in Tier) if copy is not None]
-    retained_s = -1.0
-    if block.retained_until != NEVER:
-        retained_s = (
-            0.0 if block.retained_until == FOREVER else max(1e-3, block.retained_until - now)
+        Pinned bytes are part of the committed ones. Targets of migrations count as reserved.
+        """
+        spaces = self._table.spaces.values()
+        return [
+            m.TierUsage(
+                tier.index,
+                tier.allocator.capacity_bytes,
+                tier.free_bytes,
+                tier.reserved_bytes,
+                tier.committed_bytes,
+                tier.pinned_bytes,
+                tier.quarantined_bytes,
+                sum(len(space.visible[tier.index]) for space in spaces),
+                tier.retained_bytes,
+            )
+            for tier in self._table.tiers.values()
+        ]
+
+    def accounts(self) -> list[AccountUsage]:
+        """What each tenant or namespace with a quota, and all others together, use of each tier."""
+        return [
+            AccountUsage(
+                name, tier.index, tier.quota_table.quotas[number], tier.quota_table.used[number]
+            )
+            for tier in self._table.tiers.values()
+            for number, name in enumerate(self._table.accounts.names)
+        ]
+
+    def arena_bytes(self) -> dict[int, int]:
+        """Bytes in slots of each DRAM arena, by arena id."""
+        arenas = self._table.tiers[Tier.DRAM].allocator.arenas
+        return {arena.arena_id: arena.used_bytes for arena in arenas}
+
+    def namespaces(self) -> list[m.NamespaceUsage]:
+        """Each namespace with the number of its blocks in each tier, in the order of registration."""
+        usages: list[m.NamespaceUsage] = []
+        for space in self._table.spaces.values():
+            blocks = {tier: len(space.visible[tier]) for tier in Tier}
+            usages.append(
+                m.NamespaceUsage(
+                    space.namespace_id,
+                    space.namespace.name,
+                    space.namespace.model,
+                    space.block_tokens,
+                    space.tp_size,
+                    len(space.blocks),
+                    {tier: count for tier, count in blocks.items() if count},
+                )
+            )
+        return usages
+
+    def blocks(self, namespace_id: bytes, offset: int, limit: int, now: float) -> list[m.BlockInfo]:
+        """One page of a namespace's blocks, in the order of their arrival.
+
+        Raises:
+            UnknownNamespace. InvalidArgument: `offset` is negative, or `limit` is not in [1, `MAX_PAGE`].
+        """
+        space = self._namespaces.space(namespace_id)
+        if offset < 0 or not 1 <= limit <= MAX_PAGE:
+            raise InvalidArgument(
+                f"offset {offset}, limit {limit}", hint=f"at most {MAX_PAGE} at a time"
+            )
+        self._access_clock.note(self._table.tick, now)
+        first = min(offset, len(space.blocks))  # islice refuses numbers beyond the machine's
+        page = islice(space.blocks.values(), first, first + limit)
+        return [self._described(block, now) for block in page]
+
+    def parents(self, namespace_id: bytes) -> dict[bytes, bytes]:
+        """The parent of every visible block of a namespace, in any tier.
+
+        Raises:
+            UnknownNamespace.
+        """
+        visible = self._namespaces.space(namespace_id).visible
+        return {name: copy.block.parent for names in visible for name, copy in names.items()}
+
+    def snapshot(self) -> Iterator[tuple[bytes, Tier, bytes]]:
+        """(namespace id, tier, hash) of every whole copy, as of this call."""
+        slices = [
+            (space.namespace_id, tier.index, list(space.visible[tier.index]))
+            for space in self._table.spaces.values()
+            for tier in self._table.tiers.values()
+        ]
+        return ((space_id, tier, name) for space_id, tier, names in slices for name in names)
+
+    def _described(self, block: Block, now: float) -> m.BlockInfo:
+        copies = [copy for copy in (block.copies[tier] for tier in Tier) if copy is not None]
+        retained_s = -1.0
+        if block.retained_until != NEVER:
+            is_hard_pinned = block.retained_until == FOREVER
+            retained_s = 0.0 if is_hard_pinned else max(1e-3, block.retained_until - now)
+        return m.BlockInfo(
+            block.name,
+            block.parent,
+            block.depth,
+            [copy.tier for copy in copies if copy.is_whole],
+            max((copy.committed for copy in copies), default=0),
+            sum(copy.slot_bytes * (copy.committed + copy.filling) for copy in copies),
+            sum(copy.pins for copy in copies),
+            retained_s,
+            self._access_clock.age_s(block.last_use, now),
         )
-    return m.BlockInfo(
-        block.name,
-        block.parent,
-        block.depth,
-        [copy.tier for copy in copies if copy.is_whole],
-        max((copy.committed for copy in copies), default=0),
-        sum(copy.slot_bytes * (copy.committed + copy.filling) for copy in copies),
-        sum(copy.pins for copy in copies),
-        retained_s,
-        access_clock.age_s(block.last_use, now),
-    )
-
-
-def usages(table: BlockTable) -> list[m.NamespaceUsage]:
-    """Of every namespace, in the order of their registration."""
-    return [usage_of(space) for space in table.spaces.values()]

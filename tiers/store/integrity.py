@@ -1,7 +1,7 @@
-"""Recomputes from scratch what the store keeps up step by step, and compares.
+"""Integrity check: recomputes from scratch what the store updates step by step, and compares.
 
-For tests and for a node that wants to be sure; O(everything). Which block was evicted before which cannot be
-seen in a state: invariant 6 is checked as far as it can be (counts of children, candidates for eviction).
+O(everything), for tests. The order of evictions cannot be seen in a state, so invariant 6 is checked only as far
+as the state shows it: counts of children, and candidates for eviction.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def check(
     reservations: ReservationTable,
     migrations: MigrationTable,
     evacuations: EvacuationTable,
-    retentions: RetentionTable,
+    retention: RetentionTable,
 ) -> None:
-    """Compare every count, list and state with what the records say.
+    """Compare every count, list and state with the records.
 
     Raises:
         StoreCorrupt: the first contradiction found.
@@ -58,7 +58,7 @@ def check(
         _check_candidates(table, tier, copies)
         _check_quotas(tier, quarantined)
     _check_children(table)
-    _check_retention(table, blocks, retentions)
+    _check_retention(table, blocks, retention)
     for writeback in table.writebacks.values():
         _check_writeback(writeback, blocks, migrations)
 
@@ -74,7 +74,7 @@ def _all_blocks(table: BlockTable) -> list[Block]:
         for name, block in space.blocks.items():
             _require(block.name == name and block.space is space, f"{name.hex()} is misfiled")
             _require(not block.is_detached, f"dropped block {name.hex()} can be found")
-            _require(any(block.copies), f"block {name.hex()} stands nowhere")
+            _require(any(block.copies), f"block {name.hex()} has no copy")
             blocks.append(block)
     return blocks
 
@@ -86,7 +86,7 @@ def _check_holders(
     reservations: ReservationTable,
     migrations: list[tuple[Migration, Copy, Copy]],
 ) -> None:
-    """Invariant 1: every hold is somebody's, and whoever holds, holds."""
+    """Invariant 1: every hold has a holder, and every holder holds its copies."""
     pins = Counter(copy for lease in leases.values() for copy in lease.copies)
     _require(set(pins) <= set(copies), "a lease is on a copy that is gone")
     for pinned in copies:
@@ -105,15 +105,17 @@ def _check_holders(
     for migration, source, target in migrations:
         _require(
             source.places[migration.part] == migration.source,
-            f"source of move {migration.migration_id} moved",
+            f"source of migration {migration.migration_id} changed",
         )
         _require(
             target.places[migration.part] == migration.target,
-            f"target of move {migration.migration_id} moved",
+            f"target of migration {migration.migration_id} changed",
         )
         filling[target] += 1
         reading[source] += 1
-    _require({*filling, *reading} <= set(copies), "a reservation or move is on a copy that is gone")
+    _require(
+        {*filling, *reading} <= set(copies), "a reservation or migration is on a copy that is gone"
+    )
     for copy in copies:
         _require(copy.filling == filling[copy], f"{copy.block.name.hex()}: filling {copy.filling}")
         _require(copy.reading == reading[copy], f"{copy.block.name.hex()}: reading {copy.reading}")
@@ -144,7 +146,7 @@ def _check_block(block: Block) -> None:
 
 
 def _check_tier(tier: TierState, copies: list[Copy], quarantined: list[Slot]) -> None:
-    """Invariant 7: the states make the arena, and no two slots overlap."""
+    """Invariant 7: the states add up to the tier, and no two slots overlap."""
     slots: list[Slot] = list(quarantined)
     reserved = committed = pinned = 0
     owned = 0
@@ -175,18 +177,18 @@ def _check_tier(tier: TierState, copies: list[Copy], quarantined: list[Slot]) ->
 
 
 def _check_candidates(table: BlockTable, tier: TierState, copies: list[Copy]) -> None:
-    """Nothing that could be evicted or demoted is forgotten."""
+    """Every copy that can be evicted is in its queue."""
     for copy in copies:
         if copy.tier != tier.index:
             continue
-        # What stands in an arena on its way out is taken from there, not chosen.
+        # Copies in closed arenas are taken by the evacuation, not chosen as victims.
         if eviction.is_evictable(copy) and not eviction.is_in_arenas(copy, tier.allocator.closed):
             queue = tier.queue_of(copy)
             _require(copy in queue, f"{copy.block.name.hex()} can never be evicted")
 
 
 def _check_writeback(writeback: Writeback, blocks: list[Block], migrations: MigrationTable) -> None:
-    """What would be lost is known, and its demotion not forgotten."""
+    """Clean bytes are right, and every dirty copy waits for its demotion."""
     name, index = writeback.upper.name, writeback.upper.index
     clean = 0
     waiting = writeback.waiting()
@@ -208,32 +210,35 @@ def _check_writeback(writeback: Writeback, blocks: list[Block], migrations: Migr
 
 
 def _check_quotas(tier: TierState, quarantined: list[Slot]) -> None:
-    """Every slot counts for one account, in quarantine too."""
+    """Every slot counts for one account, also in quarantine."""
     used: Counter[int] = Counter()
     for copy in tier.owners.values():
         used[copy.block.space.account] += copy.slot_bytes
     for place, slot_bytes in quarantined:
         used[tier.quarantined_of[place]] += slot_bytes
-    _require(len(tier.quarantined_of) == len(quarantined), "somebody pays for no quarantine")
+    _require(
+        len(tier.quarantined_of) == len(quarantined),
+        "an account pays for a slot that is not in quarantine",
+    )
     for account, charged in enumerate(tier.quota_table.used):
         is_right = charged == used[account]
         _require(is_right, f"{tier.name}: account {account} pays {charged} for {used[account]}")
 
 
-def _check_retention(table: BlockTable, blocks: list[Block], retentions: RetentionTable) -> None:
-    """What is promised is counted, and no block is protected longer than what it builds on."""
+def _check_retention(table: BlockTable, blocks: list[Block], retention: RetentionTable) -> None:
+    """Promised bytes are right, and no block is retained longer than its parent."""
     retained = {block for block in blocks if block.retained_until != NEVER}
-    _require(retained == set(retentions.values()), "protected blocks are misfiled")
+    _require(retained == set(retention.blocks()), "retained blocks are misfiled")
     for tier in table.tiers.values():
         promising = retained if tier.index != Tier.HBM else set()
         promised = sum(b.space.slot_bytes[tier.index] * b.space.tp_size for b in promising)
         _require(
             tier.retained_bytes == promised,
-            f"{tier.name}: {tier.retained_bytes} != {promised} kept",
+            f"{tier.name}: {tier.retained_bytes} != {promised} retained",
         )
     for space in table.spaces.values():
         children = Counter(b.parent for b in retained if b.space is space and b.parent)
-        _require(children == space.retained_children, "protected children are miscounted")
+        _require(children == space.retained_children, "retained children are miscounted")
 
 
 def _check_children(table: BlockTable) -> None:

@@ -1,14 +1,14 @@
-"""Moves between tiers: which copies to make, and what their end means. Decides, copies nothing.
+"""Migrations between tiers: which copies to make, and what their end means. The caller copies the bytes.
 
-Promotion brings a run where its reader can read it: into dram, from nvme or from hbm, or into hbm for those who
-ask for that. Demotion cleans: it gives the coldest copies of dram a second one in nvme, and those of hbm one
-in dram, so that evicting them later loses nothing. The first copy stays until its room is needed. Both slots
-of a move are held until it is finished. Pure: no I/O, no clock.
+Promotion copies a run to where its reader can read it: to DRAM from NVMe or HBM, or to HBM if the reader asks
+for that. Demotion cleans: it gives the coldest copies of DRAM a second copy on NVMe, and those of HBM one in
+DRAM, so that a later eviction loses nothing. The first copy stays until its room is needed. Both slots of a
+migration are held until it is finished.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument
@@ -17,15 +17,15 @@ from tiers.store.block_table import BlockTable
 from tiers.store.blocks import Copy, Migration, Space
 from tiers.store.writeback import Writeback
 
-PATIENCE = 16  # times the wait of a block that found no room, when it is refused again unused
+PATIENCE = 16  # times the wait after a second refusal, if the block was not used in between
 
 
 class MigrationTable:
-    """The moves under way.
+    """The migrations in flight.
 
     Args:
-        residency: where the slots are.
-        retry_s: seconds before a block whose demotion failed is tried again.
+        table: the blocks.
+        retry_s: seconds until a block whose demotion failed is tried again.
     """
 
     def __init__(self, table: BlockTable, retry_s: float) -> None:
@@ -33,22 +33,26 @@ class MigrationTable:
         self._retry_s = retry_s
         self._next_id = 1
         self._migrations: dict[int, tuple[Migration, Copy, Copy]] = {}
-        self.has_more = False  # the last plan ended before the first block that finds room
+        # The last plan reached its limit with blocks that all found no room: call it again.
+        self.has_more = False
 
     def __len__(self) -> int:
         return len(self._migrations)
 
     def values(self) -> list[tuple[Migration, Copy, Copy]]:
-        """Each move with its source and its target."""
+        """Each migration with its source and its target."""
         return list(self._migrations.values())
 
     def promote_run(
         self, space: Space, hashes: Sequence[bytes], readable: Collection[Tier], target: Tier
     ) -> tuple[list[Copy], list[Migration], str]:
-        """Start bringing into `target` what the leading run has in no tier of `readable`, best first.
+        """Begin to copy into `target` those blocks of the leading run that are in no tier of `readable`.
 
-        Returns the copies that can be leased now, the moves, and "promoting" when there are any (own or
-        others'), "no_room" when the run was cut for want of it, else "".
+        Returns the copies that can be leased now, the migrations to carry out, and "promoting" if any are in
+        flight (these or others'), "no_room" if the run was cut because a slot was missing, else "".
+
+        Args:
+            readable: tiers, best first.
         """
         run: list[tuple[Copy, bool]] = []
         for name in hashes:
@@ -80,13 +84,21 @@ class MigrationTable:
             return [], migrations, "promoting"
         return [copy for copy, _ in run], [], ""
 
-    def plan_demotions(
-        self, max_blocks: int, now: float, sources: Collection[Tier]
-    ) -> list[Migration]:
-        """Moves for the coldest blocks of each source that stand in no tier below it, `max_blocks` of each.
+    def rest_devices(self, numbers: Iterable[int]) -> None:
+        """Plan no writes to these NVMe devices until the next call, which names others or none."""
+        if Tier.NVME in self._table.tiers:
+            self._table.tiers[Tier.NVME].allocator.rest(numbers)
 
-        A block takes the place of a colder one only: else a full disk would be rewritten for ever. One that
-        finds none counts as one of `max_blocks`, holds up nobody, and is tried again later.
+    def plan_demotions(
+        self, max_blocks: int, now: float, sources: Collection[Tier] = (Tier.HBM, Tier.DRAM)
+    ) -> list[Migration]:
+        """Migrations that clean the coldest dirty blocks of each source, at most `max_blocks` of each.
+
+        A block replaces only colder ones: else a full disk would be rewritten for ever. A block that finds no
+        room counts as one of `max_blocks`, holds up nothing, and is tried again later.
+
+        End every migration by `Store.finish_migration`. Before writing to the targets, apply the "removed"
+        events of NVMe from `Store.take_events`: the slots may have held those blocks until now.
         """
         migrations: list[Migration] = []
         self.has_more = False
@@ -98,7 +110,7 @@ class MigrationTable:
 
     def _plan(self, writeback: Writeback, max_blocks: int, now: float) -> list[Migration]:
         migrations: list[Migration] = []
-        skipped: set[Copy] = set()  # pinned: hot, and not worth a write yet
+        skipped: set[Copy] = set()  # pinned: too hot to be worth a write yet
         planned = 0
         while planned < max_blocks and writeback.is_due:
             copy = writeback.dirty.lowest(lambda copy: copy in skipped)
@@ -114,20 +126,20 @@ class MigrationTable:
             if planned_migrations is not None:
                 migrations += planned_migrations
                 continue
-            # All that could go below is hotter. What follows is hotter still, or of another slot size or account,
-            # and may find room; this one waits, for longer if it waited before and was not used since.
+            # Everything that could leave the tier below is hotter. The next copy may still find room, if its
+            # slot size or account differs. This one waits, and longer if it waited before without a use since.
             wait_s = self._retry_s * (PATIENCE if copy.refused_use == copy.last_use else 1)
             writeback.retry_later(copy, now + wait_s)
             copy.refused_use = (
                 copy.last_use
-            )  # from hbm it may go when room is needed (`eviction.is_spared`)
+            )  # from HBM it may now be evicted (`eviction.is_spared`)
             self._table.counters["demotion_refused"] += 1
             self._table.settle_state(copy)
         self.has_more = self.has_more or (planned == max_blocks and not migrations)
         return migrations
 
     def _is_room_coming(self, writeback: Writeback, copy: Copy) -> bool:
-        """The tier below is being cleaned itself: what made room there now would be lost."""
+        """The tier below is being cleaned itself: making room there now would lose blocks."""
         below = self._table.writebacks.get(writeback.target)
         return (
             below is not None
@@ -136,7 +148,7 @@ class MigrationTable:
         )
 
     def demote(self, copy: Copy) -> list[Migration]:
-        """Moves that give one copy another in the tier below; none where it has one or finds no room."""
+        """Migrations that give one copy a second one in the tier below; none if it has one or finds no room."""
         writeback = self._table.writebacks.get(copy.tier)
         if writeback is None or not copy.is_whole or eviction.has_backing(copy):
             return []
@@ -147,21 +159,21 @@ class MigrationTable:
     def finish(
         self, migration_id: int, is_ok: bool | None, now: float, checksum: int | None = None
     ) -> None:
-        """The bytes of one move are in place, or never will be; nothing touches its slots any more.
+        """The bytes of one migration are in place, or never will be; nothing touches its slots any more.
 
         Args:
-            is_ok: None for a move that was not begun, which is no failure.
-            checksum: of the bytes that were written; None where they are those that were read.
+            is_ok: None for a migration that was not begun, which is no failure.
+            checksum: of the bytes that were written; None if they are the bytes that were read.
 
         Raises:
-            InvalidArgument: no such move is under way.
+            InvalidArgument: no such migration is in flight.
         """
         if migration_id not in self._migrations:
-            raise InvalidArgument(f"no move {migration_id} is under way")
+            raise InvalidArgument(f"no migration {migration_id} is in flight")
         migration, source, target = self._migrations.pop(migration_id)
         table = self._table
         is_up = target.tier < source.tier
-        writeback = self._crossed(source, target.tier)
+        writeback = self._writeback_of(source, target.tier)
         if writeback is not None:
             writeback.cleaning_bytes -= source.block.space.slot_bytes[source.tier]
         source.reading -= 1
@@ -178,15 +190,15 @@ class MigrationTable:
             table.counters["migrations_cancelled" if is_ok is None else "migrations_failed"] += 1
             table.vacate(target, migration.part, is_late_write_possible=False)
         if not target.filling:
-            table.discard_partial(target)  # some other part failed
+            table.discard_partial(target)  # if some other part failed
         table.settle_state(source)
         if writeback is not None and not target.filling and not target.is_whole:
             writeback.retry_later(source, now + self._retry_s)
 
     # ------------------------------------------------------------ within
 
-    def _crossed(self, source: Copy, target_tier: Tier) -> Writeback | None:
-        """The boundary that a move cleans by crossing it."""
+    def _writeback_of(self, source: Copy, target_tier: Tier) -> Writeback | None:
+        """The writeback that this migration serves, if it is a demotion."""
         writeback = self._table.writebacks.get(source.tier)
         return writeback if writeback is not None and writeback.target == target_tier else None
 
@@ -197,7 +209,7 @@ class MigrationTable:
         if not source.is_whole:
             raise InvalidArgument(f"block {block.name.hex()} is not whole in {source.tier}")
         table, space = self._table, block.space
-        source.reading += space.tp_size  # before room is made: the source is never the victim
+        source.reading += space.tp_size  # first, so that the source is never the victim
         for part in range(space.tp_size):
             if table.hold(block, target_tier, part, colder_than) is None:
                 target = block.copies[target_tier]
@@ -230,15 +242,15 @@ class MigrationTable:
             self._migrations[self._next_id] = (migration, source, target)
             self._next_id += 1
             migrations.append(migration)
-        writeback = self._crossed(source, target_tier)
+        writeback = self._writeback_of(source, target_tier)
         if writeback is not None:
-            writeback.dirty.discard(source)  # comes back when the move fails, after a while
+            writeback.dirty.discard(source)  # offered again if the migration fails
             writeback.cleaning_bytes += space.slot_bytes[source.tier] * space.tp_size
         return migrations
 
 
 def whole_copy(space: Space, tiers: Collection[Tier], name: bytes) -> Copy | None:
-    """The block's whole copy in the first of the tiers that has one."""
+    """The whole copy of a block in the first of the tiers that has one."""
     for tier in tiers:
         copy = space.visible[tier].get(name)
         if copy is not None:

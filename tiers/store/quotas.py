@@ -1,8 +1,8 @@
-"""Quotas: whose slots these are, who is over the share, and from whom room may be taken.
+"""Quotas: what each account uses of a tier, who is over the quota, and from whom room may be taken.
 
-A quota is a guarantee, not a bound: while there is room, anybody borrows all of it. When there is none, an
-account below its quota takes from those above theirs, the most excessive first; one above its own gives of
-its own, or takes from those that are further above. Nobody above a quota takes from one below. Pure.
+A quota is a guarantee, not a bound: any account may use all room that is free. If there is none, an account
+below its quota takes from accounts above theirs, the highest ratio first. An account above its quota evicts its
+own blocks, or takes from those with a higher ratio. No account above its quota takes from one below.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OTHERS = ""  # the account of all who have no quota of their own
 
 
 class AccountUsage(NamedTuple):
-    """What one account has of one tier, in bytes of slots; `quota_bytes` is what it can always get."""
+    """What one account uses of one tier, in bytes of slots; `quota_bytes` is its guarantee."""
 
     account: str  # tenant or namespace id (hex); "" for all others together
     tier: Tier
@@ -30,14 +30,14 @@ class AccountUsage(NamedTuple):
 
 
 def check_quotas(quotas: Quotas) -> None:
-    """Refuse what can never be kept.
+    """Refuse quotas that are malformed or exceed a tier.
 
     Raises:
         ConfigError: a key is empty, a share is not in (0, 1], a size is not positive, or the shares exceed 1.
     """
     for owner, quota in quotas.items():
         if not isinstance(owner, str) or not owner:
-            raise ConfigError(f"a quota is of a tenant or a namespace id, not of {owner!r}")
+            raise ConfigError(f"a quota belongs to a tenant or a namespace id, not to {owner!r}")
         is_number = isinstance(quota, (int, float)) and not isinstance(quota, bool)
         if not is_number or not quota > 0 or (isinstance(quota, float) and quota > 1):
             raise ConfigError(
@@ -49,15 +49,15 @@ def check_quotas(quotas: Quotas) -> None:
 
 
 class Accounts:
-    """The accounts of a store; number 0 is everybody without a quota.
+    """The accounts of a store; number 0 is shared by all who have no quota.
 
     Args:
         quotas: by tenant or namespace id (32 hex digits): a share (float) of each tier, or bytes (int) of
-            dram, which count as the same share of every other tier.
-        dram_bytes: capacity of dram.
+            DRAM, which count as the same share of every other tier.
+        dram_bytes: capacity of DRAM.
 
     Raises:
-        ConfigError: together they exceed the tier.
+        ConfigError: together they exceed DRAM.
     """
 
     def __init__(self, quotas: Quotas, dram_bytes: int) -> None:
@@ -74,14 +74,14 @@ class Accounts:
         self._numbers = {name: number for number, name in enumerate(self.names) if name}
 
     def resize(self, dram_bytes: int) -> None:
-        """Dram has another capacity now; quotas that exceed it together are cut in proportion."""
+        """DRAM has another capacity now; quotas that exceed it together are cut in proportion."""
         shares = _shares(self._quotas, dram_bytes)
         excess = max(1.0, sum(shares))
         shares = [share / excess for share in shares]
         self.shares = [max(0.0, 1 - sum(shares)), *shares]
 
     def number_of(self, namespace: Namespace) -> int:
-        """Whose quota counts: the namespace's own, else its tenant's, else that of all others."""
+        """The account of a namespace: its own, else its tenant's, else that of all others."""
         numbers = self._numbers
         own = numbers.get(namespace.namespace_id.hex())
         return own if own is not None else numbers.get(namespace.tenant, 0)
@@ -92,10 +92,10 @@ def _shares(quotas: Quotas, dram_bytes: int) -> list[float]:
 
 
 class QuotaTable:
-    """What each account uses of one tier, in bytes; O(log accounts) per change.
+    """What each account uses of one tier, in bytes; O(log accounts) for each change.
 
     Args:
-        accounts: who has which share.
+        accounts: the share of each account.
         capacity_bytes: of the tier.
     """
 
@@ -103,13 +103,12 @@ class QuotaTable:
         self._accounts = accounts
         self.quotas = [int(share * capacity_bytes) for share in accounts.shares]
         self.used = [0] * len(self.quotas)
-        self.is_shared = len(self.quotas) == 1  # no quotas: nothing to keep in order
-        self._order: list[
-            tuple[float, int]
-        ] = []  # (use of the quota, account) of those that use any
+        self.is_shared = len(self.quotas) == 1  # there are no quotas
+        # (used share of the quota, account) of all accounts that use any
+        self._order: list[tuple[float, int]] = []
 
     def resize(self, capacity_bytes: int) -> None:
-        """The tier has another capacity, or the accounts other shares."""
+        """The capacity of the tier or the shares of the accounts have changed."""
         self.quotas = [int(share * capacity_bytes) for share in self._accounts.shares]
         if not self.is_shared:
             users = (account for account, used in enumerate(self.used) if used)
@@ -118,7 +117,7 @@ class QuotaTable:
             )
 
     def charge(self, account: int, change_bytes: int) -> None:
-        """The account has more, or less, of the tier."""
+        """The account uses `change_bytes` more; fewer if negative."""
         before = self.used[account]
         self.used[account] = before + change_bytes
         if self.is_shared:
@@ -129,17 +128,18 @@ class QuotaTable:
             insort(self._order, (self._ratio(account, before + change_bytes), account))
 
     def is_over(self, account: int, but_bytes: int = 0) -> bool:
-        """The account uses more than its quota, also when `but_bytes` of it were gone."""
+        """The account uses more than its quota, even without `but_bytes` of it."""
         return self.used[account] - but_bytes > self.quotas[account]
 
     def is_entitled(self, account: int, more_bytes: int) -> bool:
-        """The account would not be over its quota with so much more."""
+        """The account stays within its quota with `more_bytes`."""
         return self.used[account] + more_bytes <= self.quotas[account]
 
     def donors(self, account: int, more_bytes: int) -> Iterator[int]:
-        """From whom the account may take room for `more_bytes`, in this order; itself among them.
+        """The accounts from which this one may take room for `more_bytes`, in order, with itself.
 
-        The last ones, for an account below its quota alone, are below theirs, but use more of them.
+        The last ones are below their quotas too, but use more of them; only an account that stays within its
+        quota takes from those.
         """
         if self.is_shared:
             yield account

@@ -1,8 +1,7 @@
-"""Reserving and committing long runs slice by slice, so that whoever owns the store can serve others in between.
+"""Cursors over long runs that are reserved or committed in slices, so that other calls run in between.
 
-What is promised stays promised between two slices: granted slots are reserved, and what is being committed is
-nobody else's. What is not yet granted may be taken by others meanwhile, as if they had come first.
-Plain state; `ReservationTable` works on it.
+Between two slices, granted slots stay reserved, and parts that are being committed belong to nobody else. Slots
+that are not granted yet may go to others, as if those had come first. `ReservationTable` advances the cursors.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.blocks.tier import Tier
-from tiers.store.blocks import Block, Copy, Space
+from tiers.store.blocks import Block, Copy, Reservation, Space
 from tiers.store.slab_allocator import Place
 
 
 class Grant:
-    """A live reservation: the copies and parts that its writer may fill. A committed one is None."""
+    """A live reservation: the copies whose part its writer may fill; None for those that are committed."""
 
     __slots__ = ("copies", "deadline", "part", "remaining", "reservation_id", "writer_id")
 
@@ -29,14 +28,14 @@ class Grant:
         self.deadline = deadline
 
     def add(self, copies: Sequence[Copy]) -> None:
-        """Grant more of them."""
+        """Grant more copies."""
         self.copies += copies
         self.remaining += len(copies)
 
 
 @dataclass(slots=True, eq=False)
 class ReserveCursor:
-    """A run of one chain that is being reserved for a writer: what was said of blocks [0, len(statuses))."""
+    """A run of one chain that is being reserved; blocks [0, len(statuses)) are done."""
 
     space: Space
     hashes: Sequence[bytes]
@@ -46,7 +45,7 @@ class ReserveCursor:
     ttl_s: float
     deadline: float
     tier: Tier
-    tick: int  # of recency, for the next block that is here
+    tick: int  # for the next block that is here
     shielded: Collection[Block]
     statuses: list[int] = field(default_factory=list)  # `BlockStatus`
     places: list[Place] = field(default_factory=list)  # of those granted
@@ -56,10 +55,18 @@ class ReserveCursor:
     def is_done(self) -> bool:
         return len(self.statuses) == len(self.hashes)
 
+    def result(self) -> Reservation:
+        """What was reserved by now."""
+        reservation_id = self.grant.reservation_id if self.grant is not None else 0
+        slot_bytes = self.space.slot_bytes[Tier.DRAM]
+        return Reservation(
+            reservation_id, self.statuses, self.places, slot_bytes, self.ttl_s, self.deadline
+        )
+
 
 @dataclass(slots=True, eq=False)
 class CommitCursor:
-    """Granted parts on their way to be committed: taken from the grant, and committed up to `done`."""
+    """Parts that were taken from their grant to be committed; the first `done` are committed."""
 
     reservation_id: int
     part: int
@@ -67,7 +74,7 @@ class CommitCursor:
     checksums: Sequence[int]
     tick: int
     done: int = 0
-    visible: list[bytes] = field(default_factory=list)  # what became visible by it
+    visible: list[bytes] = field(default_factory=list)  # hashes of blocks that became visible
 
     @property
     def is_done(self) -> bool:

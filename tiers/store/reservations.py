@@ -19,11 +19,14 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
 
+from kvpool.blocks.hashing import HASH_BYTES
 from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument, ReservationGone
 from kvpool.wire.messages import BlockStatus
 from tiers.store.block_table import BlockTable
-from tiers.store.blocks import Block, Copy, Space
+from tiers.store.blocks import Block, Copy, Space, check_memory_tier
+from tiers.store.config import StoreConfig
+from tiers.store.namespaces import NamespaceTable
 from tiers.store.reservation_cursors import CommitCursor, Grant, ReserveCursor
 from tiers.store.slab_allocator import Place
 
@@ -49,15 +52,17 @@ class ReservationTable:
     """All live reservations, and the slots in quarantine.
 
     Args:
-        residency: where the slots are.
-        quarantine_s: the longest that a write may be under way.
-        first_id: number of the first reservation.
+        table: the blocks and their slots.
+        namespaces: the namespaces.
+        config: the longest reservation, the quarantine, and the number of the first reservation.
     """
 
-    def __init__(self, table: BlockTable, quarantine_s: float, first_id: int) -> None:
+    def __init__(self, table: BlockTable, namespaces: NamespaceTable, config: StoreConfig) -> None:
         self._table = table
-        self._quarantine_s = quarantine_s
-        self._next_id = first_id
+        self._namespaces = namespaces
+        self._config = config
+        self._quarantine_s = config.quarantine_s
+        self._next_id = config.first_id
         self._grants: dict[int, Grant] = {}
         self._by_writer: dict[str, set[int]] = {}
         self._due: list[tuple[float, int]] = []
@@ -69,11 +74,11 @@ class ReservationTable:
         return len(self._grants)
 
     def values(self) -> list[Grant | CommitCursor]:
-        """All live reservations, and what was taken from them to be committed."""
+        """All live reservations, and the parts that were taken from them to be committed."""
         return [*self._grants.values(), *self._committing]
 
     def writer_of(self, reservation_id: int) -> str | None:
-        """Who may write there, or might still in quarantine; None when it is wholly over."""
+        """Who may write to the slots of a reservation, or might still while they are in quarantine; else None."""
         grant = self._grants.get(reservation_id)
         if grant is not None:
             return grant.writer_id
@@ -86,20 +91,30 @@ class ReservationTable:
 
     def begin_reserve(
         self,
-        space: Space,
+        namespace_id: bytes,
         hashes: Sequence[bytes],
         parent: bytes,
         part: int,
         writer_id: str,
         ttl_s: float,
-        deadline: float,
+        now: float,
         tier: Tier = Tier.DRAM,
     ) -> ReserveCursor:
-        """Begin to hold slots for what is not here of a run of one chain: see `reserve_some`.
+        """As `Store.reserve`, in slices: call `Store.reserve_some` until the cursor is done.
 
-        Neither the run nor what it builds on is evicted to make its room. With tier HBM, what finds no room
-        there is granted in dram; parts of one block stand together.
+        Neither the run nor its ancestors are evicted to make room for it. With HBM, blocks that find no room
+        there are granted in DRAM; all parts of a block are in one tier.
+
+        Raises:
+            UnknownNamespace, InvalidArgument: as `Store.reserve`.
         """
+        space = self._namespaces.space(namespace_id, len(hashes))
+        ttl_s = self._config.reservation_ttl(ttl_s)
+        if not 0 <= part < space.tp_size:
+            raise InvalidArgument(f"part {part} of {space.tp_size}")
+        if len(parent) not in (0, HASH_BYTES) or any(len(name) != HASH_BYTES for name in hashes):
+            raise InvalidArgument(f"block hashes have {HASH_BYTES} bytes each")
+        check_memory_tier(tier)
         known = [b for b in map(space.blocks.get, hashes) if b is not None]
         return ReserveCursor(
             space,
@@ -108,17 +123,17 @@ class ReservationTable:
             part,
             writer_id,
             ttl_s,
-            deadline,
+            now + ttl_s,
             tier,
             self._table.advance(len(known)),
             {*known, *_ancestors(space, parent)},
         )
 
     def reserve_some(self, cursor: ReserveCursor, count: int) -> None:
-        """Go on with up to `count` blocks of a run; after `NO_ROOM` for one all others have none either.
+        """Go on with up to `count` blocks. After `NO_ROOM` for one block, all that follow have none either.
 
         Raises:
-            ReservationGone: it ended meanwhile, with its writer or its time.
+            ReservationGone: it ended in between: its client left or its time has passed.
         """
         if (
             cursor.grant is not None
@@ -126,7 +141,9 @@ class ReservationTable:
         ):
             raise reservation_over(cursor.grant.reservation_id)
         if self._table.spaces.get(cursor.space.namespace_id) is not cursor.space:
-            raise reservation_over(0)  # it was forgotten before anything of it was here
+            raise reservation_over(
+                0
+            )  # the namespace was forgotten before any of its blocks was here
         start, part = len(cursor.statuses), cursor.part
         names = cursor.hashes[start : start + count]
         here = [
@@ -152,12 +169,21 @@ class ReservationTable:
             cursor.grant = cursor.grant or self._grant(part, cursor.writer_id, cursor.deadline)
             cursor.grant.add(copies)
 
+    def cancel(self, cursor: ReserveCursor, now: float) -> None:
+        """Give up a run whose places nobody was told: its slots are free at once."""
+        if cursor.grant is not None:
+            self.abort(cursor.grant.reservation_id, True, now)
+
     def renew(self, reservation_id: int, ttl_s: float, now: float) -> float:
-        """Move the deadline to `now + ttl_s`, never to an earlier time; returns seconds from now.
+        """Extend a reservation to `now + ttl_s`; never shortens it. Returns the seconds that are left.
+
+        Args:
+            ttl_s: seconds, cut to `max_reservation_s`.
 
         Raises:
-            ReservationGone: it is over.
+            ReservationGone: it is over. InvalidArgument: `ttl_s` is not positive.
         """
+        ttl_s = self._config.reservation_ttl(ttl_s)
         grant = self._live(reservation_id, now)
         grant.deadline = max(grant.deadline, now + ttl_s)
         return grant.deadline - now
@@ -166,16 +192,15 @@ class ReservationTable:
         self,
         reservation_id: int,
         checksums: Sequence[int],
-        indices: Sequence[int] | None,
         now: float,
+        indices: Sequence[int] | None = None,
     ) -> CommitCursor:
-        """Take granted parts out of their reservation, to be committed by `commit_some`. All or nothing.
+        """As `Store.commit`, in slices: call `commit_some` until the cursor is done.
 
-        Nothing can keep them from it any more, neither the reservation's time nor the end of its writer.
+        From here on the commit cannot fail, even if the reservation expires or its writer leaves.
 
         Raises:
-            ReservationGone: it is over, or an index was committed before.
-            InvalidArgument: an index does not exist or comes twice, or the checksums are not one for each.
+            ReservationGone, InvalidArgument: as `Store.commit`.
         """
         grant = self._live(reservation_id, now)
         if indices is None:
@@ -203,10 +228,11 @@ class ReservationTable:
         cursor = CommitCursor(reservation_id, grant.part, copies, checksums, tick)
         if copies:
             self._committing[cursor] = None
+        self._table.counters["committed"] += len(copies)
         return cursor
 
     def commit_some(self, cursor: CommitCursor, count: int) -> None:
-        """Commit the next `count` parts of a run; blocks become visible one after the other."""
+        """Commit the next `count` parts; their blocks become visible in order."""
         end = min(cursor.done + count, len(cursor.copies))
         batch = [copy for copy in cursor.copies[cursor.done : end] if copy is not None]
         self._table.touch([copy.block for copy in batch], is_use=False, tick=cursor.tick)
@@ -219,11 +245,10 @@ class ReservationTable:
         if cursor.is_done:
             self._committing.pop(cursor, None)
 
-    def abort(self, reservation_id: int, *, writer_stopped: bool, now: float) -> None:
-        """Give back what is not committed: free when the writer stopped, else to quarantine.
+    def abort(self, reservation_id: int, writer_stopped: bool, now: float) -> None:
+        """End a reservation. Slots that are not committed are free if the writer stopped, else in quarantine.
 
-        A writer that confirms later (`writer_stopped` for a reservation already in quarantine) frees its
-        slots then. Unknown reservations are ignored.
+        A later call with `writer_stopped` frees the slots in quarantine. Unknown reservations are ignored.
         """
         grant = self._grants.get(reservation_id)
         if grant is not None:
@@ -232,12 +257,12 @@ class ReservationTable:
             self._end_quarantine(reservation_id)
 
     def writer_gone(self, writer_id: str, now: float) -> None:
-        """The writer went away; its writes may not have: all its reservations go to quarantine."""
+        """The writer is gone; its writes may still be in flight. All its reservations go to quarantine."""
         for reservation_id in sorted(self._by_writer.get(writer_id, ())):
             self._end(self._grants[reservation_id], is_late_write_possible=True, now=now)
 
     def expire(self, now: float) -> int:
-        """End what is past its deadline, free what is past quarantine; returns how many of both."""
+        """End overdue reservations and quarantines; returns how many reservations ended and slots came free."""
         ended = 0
         while self._due and self._due[0][0] <= now:
             _, reservation_id = heappop(self._due)
@@ -270,7 +295,7 @@ class ReservationTable:
         table = self._table
         begun = _begun_copy(space.blocks.get(name))
         if begun is not None and begun.tier == Tier.HBM and tier != Tier.HBM:
-            # This writer cannot write where the others did: a block stands whole in one tier or in none.
+            # This writer cannot write to HBM, where others began: all parts of a block are in one tier.
             if begun.filling:
                 return BlockStatus.IN_PROGRESS, None
             table.discard_partial(begun)
@@ -284,10 +309,12 @@ class ReservationTable:
         for index in tiers:
             if index not in table.tiers:
                 continue
-            block = table.block(space, name, parent)  # anew: in vain, its record went again
+            block = table.block(
+                space, name, parent
+            )  # each time: a failed attempt removed the record
             recovered = block.copies[Tier.NVME]
             if table.hold(block, index, part) is not None:
-                if recovered is not None:  # in part, before a restart: the new bytes replace it
+                if recovered is not None:  # recovered in part: the new bytes replace it
                     table.discard_partial(recovered)
                 return BlockStatus.GRANTED, block.copies[index]
         return BlockStatus.NO_ROOM, None
@@ -313,7 +340,7 @@ class ReservationTable:
 
     def _end(self, grant: Grant, *, is_late_write_possible: bool, now: float) -> None:
         self._remove(grant)
-        # The last block first: the tail of a chain goes before what it builds on.
+        # The last block first: the tail of a chain leaves before its ancestors.
         open_copies = [copy for copy in reversed(grant.copies) if copy is not None]
         places = [
             self._table.vacate(copy, grant.part, is_late_write_possible=is_late_write_possible)
@@ -348,7 +375,7 @@ class ReservationTable:
 
 
 def reservation_over(reservation_id: int) -> ReservationGone:
-    """What is said of a reservation that ended or never was."""
+    """The error for a reservation that ended or never existed."""
     return ReservationGone(
         f"reservation {reservation_id} was committed, aborted or has expired", hint="reserve again"
     )
@@ -359,13 +386,13 @@ def _has_part(block: Block, part: int) -> bool:
 
 
 def _begun_copy(block: Block | None) -> Copy | None:
-    """Where writers have begun with a block; what was recovered from nvme in part is nobody's."""
+    """The copy that writers have begun to fill. A copy that was recovered in part from NVMe does not count."""
     copies = block.copies if block is not None else []
     return next((copies[tier] for tier in (Tier.HBM, Tier.DRAM) if copies and copies[tier]), None)
 
 
 def _ancestors(space: Space, parent: bytes) -> Iterator[Block]:
-    """The known chain from `parent` upwards."""
+    """The known ancestors, from `parent` up."""
     while parent:
         block = space.blocks.get(parent)
         if block is None:

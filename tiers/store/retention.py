@@ -1,68 +1,103 @@
-"""Protection: blocks that go last (for a while) or never, such as those of system prompts. Pure.
+"""Retention: blocks that are evicted last (soft pins) or never (hard pins), such as those of system prompts.
 
-Protection is of a block, wherever it stands, and of no caller: whoever ends it, ends it for all. It is promised
-for each tier but hbm as if the block stood there, within a bounded share of each, so that the promise stays
-good when the block moves. A small hbm would bound it for all: from there a protected block goes down, not away. A protected block's parent is protected as long: it could not go first anyway
-(invariant 6), and is counted for it.
+Retention belongs to the block, wherever its copies are, and not to a caller: a call that ends it ends it for
+all. Its bytes are promised in every tier but HBM, within a bounded share of each tier, so that the promise
+holds when the block migrates. HBM promises nothing, because a small HBM would bound all others; a retained
+block leaves it for DRAM. The parent of a retained block is retained as long, and counted: it could not be
+evicted earlier anyway (invariant 6).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument, NoRoom
 from tiers.store.block_table import BlockTable
 from tiers.store.blocks import FOREVER, NEVER, Block, Space
+from tiers.store.namespaces import NamespaceTable
 from tiers.store.victims import TierState
 
 
+class Retention(NamedTuple):
+    """Until when one block is retained."""
+
+    namespace_id: bytes
+    block_hash: bytes
+    until: float  # monotonic seconds; infinite for a hard pin
+
+
 class RetentionTable:
-    """All protected blocks.
+    """All retained blocks.
 
     Args:
-        residency: where they stand.
+        table: the blocks.
+        namespaces: the namespaces.
         share: of each tier that may be promised.
     """
 
-    def __init__(self, table: BlockTable, share: float) -> None:
+    def __init__(self, table: BlockTable, namespaces: NamespaceTable, share: float) -> None:
         self._table = table
+        self._namespaces = namespaces
         self._share = share
         self._retained: set[Block] = set()
-        # (until, number, block); void when the block is protected for another time by now.
+        # (until, number, block); void if the block is retained for another time by now.
         self._due: list[tuple[float, int, Block]] = []
         self._pushes = 0
-        self.changes = 0  # grows with every protection that begins, is prolonged or ends
+        self.changes = 0  # grows with every retention that begins, is extended or ends
         table.on_gone = self._forget
 
     def __len__(self) -> int:
         return len(self._retained)
 
-    def values(self) -> list[Block]:
-        """All protected blocks."""
+    def blocks(self) -> list[Block]:
+        """All retained blocks."""
         return list(self._retained)
 
-    def retain(self, space: Space, hashes: Sequence[bytes], until: float | None, now: float) -> int:
-        """Protect those of `hashes` that stand here, all or none; returns how many do.
+    def values(self) -> list[Retention]:
+        """All retained blocks, and until when."""
+        return [
+            Retention(block.space.namespace_id, block.name, block.retained_until)
+            for block in self._retained
+        ]
+
+    def retain(
+        self, namespace_id: bytes, hashes: Sequence[bytes], until: float | None, now: float
+    ) -> int:
+        """Retain those of `hashes` that are here, all or none; returns how many they are.
+
+        A soft pin (`until`) lets a block go only if nothing else can; a hard pin (None) never does. Dropping a
+        corrupt block ends either.
 
         Args:
-            until: monotonic seconds; None: for ever. Never shortens a protection.
+            hashes: a chain from its start; hashes that are not here are passed over.
+            until: monotonic seconds. A second call may extend a retention, and never shortens it.
 
         Raises:
-            InvalidArgument: `until` is not after `now`, or a parent stands here that is neither named nor
-                protected as long.
-            NoRoom: more than the share of a tier would be promised.
+            UnknownNamespace.
+            InvalidArgument: too many hashes, `until` is not after `now`, or a parent is here that is neither
+                named nor retained as long.
+            NoRoom: more than `retention_share` of a tier would be promised.
         """
+        space = self._namespaces.space(namespace_id, len(hashes))
+        self.expire(now)
+        return self.retain_in(space, hashes, until, now)
+
+    def retain_in(
+        self, space: Space, hashes: Sequence[bytes], until: float | None, now: float
+    ) -> int:
+        """As `retain`, for any number of hashes."""
         end = FOREVER if until is None else until
         if not end > now:
-            raise InvalidArgument(f"protection until {end} has ended at {now}")
+            raise InvalidArgument(f"a retention until {end} has ended at {now}")
         blocks = dict.fromkeys(_visible(space, hashes))
         for block in blocks:
             parent = next(_visible(space, [block.parent]), None)
             if parent is not None and parent not in blocks and parent.retained_until < end:
                 raise InvalidArgument(
-                    f"block {block.name.hex()} builds on one that is not protected as long",
+                    f"the parent of block {block.name.hex()} is not retained as long",
                     hint="name the chain from its start",
                 )
         fresh = [block for block in blocks if block.retained_until == NEVER]
@@ -72,8 +107,8 @@ class RetentionTable:
             if fresh and tier.retained_bytes + size * len(fresh) > limit:
                 self._table.counters["retention_refused"] += 1
                 raise NoRoom(
-                    f"{tier.name} has {tier.retained_bytes} protected bytes, and at most {limit:.0f}",
-                    hint="end another protection, or raise retention_share",
+                    f"{tier.name} has {tier.retained_bytes} retained bytes, and at most {limit:.0f}",
+                    hint="end another retention, or raise retention_share",
                 )
         for block in fresh:
             self._charge(block, 1)
@@ -86,11 +121,16 @@ class RetentionTable:
         self._table.counters["retained"] += len(fresh)
         return len(blocks)
 
-    def end_retention(self, space: Space, hashes: Sequence[bytes]) -> int:
-        """End the protection of those of `hashes` that have one; returns how many had and lost it.
+    def end(self, namespace_id: bytes, hashes: Sequence[bytes], now: float) -> int:
+        """End the retention of a chain; returns how many blocks lost theirs.
 
-        A block stays protected while one that builds on it is.
+        A block stays retained while one of its children is.
+
+        Raises:
+            UnknownNamespace, InvalidArgument: too many hashes.
         """
+        space = self._namespaces.space(namespace_id, len(hashes))
+        self.expire(now)
         count = 0
         for name in reversed(hashes):  # tails first: a parent is free when its last child is
             block = space.blocks.get(name)
@@ -99,7 +139,7 @@ class RetentionTable:
         return count
 
     def expire(self, now: float) -> int:
-        """End the protections that are past their time; returns how many."""
+        """End the retentions whose time has passed; returns how many."""
         ended = 0
         while self._due and self._due[0][0] <= now:
             until, _, block = heappop(self._due)
@@ -152,7 +192,7 @@ class RetentionTable:
                 del space.retained_children[block.parent]
 
     def _offer(self, block: Block) -> None:
-        """Its copies have another rank now."""
+        """The rank of its copies has changed."""
         for copy in block.copies:
             if copy is not None and copy.committed:
                 self._table.offer(copy)

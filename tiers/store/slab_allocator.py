@@ -1,10 +1,8 @@
-"""Room in one arena: slabs given to one slot size each, and slots inside them.
+"""Slab allocator of one arena: each slab has slots of one size.
 
-A slab belongs to nobody while it is empty; the first slot taken gives it to that slot's size, the last one
-returned takes it back. So arenas never fragment across sizes, and one size can be starved only by slabs
-that others hold: the store then empties one of theirs (see `slabs_of_others`).
-
-Knows offsets, not bytes: no memory is touched here. No I/O, no clock.
+An empty slab has no size. The first slot taken gives it one, and the last slot freed takes it away. So arenas
+never fragment across sizes. A size finds no room only if others hold all slabs; the store then empties one of
+theirs (`slabs_of_others`). Works with offsets and touches no memory.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from kvpool.errors import BlockTooLarge, InvalidArgument, KvpoolError
 
 
 class StoreCorrupt(KvpoolError):
-    """The node's own bookkeeping contradicts itself: a defect of kvpool, never of a caller."""
+    """The node's own records contradict each other: a defect of kvpool, never of a caller."""
 
     code = "store_corrupt"
 
@@ -42,9 +40,9 @@ class _Slab:
     )
 
     def __init__(self) -> None:
-        self.slot_bytes = 0  # 0: belongs to nobody
+        self.slot_bytes = 0  # 0: the slab is empty
         self.generation = (
-            0  # changes whenever the slab changes hands, so that old list entries are void
+            0  # grows when the slab changes its size, so that old list entries are void
         )
         self.slots = 0
         self.used = 0
@@ -69,13 +67,13 @@ class SlabAllocator:
     """Slots of several sizes in one arena; every call is O(1) or O(log slabs).
 
     Args:
-        capacity_bytes: size of the arena; what is left of it after whole slabs is not used.
-        slab_bytes: the largest slot there can be; a multiple of `alignment`.
-        arena_id: goes into every `Place`.
+        capacity_bytes: size of the arena; a rest smaller than a slab is not used.
+        slab_bytes: the largest possible slot; a multiple of `alignment`.
+        arena_id: part of every `Place`.
         alignment: every offset and slot size is a multiple of it (4096 for O_DIRECT and huge pages alike).
 
     Raises:
-        InvalidArgument: the sizes are not positive, not aligned, or leave no room for one slab.
+        InvalidArgument: the sizes are not positive or not aligned, or one slab does not fit.
     """
 
     def __init__(
@@ -98,8 +96,10 @@ class SlabAllocator:
         self.allocations = 0
         self.frees = 0
         self._slabs = [_Slab() for _ in range(self.capacity_bytes // slab_bytes)]
-        self._empty = list(range(len(self._slabs)))  # heap: low offsets first; may hold given ones
-        # Slabs with room by slot size, as heaps of (slab, generation); full or lost ones go lazily.
+        self._empty = list(
+            range(len(self._slabs))
+        )  # heap: low offsets first; some may be taken by now
+        # Slabs with room by slot size: heaps of (slab, generation). Void entries are removed lazily.
         self._open: dict[int, list[tuple[int, int]]] = {}
 
     def slot_size(self, size_bytes: int) -> int:
@@ -120,7 +120,7 @@ class SlabAllocator:
         return rounded
 
     def allocate(self, slot_bytes: int) -> Place | None:
-        """Take a slot for `slot_bytes` (rounded up); None when every slab is full or another size's.
+        """Take a slot for `slot_bytes` (rounded up); None if every slab is full or has another size.
 
         Raises:
             BlockTooLarge: more than a slab.
@@ -139,7 +139,7 @@ class SlabAllocator:
         return Place(self.arena_id, index * self.slab_bytes + slot * size)
 
     def claim(self, place: Place, slot_bytes: int) -> bool:
-        """Take the slot at a known place (recovery); False when it is taken or does not lie on a slot."""
+        """Take the slot at a known place (recovery); False if it is taken or no slot begins there."""
         size = self.slot_size(slot_bytes)
         index, within = divmod(place.offset, self.slab_bytes)
         slot, rest = divmod(within, size)
@@ -161,7 +161,7 @@ class SlabAllocator:
         return True
 
     def free(self, place: Place) -> None:
-        """Return a slot; its slab belongs to nobody again when it was the last.
+        """Free a slot; its slab is empty again if this was the last one.
 
         Raises:
             StoreCorrupt: no slot is taken there.
@@ -197,10 +197,10 @@ class SlabAllocator:
     def slabs_of_others(
         self, slot_bytes: int, start: int = 0, count: int | None = None
     ) -> Iterator[int]:
-        """Numbers of the slabs that are held by slots of another size.
+        """Numbers of the slabs whose slots have another size.
 
         Args:
-            start: the slab to begin with; from the last one it goes on with the first.
+            start: the slab to begin with; after the last one come the first ones.
             count: how many slabs to look at; None for all.
         """
         size = self.slot_size(slot_bytes)
@@ -225,17 +225,17 @@ class SlabAllocator:
 
     @property
     def slab_count(self) -> int:
-        """Slabs in all."""
+        """Number of slabs."""
         return len(self._slabs)
 
     @property
     def free_bytes(self) -> int:
-        """Bytes in no slot; slabs of another size and ends of slabs count as free."""
+        """Bytes in no slot; free slots of any size and unused ends of slabs count."""
         return self.capacity_bytes - self.used_bytes
 
     @property
     def empty_slabs(self) -> int:
-        """Slabs that belong to no slot size."""
+        """Slabs without slots."""
         return sum(not slab.slot_bytes for slab in self._slabs)
 
     def check_integrity(self) -> None:
@@ -259,7 +259,7 @@ class SlabAllocator:
                 raise StoreCorrupt(f"{where}: its slots reach past its end")
             unused = set(slab.returned) | set(range(slab.fresh, slab.slots))
             if unused != {i for i in range(slab.slots) if not slab.taken[i]}:
-                raise StoreCorrupt(f"{where}: a slot is neither taken nor to be had")
+                raise StoreCorrupt(f"{where}: a slot is neither taken nor free")
             listed = (index, slab.generation) in self._open.get(slab.slot_bytes, [])
             if listed != slab.is_listed or (slab.used < slab.slots and not listed):
                 raise StoreCorrupt(f"{where} has room and cannot be found")

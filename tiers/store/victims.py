@@ -1,7 +1,7 @@
-"""Who leaves when a tier is full: among the copies of one slot size, or a whole slab of another size.
+"""Victim selection: which copies leave a full tier, of one slot size or a whole slab of another.
 
-Rank comes before everything (see `Shelf`), then whom the asking account may take from (see `Ledger`), then the
-policy's order. Chooses only; evicting is `BlockTable`'s. Pure.
+Rank decides first (`EvictionQueue`), then from which accounts the asking one may take (`QuotaTable`), then the
+policy's order. `BlockTable` does the evictions.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from tiers.store.eviction import DOUBLE, PLAIN, SOFT, EvictionQueue
 from tiers.store.quotas import Accounts, QuotaTable
 from tiers.store.slab_allocator import Place
 
-SLABS_WHEN_DUE = 64  # looked at while this size has something to give itself
-SLABS_AT_MOST = 4096  # looked at otherwise; more would be a pause of more than 5 ms
+SLABS_WHEN_DUE = 64  # looked at while this size has victims of its own
+SLABS_AT_MOST = 4096  # looked at otherwise; more would take longer than 5 ms
 
 
 class TierState:
-    """One tier's slots, who stands in them, and bytes by state (slot sizes, so rounded up).
+    """The slots of one tier, their owners, and bytes by state (of slots, so rounded up).
 
     Args:
-        index: which tier it is.
-        slots: its arenas.
+        index: the tier.
+        allocator: its arenas.
         policy: name of the eviction policy.
-        accounts: who has which share.
-        parked: see `Shelf`.
+        accounts: the share of each account.
+        parked: collects copies whose turn came while they were shielded.
     """
 
     def __init__(
@@ -48,19 +48,19 @@ class TierState:
         self.committed_bytes = 0
         self.pinned_bytes = 0  # of the committed ones
         self.quarantined_bytes = 0
-        self.retained_bytes = 0  # promised to protected blocks, whether they stand here or not
+        self.retained_bytes = 0  # promised to retained blocks, resident here or not
         self.owners: dict[Place, Copy] = {}  # a quarantined slot has none
-        self.quarantined_of: dict[Place, int] = {}  # account
+        self.quarantined_of: dict[Place, int] = {}  # the account of each quarantined slot
         self.quota_table = QuotaTable(accounts, allocator.open_bytes)
         self.evicted_since_scan: Counter[int] = Counter()  # by slot size
         self.queues: dict[tuple[int, int], EvictionQueue] = {}  # by slot size and account
-        self._look = self._next_look = 0  # the slab where looks at other sizes begin
+        self._look = self._next_look = 0  # number of the first slab to look at for other sizes
         self._policy = policy
         self._parked = parked
 
     @property
     def free_bytes(self) -> int:
-        """Bytes in no state; with the other three they make the capacity (invariant 7)."""
+        """Bytes in no other state: all states add up to the capacity (invariant 7)."""
         return (
             self.allocator.capacity_bytes
             - self.reserved_bytes
@@ -69,42 +69,42 @@ class TierState:
         )
 
     def look_further(self) -> None:
-        """From here on, look at the slabs that follow those of the last look."""
+        """From now on, look at the slabs after those of the last look."""
         self._look = self._next_look
 
     def some_slabs_of_others(self, space: Space, is_due_only: bool) -> Iterator[int]:
-        """Slabs of other sizes, the same ones until `look_further`: no call scans a large arena."""
+        """Some slabs of other sizes, the same until `look_further`, so that no call scans a large arena."""
         count = SLABS_WHEN_DUE if is_due_only else SLABS_AT_MOST
         slabs = self.allocator.slab_count
         self._next_look = (self._look + count) % slabs if count < slabs else 0
         return self.allocator.slabs_of_others(space.slot_bytes[self.index], self._look, count)
 
     def queue(self, space: Space) -> EvictionQueue:
-        """Where the copies of a namespace stand as candidates."""
+        """The queue for copies of a namespace."""
         return self._queue(space.slot_bytes[self.index], space.account)
 
     def queue_of(self, copy: Copy) -> EvictionQueue:
-        """Where a copy stands as a candidate."""
+        """The queue for a copy."""
         return self._queue(copy.slot_bytes, copy.block.space.account)
 
     def _queue(self, slot_bytes: int, account: int) -> EvictionQueue:
         key = (slot_bytes, account)
         queue = self.queues.get(key)
         if queue is None:
-            # What stands on a disk that takes nothing more still goes: it may be the child of what must.
+            # Copies on a read-only disk stay evictable: a child must leave before its parent.
             closed = self.allocator.closed if self.index != Tier.NVME else frozenset()
             queue = self.queues[key] = EvictionQueue(self.index, self._policy, self._parked, closed)
         return queue
 
 
 def victims(tier: TierState, space: Space, colder_than: int | None) -> list[Copy]:
-    """The next copy of this slot size to go, or all of another size's slab that is colder still.
+    """The next victim of this slot size, or all copies of a slab of another size that is colder.
 
-    Slabs are looked at when this size has nothing to give, and once per slab's worth of evictions:
-    often enough that a busy size outgrows an idle one, seldom enough to cost little.
+    Looks at slabs if this size has no victim, and once for every slab's worth of evictions. So a busy size
+    outgrows an idle one, at little cost.
 
     Args:
-        colder_than: only what was used before this tick, and nothing protected: the caller can wait.
+        colder_than: take only copies last used before this tick, and none that is retained.
     """
     slot_bytes = space.slot_bytes[tier.index]
     is_due = tier.evicted_since_scan[slot_bytes] >= tier.allocator.slots_per_slab(slot_bytes)
@@ -113,7 +113,7 @@ def victims(tier: TierState, space: Space, colder_than: int | None) -> list[Copy
         if rank != DOUBLE and (own is None or is_due):
             tier.evicted_since_scan[slot_bytes] = 0
             limit = own.last_use if own is not None else colder_than
-            # Who is below its quota keeps its own as long as a borrower has something to give.
+            # An account below its quota keeps its own blocks while a borrower has a victim.
             is_own_spared = own is not None and own.block.space.account != space.account
             slab = _coldest_slab_of_others(
                 tier,
@@ -129,21 +129,21 @@ def victims(tier: TierState, space: Space, colder_than: int | None) -> list[Copy
             return [own]
     if tier.quota_table.is_shared or not tier.quota_table.is_entitled(space.account, slot_bytes):
         return []
-    # A quota would be worth nothing where slabs are shared with others below theirs. Who loses by this gets
-    # room from those above theirs in turn.
+    # Otherwise a quota would be void where all slabs are shared with accounts below theirs. An account that
+    # loses blocks here takes room from those above their quota in turn.
     worst_rank = _ranks(tier, colder_than)[-1]
     return _coldest_slab_of_others(tier, space, colder_than, worst_rank, lambda _: True)
 
 
 def leaves_of_others(tier: TierState, space: Space, colder_than: int | None) -> Iterator[Copy]:
-    """The coldest leaves of other slot sizes, one after the other; evict each before the next is asked for.
+    """The coldest leaves of other slot sizes, one after the other; evict each before asking for the next.
 
-    Where chains lie across slabs no slab can be emptied at once, but leaf after leaf they can. Nothing
-    goes while every slab holds a slot that must stay, since then no slab would come free.
+    If chains lie across slabs, no slab can be emptied at once, but leaf by leaf they can. Yields nothing if
+    every slab holds a slot that must stay, since then no slab would come free.
     """
     slot_bytes = space.slot_bytes[tier.index]
     ranks = _ranks(tier, colder_than)
-    # As of now: what it gives of its own on the way makes nobody a donor who was none.
+    # Fixed at the start: blocks that this account gives up on the way make no new donors.
     donors = set(tier.quota_table.donors(space.account, slot_bytes))
     is_entitled = tier.quota_table.is_entitled(space.account, slot_bytes)
     if not any(
@@ -174,13 +174,13 @@ def leaves_of_others(tier: TierState, space: Space, colder_than: int | None) -> 
 
 
 def _ranks(tier: TierState, colder_than: int | None) -> tuple[int, ...]:
-    """Who may go at all, first to last. A demotion can wait: it takes nobody who is protected."""
+    """The ranks that may be evicted, in order. A demotion can wait, so it takes no retained block."""
     ranks = (PLAIN, DOUBLE) if tier.index == Tier.NVME else (PLAIN,)
     return (*ranks, SOFT) if tier.retained_bytes and colder_than is None else ranks
 
 
 def _own(tier: TierState, space: Space, rank: int, colder_than: int | None) -> Copy | None:
-    """The next copy of this slot size and rank, from the first account that has one to give."""
+    """The next victim of this slot size and rank, from the first account that has one."""
     slot_bytes = space.slot_bytes[tier.index]
     for account in tier.quota_table.donors(space.account, slot_bytes):
         queue = tier.queues.get((slot_bytes, account))
@@ -209,7 +209,7 @@ def _coldest_slab_of_others(
     *,
     is_due_only: bool = False,
 ) -> list[Copy]:
-    """All copies of the coldest slab looked at, of another size, that may go whole, leaves first."""
+    """All copies of the coldest slab of another size that can be emptied, leaves first."""
     best: list[Copy] = []
     for index in tier.some_slabs_of_others(space, is_due_only):
         copies: dict[Copy, None] = {}
@@ -224,14 +224,14 @@ def _coldest_slab_of_others(
             copies[copy] = None
         else:
             order = _leaves_first(list(copies))
-            # else some descendant stands elsewhere
+            # If the lengths differ, some descendant is in another slab.
             if len(order) == len(copies) and is_fair(order):
                 best, colder_than = order, max(copy.last_use for copy in copies)
     return best
 
 
 def _is_fair(tier: TierState, space: Space, is_own_spared: bool, copies: list[Copy]) -> bool:
-    """Whether all may go for this namespace: each is its own, or of an account that is over its quota then."""
+    """All may leave for this namespace: each is its own, or of an account that stays over its quota without it."""
     lost: Counter[int] = Counter()
     for copy in copies:
         account = copy.block.space.account
@@ -245,7 +245,7 @@ def _is_fair(tier: TierState, space: Space, is_own_spared: bool, copies: list[Co
 
 
 def _leaves_first(copies: list[Copy]) -> list[Copy]:
-    """Those that can be evicted if all before them are, in that order (invariant 6)."""
+    """The copies in an order in which each can be evicted after those before it (invariant 6)."""
     by_name = {copy.ident: copy for copy in copies}
     waiting = {c: c.block.space.children[c.tier].get(c.block.name, 0) for c in copies}
     ready = [copy for copy, children in waiting.items() if not children]

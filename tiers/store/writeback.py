@@ -1,7 +1,7 @@
-"""The boundary below a memory tier: which copies would be lost if their room were needed, and how many bytes.
+"""Writeback: which copies of a memory tier are dirty, and how many bytes are clean.
 
-A copy of the upper tier is clean when its block stands whole in some tier below, too: evicting it loses nothing.
-Demotion (`moves`) cleans the coldest others. Keeps the books only; pure: no I/O, no clock.
+A copy is clean if its block is whole in a lower tier as well: evicting it loses nothing. Every other whole
+copy is dirty. Demotion (`migrations`) cleans the coldest dirty copies. This file keeps the accounts only.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from kvpool.blocks.tier import Tier
 from tiers.policies import LazyHeap
 from tiers.store import eviction
 from tiers.store.blocks import Copy
+from tiers.store.config import StoreConfig
 from tiers.store.victims import TierState
 
 
 class Writeback:
-    """What stands above it and not below.
+    """The dirty and clean copies of one tier.
 
     Args:
-        upper: the tier whose copies it is about.
-        target: index of the tier that demotion copies them to.
-        lower: indexes of all tiers below, the target among them.
+        upper: the tier.
+        target: the tier that demotion copies to.
+        lower: all tiers below, with the target.
         high_watermark: share of the upper tier in use above which demotion begins.
-        low_watermark: share that demotion makes dispensable down to.
+        low_watermark: demotion ends when the share that is not reclaimable is below it.
         is_write_through: demote every block, whatever the watermarks.
     """
 
@@ -41,16 +42,16 @@ class Writeback:
         self.target = target
         self.lower = lower
         self.is_write_through = is_write_through
-        self.clean_bytes = 0  # of whole upper copies whose block stands whole below, too
-        self.cleaning_bytes = 0  # of upper parts whose demotion is under way
-        # Whole upper copies without any below. They may be pinned: demotion sets those aside.
+        self.clean_bytes = 0  # of the whole upper copies that are clean
+        self.cleaning_bytes = 0  # of the upper parts whose demotion is in flight
+        # Whole upper copies with none below. Some may be pinned; demotion passes those over.
         self.dirty = LazyHeap[Copy](lambda copy: copy.block.last_use, self._is_dirty)
         self._retry: deque[tuple[float, Copy]] = deque()
         self._high = high_watermark
         self._low = low_watermark
 
     def shown(self, copy: Copy) -> Copy | None:
-        """A copy became whole; returns the upper one if it became clean by it."""
+        """A copy became whole; returns the upper copy if that made it clean."""
         upper = self._upper_of(copy)
         if upper is None or (copy is not upper and copy.tier not in self.lower):
             return None
@@ -64,7 +65,7 @@ class Writeback:
         return upper
 
     def hidden(self, copy: Copy) -> None:
-        """A whole copy is about to go."""
+        """A whole copy is about to leave."""
         upper = self._upper_of(copy)
         if upper is None or (copy is not upper and copy.tier not in self.lower):
             return
@@ -77,29 +78,29 @@ class Writeback:
             self.dirty.offer(upper)
 
     def replaced(self, old: Copy, new: Copy) -> None:
-        """A copy of the same bytes stands for the block in the same tier now."""
+        """Another copy of the same bytes took this one's place in its tier."""
         if old.tier == self.upper.index:
             self.dirty.discard(old)
             if not self._is_backed(new):
                 self.dirty.offer(new)
 
     def retry_later(self, copy: Copy, at: float) -> None:
-        """Its demotion failed, or found no room: offer it again from then on."""
+        """Its demotion failed or found no room: offer it again from `at` on."""
         self.dirty.discard(copy)
         self._retry.append((at, copy))
 
     def offer_again(self, now: float) -> None:
-        """Take up what has waited long enough."""
+        """Offer the copies whose wait is over."""
         while self._retry and self._retry[0][0] <= now:
             self.dirty.offer(self._retry.popleft()[1])
 
     def waiting(self) -> set[Copy]:
-        """What will be offered for demotion, now or later (for integrity checks)."""
+        """All copies that will be offered for demotion, now or later (for integrity checks)."""
         return set(self.dirty) | {copy for _, copy in self._retry}
 
     @property
     def is_due(self) -> bool:
-        """There is something to clean, or soon will be room wanted that nothing clean can give."""
+        """Demotion should go on: too few bytes can be reclaimed without a loss."""
         if self.is_write_through:
             return True
         capacity = self.upper.allocator.capacity_bytes
@@ -109,7 +110,7 @@ class Writeback:
 
     @property
     def reclaimable_bytes(self) -> int:
-        """Bytes of the upper tier that can be had without a loss, as far as nobody holds them."""
+        """Bytes of the upper tier that are free or clean; some of them may be held now."""
         return self.upper.free_bytes + self.clean_bytes
 
     def _upper_of(self, copy: Copy) -> Copy | None:
@@ -129,3 +130,21 @@ class Writeback:
             and copy.is_whole
             and all(copy.block.copies[tier] is None for tier in self.lower)
         )
+
+
+def writebacks_of(tiers: dict[Tier, TierState], config: StoreConfig) -> dict[Tier, Writeback]:
+    """The writeback of each memory tier that has a tier below it, highest first."""
+    made: dict[Tier, Writeback] = {}
+    if Tier.HBM in tiers:
+        high, low = config.hbm_high_watermark, config.hbm_low_watermark
+        made[Tier.HBM] = Writeback(tiers[Tier.HBM], Tier.DRAM, (Tier.DRAM, Tier.NVME), high, low)
+    if Tier.NVME in tiers:
+        made[Tier.DRAM] = Writeback(
+            tiers[Tier.DRAM],
+            Tier.NVME,
+            (Tier.NVME,),
+            config.dram_high_watermark,
+            config.dram_low_watermark,
+            is_write_through=config.write_through,
+        )
+    return made

@@ -76,11 +76,13 @@ async def test_the_order_holds_over_several_devices_and_a_second_restart(disks: 
     for _ in range(2):
         with running(disks[:2], **SIZES) as n:
             restore(n.devices, n.store, 0.0, 0.0)
-            latest = n.store.tick
+            latest = n.store.recovery.tick
             await keeper(n).close()
     with running(disks[:2], **SIZES) as n:
         restore(n.devices, n.store, 0.0, 0.0)
-        assert n.store.tick > latest  # what a device tells that was away is older than all since
+        assert (
+            n.store.recovery.tick > latest
+        )  # what a device tells that was away is older than all since
         assert await survivors(n, hashes, 8) == used
         n.store.check_integrity()
 
@@ -108,18 +110,18 @@ async def test_checkpoints_are_written_now_and_then_and_only_when_something_chan
         keeping = AccessCheckpointer(n.store, n.devices, 0.02, is_synced=False)
         tasks = [asyncio.create_task(n.migrator.run()), asyncio.create_task(keeping.run())]
         await put_alone(n, names(2))
-        await until(lambda: keeping._saved_tick == n.store.tick, "the order is on disk")
+        await until(lambda: keeping._saved_tick == n.store.recovery.tick, "the order is on disk")
         checkpoint = disks[0] / "access_order"
         first = checkpoint.stat().st_mtime_ns
-        changes = n.store.retention_changes
-        assert n.store.retain(ID, names(1), None, 0.0) == 1
+        changes = n.store.retention.changes
+        assert n.store.retention.retain(ID, names(1), None, 0.0) == 1
         await until(lambda: keeping._saved_protections > changes, "the protection is on disk")
         assert checkpoint.stat().st_mtime_ns == first
         for task in tasks:
             task.cancel()
     with running(disks[:1], **SIZES) as n:
         restore(n.devices, n.store, 0.0, 0.0)
-        assert [p.block_hash for p in n.store.retentions()] == names(1)
+        assert [p.block_hash for p in n.store.retention.values()] == names(1)
 
 
 @pytest.mark.parametrize("harm", ["flipped", "cut", "of another version", "nonsense", "unreadable"])
@@ -177,15 +179,15 @@ async def protected_life(disks: Sequence[Path], hashes: Sequence[bytes]) -> None
         await n.put(WIDE, hashes[4:8])  # a chain, of which the head is protected for longer
         await n.cleaned(WIDE, hashes[4:8])
         task.cancel()
-        n.store.retain(ID, hashes[:2], None, 900.0)
-        n.store.retain(ID, hashes[2:4], 1100.0, 900.0)
-        n.store.retain(ID, hashes[4:8], 1100.0, 900.0)
-        n.store.retain(ID, hashes[4:6], None, 900.0)
+        n.store.retention.retain(ID, hashes[:2], None, 900.0)
+        n.store.retention.retain(ID, hashes[2:4], 1100.0, 900.0)
+        n.store.retention.retain(ID, hashes[4:8], 1100.0, 900.0)
+        n.store.retention.retain(ID, hashes[4:6], None, 900.0)
         await keeper(n, now=1000.0, wall=50_000.0).close()
 
 
 def kept(n: DiskNode) -> dict[bytes, float]:
-    return {p.block_hash: p.until for p in n.store.retentions()}
+    return {p.block_hash: p.until for p in n.store.retention.values()}
 
 
 async def test_protection_outlasts_a_restart_with_the_time_that_was_left(disks: list[Path]) -> None:
@@ -210,7 +212,7 @@ async def test_what_finds_no_room_for_its_promise_any_more_is_counted_and_costs_
 ) -> None:
     await protected_life(disks[:1], names(8))
     with running(disks[:1], **SIZES) as n:
-        monkeypatch.setattr(n.store._retention, "_share", 0.25)  # four blocks of sixteen
+        monkeypatch.setattr(n.store.retention, "_share", 0.25)  # four blocks of sixteen
         restore(n.devices, n.store, 7.0, 50_000.0)
         assert len(kept(n)) == 4
         assert n.store.counters["retentions_not_restored"] == 4
@@ -224,8 +226,8 @@ async def test_a_device_that_was_away_revives_no_protection_that_was_ended(
     await protected_life(disks[:2], hashes)
     with running(disks[:1], **SIZES) as n:
         restore(n.devices, n.store, 0.0, 50_010.0)
-        n.store.end_retention(ID, hashes[:4], 0.0)
-        n.store.end_retention(ID, hashes[4:8], 0.0)
+        n.store.retention.end(ID, hashes[:4], 0.0)
+        n.store.retention.end(ID, hashes[4:8], 0.0)
         await keeper(n, wall=50_020.0).close()
     with running(disks[:2], **SIZES) as n:
         restore(n.devices, n.store, 0.0, 50_030.0)

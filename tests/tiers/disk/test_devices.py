@@ -75,7 +75,7 @@ class DiskNode:
         )
         self.recovered = self.devices.recover_into(self.store, 0.0)
         for namespace in (HALVES, WIDE):
-            self.store.register_namespace(namespace, 0.0)
+            self.store.namespaces.register(namespace)
 
     async def put(self, namespace: Namespace, hashes: Sequence[bytes]) -> None:
         """Store a chain; the bytes of block i, part p are those of seed 10 * i + p."""
@@ -221,7 +221,7 @@ async def test_disks_that_cannot_follow_hold_a_bounded_number_of_slots_and_no_wr
             await n.put(WIDE, names(6, b"m%d" % i))
             assert n.store.migration_count <= 2 * BATCH_BLOCKS
         assert n.store.counters["lost"] > 0  # evicted unwritten
-        assert n.store.usage()[1].reserved_bytes <= 2 * BATCH_BLOCKS * 8 * PAGE
+        assert n.store.inspection.tiers()[1].reserved_bytes <= 2 * BATCH_BLOCKS * 8 * PAGE
         released.set()
         for i in range(20):
             await n.put(WIDE, names(6, b"l%d" % i))
@@ -460,7 +460,7 @@ async def test_when_all_devices_fail_the_node_goes_on_with_dram(
             assert (await n.pin(WIDE, [name])).found == 0
         assert n.migrator.is_disk_failed
         assert not n.migrator.can_promote
-        assert n.store.usage()[1].capacity_bytes == 0
+        assert n.store.inspection.tiers()[1].capacity_bytes == 0
         for i in range(20):  # chains of 80 pages, in 512
             more = names(10, b"more%d" % i)
             await n.put(WIDE, more)
@@ -506,7 +506,7 @@ async def test_fp8_parts_take_half_the_room_and_come_back_as_they_were_decoded(
         task = asyncio.create_task(n.migrator.run())
         await n.put(WIDE, chain)
         await n.cleaned(WIDE, chain)
-        assert n.store.usage()[1].committed_bytes == 6 * 5 * PAGE
+        assert n.store.inspection.tiers()[1].committed_bytes == 6 * 5 * PAGE
         # What stands in DRAM keeps its exact bytes.
         assert is_exact(WIDE, await n.read(WIDE, chain))
         task.cancel()
@@ -530,7 +530,9 @@ async def test_old_blocks_are_read_after_the_setting_changed(
         task = asyncio.create_task(n.migrator.run())
         await n.put(WIDE, more)
         await n.cleaned(WIDE, more)
-        assert n.store.usage()[1].committed_bytes > 6 * (5 + 8) * PAGE  # both kinds, and HALVES
+        assert (
+            n.store.inspection.tiers()[1].committed_bytes > 6 * (5 + 8) * PAGE
+        )  # both kinds, and HALVES
         assert is_exact(WIDE, await n.read(WIDE, chain)) == (before == "as_is")
         n.store.check_integrity()
         task.cancel()
@@ -547,7 +549,7 @@ async def test_a_full_disk_of_old_blocks_gives_way_to_new_ones(disks: list[Path]
         task = asyncio.create_task(n.migrator.run())
         await n.put(WIDE, chain)
         await n.cleaned(WIDE, chain)
-        assert n.store.usage()[1].free_bytes == 0
+        assert n.store.inspection.tiers()[1].free_bytes == 0
         task.cancel()
     with running(disks[:1], disk_pages=64, dtype="fp8") as n:
         task = asyncio.create_task(n.migrator.run())

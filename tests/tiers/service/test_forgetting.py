@@ -51,7 +51,7 @@ def test_the_oldest_of_which_nothing_is_here_makes_room_and_comes_back_when_aske
     node = Full()
     name = node.put(node.ids[0])
     fresh = node.register(namespace(4))
-    assert [n.salt for n in node.store.namespaces()] == ["0", "2", "3", "4"]
+    assert [n.salt for n in node.store.namespaces] == ["0", "2", "3", "4"]
     with pytest.raises(UnknownNamespace):
         node.put(node.ids[1])
     assert node.register(namespace(1)) == node.ids[1]
@@ -75,13 +75,15 @@ def test_what_is_in_use_is_not_forgotten(use: str) -> None:
             node.store.drop(namespace_id, name, "test", 1.0)
     with pytest.raises(NoRoom):
         node.register(namespace(4))
-    assert len(node.store.namespaces()) == 4
+    assert len(list(node.store.namespaces)) == 4
     node.store.check_integrity()
 
 
 def test_a_run_of_a_namespace_that_was_forgotten_before_it_had_anything_goes_no_further() -> None:
     node = Full()
-    run = node.store.begin_reserve(node.ids[0], [os.urandom(16)], b"", 0, "w", 30.0, 1.0)
+    run = node.store.reservations.begin_reserve(
+        node.ids[0], [os.urandom(16)], b"", 0, "w", 30.0, 1.0
+    )
     node.register(namespace(4))
     with pytest.raises(ReservationGone):
         node.store.reserve_some(run, 1, 1.0)
@@ -95,7 +97,7 @@ def test_who_has_more_than_its_share_gives_up_its_own() -> None:
     node.register(busy)  # in place of number 1
     for number in range(10, 20):
         node.register(namespace(number, "t"))
-    tenants = [n.tenant for n in node.store.namespaces()]
+    tenants = [n.tenant for n in node.store.namespaces]
     assert len(tenants) == 4
     assert node.store.lookup(node.ids[0], [held]) == [Tier.DRAM]
     assert tenants.count("") == 3  # the others' stay: a tenant replaces its own

@@ -57,7 +57,7 @@ class Node:
             _no_descriptor,
             hbm=self.hbm,
         )
-        self.store.register_namespace(NAMESPACE, 0.0)
+        self.store.namespaces.register(NAMESPACE)
 
     def put(self, count: int, tier: Tier = Tier.HBM) -> None:
         names = [name(i) for i in range(count)]
@@ -75,7 +75,7 @@ class Node:
         leased = self.store.pin(ID, [name(i)], "x", 1.0, 0.0, None, Tier.HBM)
         assert leased.tiers == [Tier.HBM]
         self.hbm.write_from(leased.places[0].offset, content(99)[:8])
-        self.store.release(leased.lease_id, 0.0)
+        self.store.leases.release(leased.lease_id)
 
     async def pin(self, count: int, tier: Tier = Tier.DRAM) -> m.PinReply:
         packed = pack_hashes([name(i) for i in range(count)])

@@ -29,7 +29,7 @@ def test_no_tenant_can_renew_end_or_commit_what_the_node_holds(tenant: str) -> N
         lambda: nobody,
         clock=lambda: 1.0,
     )
-    space = store.register_namespace(NAMESPACE, 0.0)
+    space = store.namespaces.register(NAMESPACE)
     stranger = Principal("x", tenant, frozenset(Scope))
     copy = store.reserve(space, [HASH], b"", 0, WRITER, 60.0, 1.0)
     assert copy.slot_bytes >= LAYOUT.part_bytes
@@ -43,4 +43,4 @@ def test_no_tenant_can_renew_end_or_commit_what_the_node_holds(tenant: str) -> N
     service.release(m.Release([lease.lease_id]), stranger)
     with pytest.raises(LeaseExpired):
         service.renew(m.Renew(lease.lease_id, 5.0), stranger)
-    assert store.lease_count == 1
+    assert len(store.leases) == 1

@@ -46,11 +46,13 @@ class Sliced(Store):
         now: float,
         tier: Tier = Tier.DRAM,
     ) -> Reservation:
-        run = self.begin_reserve(namespace_id, hashes, parent, part, writer_id, ttl_s, now, tier)
+        run = self.reservations.begin_reserve(
+            namespace_id, hashes, parent, part, writer_id, ttl_s, now, tier
+        )
         while not run.is_done:
             self.reserve_some(run, 2, now)
             self.check_integrity()
-        return self.reserved(run)
+        return run.result()
 
     def commit(
         self,
@@ -59,10 +61,10 @@ class Sliced(Store):
         now: float,
         indices: Sequence[int] | None = None,
     ) -> list[bytes]:
-        run = self.begin_commit(reservation_id, checksums, now, indices)
+        run = self.reservations.begin_commit(reservation_id, checksums, now, indices)
         while not run.is_done:
             self.check_integrity()
-            self.commit_some(run, 2)
+            self.reservations.commit_some(run, 2)
         return run.visible
 
 
@@ -80,18 +82,18 @@ class Room:
     def __init__(self, blocks: int) -> None:
         slab = 64 * PAGE
         self.store = Store(SlabAllocator(max(1, blocks // 64) * slab, slab, 0))
-        self.space = self.store.register_namespace(NAMESPACE, 0.0)
+        self.space = self.store.namespaces.register(NAMESPACE)
 
     def put(self, hashes: list[bytes], now: float = 0.0) -> None:
         granted = self.store.reserve(self.space, hashes, b"", 0, "w", 30.0, now)
         self.store.commit(granted.reservation_id, [1] * len(granted.places), now)
 
     def begin(self, hashes: list[bytes], writer: str = "w", ttl_s: float = 30.0, now: float = 0.0):  # type: ignore[no-untyped-def]
-        return self.store.begin_reserve(self.space, hashes, b"", 0, writer, ttl_s, now)
+        return self.store.reservations.begin_reserve(self.space, hashes, b"", 0, writer, ttl_s, now)
 
     @property
     def held_bytes(self) -> int:
-        [tier] = self.store.usage()
+        [tier] = self.store.inspection.tiers()
         self.store.check_integrity()
         return tier.reserved_bytes + tier.quarantined_bytes
 
@@ -127,7 +129,7 @@ def test_where_room_ends_the_rest_has_none_and_the_run_is_done() -> None:
     while not run.is_done:
         room.store.reserve_some(run, 30, 0.0)
     assert run.statuses == [GRANTED] * 64 + [NO_ROOM] * 36
-    assert len(room.store.reserved(run).places) == 64
+    assert len(run.result().places) == 64
 
 
 @pytest.mark.parametrize("end", ["gone", "expired", "cancelled"])
@@ -139,7 +141,7 @@ def test_a_run_whose_writer_leaves_or_is_too_late_goes_no_further_and_leaks_noth
     room.store.reserve_some(run, 30, 0.0)
     now = 6.0 if end == "expired" else 1.0
     if end == "cancelled":
-        room.store.cancel_reserve(run, now)
+        room.store.reservations.cancel(run, now)
         assert room.held_bytes == 0  # nobody was told of it: no late write is possible
     elif end == "gone":
         room.store.client_gone("w", now)
@@ -153,22 +155,22 @@ def test_a_commit_that_has_begun_ends_whatever_becomes_of_its_writer() -> None:
     room = Room(256)
     names = chain(100)
     granted = room.store.reserve(room.space, names, b"", 0, "w", 5.0, 0.0)
-    run = room.store.begin_commit(granted.reservation_id, range(100), 0.0)
-    room.store.commit_some(run, 30)
+    run = room.store.reservations.begin_commit(granted.reservation_id, range(100), 0.0)
+    room.store.reservations.commit_some(run, 30)
     assert len(room.store.lookup(room.space, names)) == 30  # in order: a prefix of the chain
     room.store.client_gone("w", 1.0)
     room.store.expire(100.0)
     room.store.check_integrity()
     with pytest.raises(ReservationGone):
-        room.store.begin_commit(granted.reservation_id, [1], 100.0, [50])
+        room.store.reservations.begin_commit(granted.reservation_id, [1], 100.0, [50])
     again = room.store.reserve(room.space, names, b"", 0, "x", 5.0, 100.0)
     assert again.statuses == [EXISTS] * 30 + [BlockStatus.IN_PROGRESS] * 70
     while not run.is_done:
-        room.store.commit_some(run, 30)
+        room.store.reservations.commit_some(run, 30)
     assert run.visible == names
     pinned = room.store.pin(room.space, names, "r", 5.0, 100.0)
     assert pinned.checksums == list(range(100))
-    room.store.release(pinned.lease_id, 100.0)
+    room.store.leases.release(pinned.lease_id)
     assert room.held_bytes == 0
 
 
@@ -216,7 +218,7 @@ async def test_a_node_answers_others_while_it_reserves_commits_and_drops_16_000_
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
     deadline = asyncio.get_running_loop().time() + 10
-    while room.store.reservation_count:
+    while len(room.store.reservations):
         assert asyncio.get_running_loop().time() < deadline
         await asyncio.sleep(0.01)
     assert room.held_bytes == 0

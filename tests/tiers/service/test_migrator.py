@@ -68,14 +68,14 @@ class Node:
             NodeIdentity("n", 1, "here"), self.store, [self.arena], self.migrator, _no_descriptor
         )
         self.chain = names(cold)
-        self.store.register_namespace(NAMESPACE, 0.0)
+        self.store.namespaces.register(NAMESPACE)
         if cold:
             self.files.record_namespace(NAMESPACE)
         for i, (parent, name) in enumerate(zip([b"", *self.chain], self.chain, strict=False)):
             place, data = Place(0, i * PAGE), content(i)
             self.files.write(place, data)
             self.files.record_put(ID, name, parent, 0, place, PAGE, checksum(data))
-            assert self.store.recover(ID, name, parent, 0, place, checksum(data), 0.0)
+            assert self.store.recovery.recover_part(ID, name, parent, 0, place, checksum(data))
 
     def pin(self, hashes: list[bytes], client: str = "c") -> Any:
         return self.service.pin(m.Pin(ID, pack_hashes(hashes), 60.0), client)
@@ -210,7 +210,7 @@ async def test_a_reader_that_leaves_costs_no_block(
         assert n.tiers(n.chain) == [Tier.DRAM] * 3
         assert n.recorded() == set(n.chain)
         assert "dropped" not in n.store.counters
-        assert n.store.lease_count == 0
+        assert len(n.store.leases) == 0
         n.store.check_integrity()
 
 
@@ -249,7 +249,11 @@ async def test_blocks_of_a_disk_that_cannot_be_read_are_hidden_and_hold_nobody_u
         assert n.migrator.counters["corrupt_blocks"] == 0
         assert n.migrator.is_disk_failed
         await until(n.has_moves(0), "all reads are over")
-        assert n.store.usage()[1].committed_bytes == n.store.usage()[1].capacity_bytes == 0
+        assert (
+            n.store.inspection.tiers()[1].committed_bytes
+            == n.store.inspection.tiers()[1].capacity_bytes
+            == 0
+        )
         n.store.check_integrity()
 
 
@@ -390,11 +394,11 @@ async def test_a_report_whose_sender_leaves_keeps_no_lease(
         try:
             task = asyncio.create_task(n.service.report_corrupt(m.ReportCorrupt(ID, b"w" * 16)))
             await until(lambda: gate.threads, "the bytes are being verified")
-            assert n.store.lease_count == 1
+            assert len(n.store.leases) == 1
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert n.store.lease_count == 0
+            assert len(n.store.leases) == 0
         finally:
             gate.open()
         assert n.tiers([b"w" * 16]) == [Tier.DRAM]
@@ -410,7 +414,7 @@ async def test_a_report_about_a_block_on_nvme_alone_moves_and_evicts_nothing(
         await n.service.report_corrupt(m.ReportCorrupt(ID, n.chain[0]))
         assert n.tiers(n.chain) == [Tier.NVME]
         assert [n.tiers([name]) for name in full] == [[Tier.DRAM]] * 16
-        assert (n.store.migration_count, n.store.lease_count) == (0, 0)
+        assert (n.store.migration_count, len(n.store.leases)) == (0, 0)
         assert "migrations_cancelled" not in n.store.counters
 
 
@@ -436,7 +440,7 @@ async def test_an_inline_put_of_a_part_that_does_not_exist_is_refused(
             await n.service.put_inline(m.PutInline(two, b"w" * 16, b"", part, data), "w")
         with pytest.raises(InvalidArgument, match=f"parts .{part}. of 2"):
             await n.service.get_inline(m.GetInline(two, b"w" * 16, part), "r")
-        assert n.store.usage()[0].reserved_bytes == 0
+        assert n.store.inspection.tiers()[0].reserved_bytes == 0
         for good in (0, 1):
             await n.service.put_inline(m.PutInline(two, b"w" * 16, b"", good, data), "w")
         assert (await n.service.get_inline(m.GetInline(two, b"w" * 16, 1), "r")).data == data

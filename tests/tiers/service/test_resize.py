@@ -84,7 +84,7 @@ async def test_an_arena_that_cannot_be_announced_is_not_used_and_not_kept() -> N
     with pytest.raises(Unavailable):
         await node.resizer.resize(m.ResizeDram(8 * SLAB))
     assert list(node.arenas) == [0]
-    assert node.store.usage()[0].capacity_bytes == 4 * SLAB
+    assert node.store.inspection.tiers()[0].capacity_bytes == 4 * SLAB
     node.refuses = False
     reply = await node.resizer.resize(m.ResizeDram(8 * SLAB))
     assert reply == m.ResizeDramReply(4 * SLAB, 8 * SLAB, 0)
@@ -133,7 +133,7 @@ async def test_what_was_begun_ends_although_whoever_asked_has_left() -> None:
     may_go_on.set()
     async with asyncio.timeout(10):
         await node.heard.wait()
-    assert list(node.arenas) == list(node.store.arena_bytes()) == [0, 1]
+    assert list(node.arenas) == list(node.store.inspection.arena_bytes()) == [0, 1]
     reply = await node.resizer.resize(m.ResizeDram(4 * SLAB))  # nothing stands in its way
     assert reply.capacity_bytes == 4 * SLAB
     node.resizer.close()

@@ -48,15 +48,17 @@ class Story:
         self.leases: list[int] = []
         self.on_disk: set[tuple[bytes, bytes]] = set()  # as the index was told
         for i, space in enumerate(SPACES):
-            self.store.register_namespace(space, 0.0)
+            self.store.namespaces.register(space)
             # What an earlier life left, in the other encoding now and then.
             for device in range(DEVICES):
                 encoding: Encoding = self.random.choice(("as_is", "fp8"))
                 for part in range(space.layout.tp_size):
                     place = Place(device, (i * SLAB) + part * 8 * PAGE)
                     name = self.name(space, device)
-                    self.store.recover(space.namespace_id, name, b"", part, place, 7, 0.0, encoding)
-        self.store.finish_recovery(0.0)
+                    self.store.recovery.recover_part(
+                        space.namespace_id, name, b"", part, place, 7, encoding
+                    )
+        self.store.recovery.discard_partial()
 
     def name(self, space: Namespace, number: int) -> bytes:
         return space.model.encode() + number.to_bytes(15, "big")
@@ -89,17 +91,17 @@ class Story:
         names = [self.name(space, first + i) for i in range(3)]
         result = self.store.pin(space.namespace_id, names, "c", 5.0, self.now)
         for migration in result.promote:
-            assert migration.source.arena_id not in self.lost or len(self.store._failed_arenas)
+            assert migration.source.arena_id not in self.lost or len(self.store.failed_arenas)
         self.migrations += result.promote
         if result.lease_id:
             self.leases.append(result.lease_id)
 
     def release(self) -> None:
         if self.leases:
-            self.store.release(self.leases.pop(), self.now)
+            self.store.leases.release(self.leases.pop())
 
     def demote(self) -> None:
-        migrations = self.store.plan_demotions(3, self.now, (Tier.DRAM,))
+        migrations = self.store.migrations.plan_demotions(3, self.now, (Tier.DRAM,))
         for migration in migrations:
             assert migration.target.arena_id not in self.lost | self.closed
         self.migrations += migrations
@@ -115,14 +117,14 @@ class Story:
     def break_device(self) -> None:
         device = self.random.randrange(DEVICES)
         if self.random.random() < 0.5:
-            self.store.close_device(device, self.now)
+            self.store.failed_arenas.close(Tier.NVME, device)
             self.closed.add(device)
         else:
-            self.store.fail_device(device, self.now)
+            self.store.failed_arenas.fail(Tier.NVME, device)
             self.lost.add(device)
 
     def drop_failed(self) -> None:
-        self.store.drop_failed(self.random.randrange(1, 8), self.now)
+        self.store.failed_arenas.drop_some(self.random.randrange(1, 8))
 
     def expire(self) -> None:
         self.store.expire(self.now)
@@ -135,9 +137,11 @@ class Story:
 
     def check(self) -> None:
         self.store.check_integrity()
-        told = {(s, name) for s, tier, name in self.store.snapshot() if tier == Tier.NVME}
+        told = {
+            (s, name) for s, tier, name in self.store.inspection.snapshot() if tier == Tier.NVME
+        }
         assert told == self.on_disk
-        if not len(self.store._failed_arenas):
+        if not len(self.store.failed_arenas):
             for space in self.store._table.spaces.values():
                 for copy in space.visible[Tier.NVME].values():
                     assert self.lost.isdisjoint(place.arena_id for place in copy.whole_places)
@@ -153,15 +157,15 @@ def test_devices_that_fail_at_any_moment_break_no_invariant(seed: int) -> None:
     while story.migrations:
         story.finish()
     for device in range(DEVICES):
-        story.store.fail_device(device, story.now)
+        story.store.failed_arenas.fail(Tier.NVME, device)
         story.lost.add(device)
-    while story.store.drop_failed(5, story.now):
+    while story.store.failed_arenas.drop_some(5):
         story.listen()
         story.check()
     story.listen()
     story.check()
     assert story.on_disk == set()
-    [nvme] = [usage for usage in story.store.usage() if usage.tier == Tier.NVME]
+    [nvme] = [usage for usage in story.store.inspection.tiers() if usage.tier == Tier.NVME]
     assert nvme.capacity_bytes == nvme.committed_bytes == nvme.reserved_bytes == 0
 
 
@@ -173,7 +177,7 @@ def two_devices() -> Store:
         StoreConfig(write_through=True, grace_s=0.0),
     )
     for space in SPACES:
-        store.register_namespace(space, 0.0)
+        store.namespaces.register(space)
     return store
 
 
@@ -187,11 +191,11 @@ def test_a_chain_that_ends_on_a_closed_device_still_gives_way() -> None:
     old, new = ([tag + bytes([i]) * 15 for i in range(4)] for tag in (b"o", b"n"))
     for i, (parent, name) in enumerate(zip([b"", *old], old, strict=False)):
         place = Place(i % 2, i // 2 * 8 * PAGE)
-        assert store.recover(space_id, name, parent, 0, place, 7, 0.0)
-    assert store.usage()[1].free_bytes == 0
-    store.close_device(1, 0.0)
+        assert store.recovery.recover_part(space_id, name, parent, 0, place, 7)
+    assert store.inspection.tiers()[1].free_bytes == 0
+    store.failed_arenas.close(Tier.NVME, 1)
     put(store, new)
-    migrations = store.plan_demotions(4, 0.0)
+    migrations = store.migrations.plan_demotions(4, 0.0)
     assert [migration.target.arena_id for migration in migrations] == [0, 0]
     store.check_integrity()
 
@@ -199,8 +203,8 @@ def test_a_chain_that_ends_on_a_closed_device_still_gives_way() -> None:
 def test_parts_in_two_encodings_do_not_make_a_block() -> None:
     store = two_devices()
     space_id, name = SPACES[0].namespace_id, b"x" * 16
-    assert store.recover(space_id, name, b"", 0, Place(0, 0), 7, 0.0, "fp8")
-    assert not store.recover(space_id, name, b"", 1, Place(1, 0), 7, 0.0, "as_is")
-    assert store.finish_recovery(0.0) == [(space_id, name)]
+    assert store.recovery.recover_part(space_id, name, b"", 0, Place(0, 0), 7, "fp8")
+    assert not store.recovery.recover_part(space_id, name, b"", 1, Place(1, 0), 7, "as_is")
+    assert store.recovery.discard_partial() == [(space_id, name)]
     assert store.lookup(space_id, [name]) == []
     store.check_integrity()

@@ -24,7 +24,7 @@ def store(hbm: int = 1, dram: int = 1, nvme: int = 0, config: StoreConfig = CONF
         hbm=SlabAllocator(hbm * SLAB, SLAB, HBM_ARENA) if hbm else None,
     )
     for namespace in (SMALL, LARGE):
-        made.register_namespace(namespace, 0.0)
+        made.namespaces.register(namespace)
     return made
 
 
@@ -42,7 +42,7 @@ def finish(s: Store, migrations: list[Migration], ok: bool = True) -> None:
 
 
 def usage(s: Store, tier: Tier) -> tuple[int, int, int]:
-    [found] = [u for u in s.usage() if u.tier == tier]
+    [found] = [u for u in s.inspection.tiers() if u.tier == tier]
     return found.blocks, found.committed_bytes, found.pinned_bytes
 
 
@@ -112,10 +112,10 @@ def test_late_writes_to_hbm_keep_their_slots_in_quarantine() -> None:
     s = store(dram=1)
     number = s.reserve(A, names(4), b"", 0, "w", 1.0, 0.0, Tier.HBM).reservation_id
     s.expire(2.0)
-    [hbm] = [u for u in s.usage() if u.tier == Tier.HBM]
+    [hbm] = [u for u in s.inspection.tiers() if u.tier == Tier.HBM]
     assert (hbm.quarantined_bytes, hbm.free_bytes) == (4 * PAGE, 0)
     assert put(s, names(1, b"m")) == [0]
-    s.abort(number, True, 2.0)
+    s.reservations.abort(number, True, 2.0)
     assert put(s, names(1, b"o")) == [HBM_ARENA]
     s.check_integrity()
 
@@ -132,7 +132,7 @@ def test_a_reader_of_device_memory_is_given_hbm_first_and_holds_that_copy_alone(
     assert [place.arena_id for place in pinned.places] == [HBM_ARENA] * 4 + [0, 0]
     assert usage(s, Tier.HBM)[2] == 4 * PAGE
     assert usage(s, Tier.DRAM)[2] == 2 * PAGE
-    s.release(pinned.lease_id, 0.0)
+    s.leases.release(pinned.lease_id)
     assert usage(s, Tier.HBM)[2] == usage(s, Tier.DRAM)[2] == 0
 
 
@@ -158,7 +158,7 @@ def test_a_block_pinned_in_hbm_stays_there_whatever_is_asked_for() -> None:
     finish(s, s.pin(A, names(4), "d", 1.0, 0.0).promote)  # clean now, and held all the same
     s.drop(A, names(4)[0], "test", 0.0)
     assert put(s, names(1, b"m")) == [0]
-    s.release(pinned.lease_id, 0.0)
+    s.leases.release(pinned.lease_id)
     assert put(s, names(1, b"o")) == [HBM_ARENA]
 
 
@@ -168,7 +168,7 @@ def test_a_block_pinned_in_hbm_stays_there_whatever_is_asked_for() -> None:
 def test_cold_blocks_are_copied_down_before_they_leave() -> None:
     s = store(dram=2)
     put(s, names(4))
-    migrations = s.plan_demotions(100, 0.0)
+    migrations = s.migrations.plan_demotions(100, 0.0)
     assert {(m.source_tier, m.target_tier) for m in migrations} == {(Tier.HBM, Tier.DRAM)}
     assert len(migrations) == 3  # down to the low watermark of a quarter
     finish(s, migrations)
@@ -189,7 +189,7 @@ def test_what_is_colder_than_all_of_dram_may_leave_hbm_and_is_lost() -> None:
     s = store(config=EARLY)
     put(s, names(4))
     put(s, names(4, b"m"), tier=Tier.DRAM)
-    assert s.plan_demotions(100, 0.0) == []
+    assert s.migrations.plan_demotions(100, 0.0) == []
     assert s.counters["demotion_refused"] == 4
     assert put(s, names(1, b"o")) == [HBM_ARENA]
     assert s.lookup(A, names(4)) == [Tier.HBM] * 3
@@ -201,8 +201,8 @@ def test_a_refused_block_that_is_used_again_stays() -> None:
     s = store(config=EARLY)
     put(s, names(4))
     put(s, names(4, b"m"), tier=Tier.DRAM)
-    s.plan_demotions(100, 0.0)
-    s.release(s.pin(A, names(4), "c", 1.0, 0.0, None, Tier.HBM).lease_id, 0.0)
+    s.migrations.plan_demotions(100, 0.0)
+    s.leases.release(s.pin(A, names(4), "c", 1.0, 0.0, None, Tier.HBM).lease_id)
     # The oldest of dram goes for it instead: it is the colder one now.
     assert put(s, names(1, b"o")) == [0]
     assert s.lookup(A, names(4)) == [Tier.HBM] * 4
@@ -211,11 +211,11 @@ def test_a_refused_block_that_is_used_again_stays() -> None:
 def test_a_protected_block_leaves_hbm_only_for_the_tier_below() -> None:
     s = store(dram=2, config=replace(EARLY, retention_share=1.0))
     put(s, names(1))
-    s.retain(A, names(1), None, 0.0)
-    [retained] = [u for u in s.usage() if u.tier == Tier.HBM]
+    s.retention.retain(A, names(1), None, 0.0)
+    [retained] = [u for u in s.inspection.tiers() if u.tier == Tier.HBM]
     assert retained.retained_bytes == 0  # the promise is of the node, not of hbm
     assert put(s, names(4, b"m"))[-1] == 0  # not for its sake, while it stands there alone
-    finish(s, s.plan_demotions(100, 0.0))
+    finish(s, s.migrations.plan_demotions(100, 0.0))
     put(s, names(3, b"o"))
     put(s, names(1, b"p"))
     assert Tier.HBM not in s.resident_tiers(A, names(1)[0])
@@ -227,12 +227,12 @@ def test_demotion_from_hbm_waits_for_the_cleaning_of_dram() -> None:
     s = store(hbm=1, dram=1, nvme=4, config=config)
     put(s, names(4, b"m"), tier=Tier.DRAM)
     put(s, names(4))
-    migrations = s.plan_demotions(100, 0.0)
+    migrations = s.migrations.plan_demotions(100, 0.0)
     assert {m.target_tier for m in migrations} == {
         Tier.NVME
     }  # room made in dram now would lose those
     finish(s, migrations)
-    finish(s, s.plan_demotions(100, 0.0))
+    finish(s, s.migrations.plan_demotions(100, 0.0))
     assert s.counters.get("lost", 0) == 0
     assert s.counters["demoted:dram"] == 4
     assert s.lookup(A, names(4, b"m")) == [Tier.NVME] * 4
@@ -244,7 +244,7 @@ def test_blocks_sink_through_all_tiers_and_none_is_lost() -> None:
     for run in runs:
         put(s, run)
         for _ in range(6):
-            finish(s, s.plan_demotions(100, 0.0))
+            finish(s, s.migrations.plan_demotions(100, 0.0))
     assert [len(s.lookup(A, run)) for run in runs] == [4] * 6
     assert s.counters.get("lost", 0) == 0
     assert [s.lookup(A, run)[0] for run in runs] == [Tier.NVME] * 5 + [Tier.HBM]
@@ -257,12 +257,12 @@ def test_a_failed_demotion_is_tried_again_also_when_its_last_part_ends_late() ->
     for part in (0, 1):
         granted = s.reserve(B, names(1), b"", part, "w", 5.0, 0.0, Tier.HBM)
         s.commit(granted.reservation_id, [part], 0.0)
-    first, second = s.plan_demotions(1, 0.0)
+    first, second = s.migrations.plan_demotions(1, 0.0)
     s.finish_migration(first.migration_id, False, 0.0)
-    assert s.plan_demotions(1, 1.5) == []  # the other part is under way
+    assert s.migrations.plan_demotions(1, 1.5) == []  # the other part is under way
     s.finish_migration(second.migration_id, True, 2.0)
     s.check_integrity()
-    assert len(s.plan_demotions(1, 3.1)) == 2
+    assert len(s.migrations.plan_demotions(1, 3.1)) == 2
 
 
 # ---------------------------------------------------------------- up
@@ -307,10 +307,10 @@ def test_quotas_hold_in_hbm() -> None:
     config = replace(CONFIG, quotas={A.hex(): 0.5, B.hex(): 0.5})
     s = store(hbm=4, dram=4, config=config)
     put(s, names(16))
-    finish(s, s.plan_demotions(100, 0.0))  # dispensable, and more than A's half
+    finish(s, s.migrations.plan_demotions(100, 0.0))  # dispensable, and more than A's half
     granted = s.reserve(B, names(2, b"m"), b"", 0, "w", 5.0, 0.0, Tier.HBM)
     assert [place.arena_id for place in granted.places] == [HBM_ARENA] * 2
-    used = {u.account: u.used_bytes for u in s.accounts() if u.tier == Tier.HBM}
+    used = {u.account: u.used_bytes for u in s.inspection.accounts() if u.tier == Tier.HBM}
     assert used[B.hex()] == 4 * PAGE
     s.check_integrity()
 
@@ -320,7 +320,7 @@ def test_sizes_and_watermarks_are_checked() -> None:
         StoreConfig(hbm_low_watermark=0.9, hbm_high_watermark=0.5)
     small = Store(SlabAllocator(SLAB, SLAB), hbm=SlabAllocator(SLAB // 4, SLAB // 4, HBM_ARENA))
     with pytest.raises(BlockTooLarge):
-        small.register_namespace(LARGE, 0.0)
+        small.namespaces.register(LARGE)
 
 
 def test_hbm_full_of_reserved_slots_leaves_dram_to_others() -> None:

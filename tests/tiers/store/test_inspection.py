@@ -15,9 +15,9 @@ def test_a_block_is_described_by_all_that_keeps_it_where_it_is() -> None:
     put(s, names(3))
     demote(s)
     s.pin(A, names(2), "c", 9.0, 0.0)
-    s.retain(A, names(1), None, 0.0)
-    s.retain(A, names(2), 60.0, 0.0)
-    first, second, third = s.blocks(A, 0, 10, 10.0)
+    s.retention.retain(A, names(1), None, 0.0)
+    s.retention.retain(A, names(2), 60.0, 0.0)
+    first, second, third = s.inspection.blocks(A, 0, 10, 10.0)
     assert [b.block_hash for b in (first, second, third)] == names(3)
     assert [b.parent for b in (first, second, third)] == [b"", *names(2)]
     assert [b.depth for b in (first, second, third)] == [0, 1, 2]
@@ -25,37 +25,37 @@ def test_a_block_is_described_by_all_that_keeps_it_where_it_is() -> None:
     assert (first.pins, second.pins, third.pins) == (1, 1, 0)
     assert (first.retained_s, second.retained_s, third.retained_s) == (0.0, 50.0, -1.0)
     assert first.size_bytes == 2 * 4096
-    [usage] = [u for u in s.usages() if u.namespace_id == A]
+    [usage] = [u for u in s.inspection.namespaces() if u.namespace_id == A]
     assert (usage.blocks, usage.standing) == (3, {Tier.DRAM: 3, Tier.NVME: 3})
 
 
 def test_a_page_past_the_end_is_empty_however_far() -> None:
     s = store(dram=2)
     put(s, names(2))
-    assert [len(s.blocks(A, offset, 10, 0.0)) for offset in (1, 2, 2**63)] == [1, 0, 0]
+    assert [len(s.inspection.blocks(A, offset, 10, 0.0)) for offset in (1, 2, 2**63)] == [1, 0, 0]
 
 
 def test_a_block_that_is_being_written_shows_its_parts() -> None:
     s = store(dram=2)
     granted = s.reserve(B, names(1), b"", 1, "w", 9.0, 0.0)
-    [block] = s.blocks(B, 0, 10, 0.0)
+    [block] = s.inspection.blocks(B, 0, 10, 0.0)
     assert (block.tiers, block.parts) == ([], 0)
     s.commit(granted.reservation_id, [1], 0.0)
-    [block] = s.blocks(B, 0, 10, 0.0)
+    [block] = s.inspection.blocks(B, 0, 10, 0.0)
     assert (block.tiers, block.parts) == ([], 1)
 
 
 def test_pages_make_the_whole_and_are_bounded() -> None:
     s = store(dram=4)
     put(s, names(10))
-    pages = [s.blocks(A, offset, 4, 0.0) for offset in (0, 4, 8)]
+    pages = [s.inspection.blocks(A, offset, 4, 0.0) for offset in (0, 4, 8)]
     assert [len(page) for page in pages] == [4, 4, 2]
     assert [b.block_hash for page in pages for b in page] == names(10)
     for offset, limit in ((-1, 4), (0, 0), (0, 1001)):
         with pytest.raises(InvalidArgument):
-            s.blocks(A, offset, limit, 0.0)
+            s.inspection.blocks(A, offset, limit, 0.0)
     with pytest.raises(UnknownNamespace):
-        s.blocks(bytes(16), 0, 1, 0.0)
+        s.inspection.blocks(bytes(16), 0, 1, 0.0)
 
 
 def test_the_age_is_that_of_the_last_use_and_a_look_is_none() -> None:
@@ -65,12 +65,12 @@ def test_the_age_is_that_of_the_last_use_and_a_look_is_none() -> None:
     put(s, names(1, b"x"), now=50.0)
     s.expire(50.0)
     for now in (60.0, 70.0):
-        old, new = s.blocks(A, 0, 10, now)
+        old, new = s.inspection.blocks(A, 0, 10, now)
         assert (old.idle_s, new.idle_s) == (now, now - 50.0)
     lease = s.pin(A, names(1), "c", 9.0, 80.0)
-    s.release(lease.lease_id, 80.0)
+    s.leases.release(lease.lease_id)
     s.expire(80.0)
-    assert [b.idle_s for b in s.blocks(A, 0, 10, 90.0)] == [10.0, 40.0]
+    assert [b.idle_s for b in s.inspection.blocks(A, 0, 10, 90.0)] == [10.0, 40.0]
 
 
 def test_ages_are_kept_in_bounded_memory_and_exact_for_the_recent_past() -> None:

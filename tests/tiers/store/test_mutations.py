@@ -1,7 +1,7 @@
-"""Each guard of the store's invariants is taken away in turn: the checks must notice.
+"""Mutations: each guard of the store's invariants is removed in turn, and the checks must notice.
 
-A check that passes without its guard checks nothing. The same walks pass with all guards in place
-(`test_store_properties`), so what is caught here is the missing guard.
+A check that passes without its guard checks nothing. The same walks pass with all guards in place, so what they
+find here is the missing guard.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def _what_is_caught(config: StoreConfig = CONFIG) -> str:
-    # With and without hbm: a third tier makes seldom what is seldom with two.
+    # With and without HBM: a third tier makes some events rarer.
     for seed, hbm_slabs in product(range(SEEDS), (3, 0)):
         try:
             random_walk(seed, STEPS, config, hbm_slabs=hbm_slabs).settle()
@@ -64,7 +64,7 @@ def _nothing_is_spared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(eviction, "is_spared", lambda copy: False)
 
 
-def _parts_stand_apart(patch: pytest.MonkeyPatch) -> None:
+def _parts_are_in_two_tiers(patch: pytest.MonkeyPatch) -> None:
     begun = reservations._begun_copy
 
     def begun_in_dram(block: Any) -> Any:
@@ -74,7 +74,7 @@ def _parts_stand_apart(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(reservations, "_begun_copy", begun_in_dram)
 
 
-def _moves_do_not_hold(patch: pytest.MonkeyPatch) -> None:
+def _migrations_do_not_hold(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         eviction,
         "is_held",
@@ -82,7 +82,7 @@ def _moves_do_not_hold(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def _leased_blocks_move_away(patch: pytest.MonkeyPatch) -> None:
+def _leased_blocks_migrate_away(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockTable, "replace", BlockTable.exchange_places)
 
 
@@ -119,10 +119,18 @@ def _no_quarantine(patch: pytest.MonkeyPatch) -> None:
 def _no_grace(patch: pytest.MonkeyPatch) -> None:
     init = LeaseTable.__init__
 
-    def without_grace(self: LeaseTable, table: BlockTable, grace_s: float, first_id: int) -> None:
-        init(self, table, 0.0, first_id)
+    def without_grace(self: LeaseTable, table: BlockTable, config: StoreConfig) -> None:
+        init(self, table, replace(config, grace_s=0.0))
 
     patch.setattr(LeaseTable, "__init__", without_grace)
+
+
+def _dead_writers_leave_no_quarantine(patch: pytest.MonkeyPatch) -> None:
+    def abort_all(self: ReservationTable, writer_id: str, now: float) -> None:
+        for reservation_id in sorted(self._by_writer.get(writer_id, ())):
+            self.abort(reservation_id, True, now)
+
+    patch.setattr(ReservationTable, "writer_gone", abort_all)
 
 
 def _leases_of_the_dead_end_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -153,7 +161,7 @@ def _reserved_twice_is_granted_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ReservationTable, "_reserve_part", grant_again)
 
 
-def _prefixes_go_before_suffixes(patch: pytest.MonkeyPatch) -> None:
+def _prefixes_leave_before_suffixes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(eviction, "has_descendant", lambda copy: False)
 
 
@@ -171,21 +179,25 @@ def _eviction_leaks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockTable, "_close", close_and_forget_a_byte)
 
 
-def _hard_protection_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+def _hard_pins_are_ignored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(eviction, "is_hard_pinned", lambda copy: False)
 
 
-def _soft_protection_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+def _soft_pins_are_ignored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(eviction, "is_soft_pinned", lambda copy: False)
 
 
-def _protection_is_not_counted(patch: pytest.MonkeyPatch) -> None:
+def _retention_is_not_counted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RetentionTable, "_charge", lambda self, block, sign: self._retained.add(block))
 
 
-def _protection_has_no_bound(patch: pytest.MonkeyPatch) -> None:
+def _retention_has_no_bound(patch: pytest.MonkeyPatch) -> None:
     init = RetentionTable.__init__
-    patch.setattr(RetentionTable, "__init__", lambda self, table, _: init(self, table, 9.0))
+    patch.setattr(
+        RetentionTable,
+        "__init__",
+        lambda self, table, namespaces, _: init(self, table, namespaces, 9.0),
+    )
 
 
 def _everybody_takes_from_everybody(patch: pytest.MonkeyPatch) -> None:
@@ -217,32 +229,39 @@ def _quarantine_is_for_nothing(patch: pytest.MonkeyPatch) -> None:
     [
         pytest.param(_pins_do_not_hold, r"granted to .* while \('lease'", id="1: pins do not hold"),
         pytest.param(_pins_hold_in_dram_alone, r"while \('lease'|lease is on", id="1: pins in hbm"),
-        pytest.param(_nothing_is_spared, "had room below hbm", id="hbm: lost in vain"),
+        pytest.param(_nothing_is_spared, "had room below hbm", id="hbm: lost without need"),
         pytest.param(
-            _parts_stand_apart, "stand in|granted twice|slot no more", id="4: parts apart"
+            _parts_are_in_two_tiers, "are in|granted twice|slot no more", id="4: parts in two tiers"
         ),
         pytest.param(
-            _moves_do_not_hold, r"while \('source'|source of move", id="1: moves do not hold"
+            _migrations_do_not_hold,
+            r"while \('source'|source of migration",
+            id="1: migrations do not hold",
         ),
-        pytest.param(_leased_blocks_move_away, r"while \('lease'|sees|lost", id="1: leases move"),
         pytest.param(
-            _arenas_go_while_in_use, "lost its arena|in no|not in|slot leaked", id="1: arenas go"
+            _leased_blocks_migrate_away, r"while \('lease'|sees|lost", id="1: leased blocks migrate"
+        ),
+        pytest.param(
+            _arenas_go_while_in_use, "lost its arena|in no|not in|slot leaked", id="1: arenas leave"
         ),
         pytest.param(
             _closed_arenas_count, "dram is what its arenas are|slot leaked", id="7: closed"
         ),
         pytest.param(_no_quarantine, r"while \('late'", id="2: no quarantine"),
+        pytest.param(_dead_writers_leave_no_quarantine, r"while \('late'", id="2: dead writers"),
         pytest.param(_no_grace, r"while \('lease'", id="3: no grace"),
         pytest.param(_leases_of_the_dead_end_at_once, r"while \('lease'", id="3: dead readers"),
         pytest.param(_first_part_is_enough, r"visible with parts \{", id="4: one part is enough"),
         pytest.param(_reserved_twice_is_granted_twice, "granted twice", id="4: granted twice"),
-        pytest.param(_prefixes_go_before_suffixes, " left .*before", id="6: prefixes go first"),
+        pytest.param(
+            _prefixes_leave_before_suffixes, " left .*before", id="6: prefixes leave first"
+        ),
         pytest.param(_quarantine_leaks, "bytes by state", id="7: quarantine leaks"),
         pytest.param(_eviction_leaks, "bytes by state", id="7: eviction leaks"),
-        pytest.param(_hard_protection_is_forgotten, "protected for ever", id="hard protection"),
-        pytest.param(_soft_protection_is_forgotten, "left.*, protected", id="soft protection"),
-        pytest.param(_protection_is_not_counted, "kept|misfiled", id="protection is not counted"),
-        pytest.param(_protection_has_no_bound, "no more than the share", id="unbounded protection"),
+        pytest.param(_hard_pins_are_ignored, "hard pinned", id="hard pins"),
+        pytest.param(_soft_pins_are_ignored, "left.*, retained", id="soft pins"),
+        pytest.param(_retention_is_not_counted, "retained|misfiled", id="retention is not counted"),
+        pytest.param(_retention_has_no_bound, "no more than the share", id="unbounded retention"),
         pytest.param(_everybody_takes_from_everybody, QUOTA_BROKEN, id="quotas: anybody gives"),
         pytest.param(_slabs_are_taken_from_everybody, QUOTA_BROKEN, id="quotas: slabs"),
         pytest.param(_quarantine_is_for_nothing, "account.* bytes|pays", id="quotas: quarantine"),

@@ -153,12 +153,12 @@ class StoreMachine(RuleBasedStateMachine):
     def evacuate_arena(self, pick: int) -> None:
         self.model.evacuate_arena(pick)
 
-    @precondition(lambda self: self.model.store.evacuating())
+    @precondition(lambda self: self.model.store.evacuations.bytes_left())
     @rule(count=st.integers(1, 6))
     def plan_evacuation(self, count: int) -> None:
         self.model.plan_evacuation(count)
 
-    @precondition(lambda self: self.model.store.evacuating())
+    @precondition(lambda self: self.model.store.evacuations.bytes_left())
     @rule()
     def take_evacuated(self) -> None:
         self.model.take_evacuated()

@@ -36,13 +36,13 @@ def store(quotas: Quotas = QUOTAS, nvme: int = 0) -> Store:
     disk = SlabAllocator(nvme * SLAB, SLAB) if nvme else None
     made = Store(SlabAllocator(SLOTS * PAGE, SLAB), disk, replace(CONFIG, quotas=quotas))
     for namespace in ALL:
-        made.register_namespace(namespace, 0.0)
+        made.namespaces.register(namespace)
     return made
 
 
 def used(s: Store) -> dict[str, int]:
     s.check_integrity()
-    return {usage.account: usage.used_bytes // PAGE for usage in s.accounts()}
+    return {usage.account: usage.used_bytes // PAGE for usage in s.inspection.accounts()}
 
 
 def put_alone(s: Store, owner: Namespace, count: int, tag: bytes = b"x") -> int:
@@ -133,7 +133,7 @@ def test_a_slab_shared_with_somebody_below_the_quota_is_no_borrower_s_to_take() 
 
 def test_other_tiers_have_the_same_shares() -> None:
     s = store({"a": 0.25, "b": 4 * PAGE}, nvme=2)
-    quotas = {(u.tier, u.account): u.quota_bytes // PAGE for u in s.accounts()}
+    quotas = {(u.tier, u.account): u.quota_bytes // PAGE for u in s.inspection.accounts()}
     assert quotas[Tier.DRAM, "a"] == quotas[Tier.DRAM, "b"] == 4
     assert quotas[Tier.NVME, "a"] == quotas[Tier.NVME, "b"] == 2
     assert quotas[Tier.NVME, ""] == 4
@@ -189,7 +189,7 @@ def test_nobody_above_a_quota_evicts_from_one_below_and_who_is_below_always_gets
     trace: list[tuple[str, int, int, int]],
 ) -> None:
     s = store()
-    quota = {usage.account: usage.quota_bytes for usage in s.accounts()}
+    quota = {usage.account: usage.quota_bytes for usage in s.inspection.accounts()}
     owners = {namespace.namespace_id: namespace for namespace in ALL}
     leases: list[int] = []
     for kind, which, chain, position in trace:
@@ -199,11 +199,11 @@ def test_nobody_above_a_quota_evicts_from_one_below_and_who_is_below_always_gets
             lease = s.pin(asking.namespace_id, run, "reader", 50.0, 0.0).lease_id
             leases += [lease] if lease else []
         elif kind == "release" and leases:
-            s.release(leases.pop(which % len(leases)), 0.0)
+            s.leases.release(leases.pop(which % len(leases)))
         if kind != "put":
             continue
-        before = {usage.account: usage.used_bytes for usage in s.accounts()}
-        free = s.usage()[0].free_bytes
+        before = {usage.account: usage.used_bytes for usage in s.inspection.accounts()}
+        free = s.inspection.tiers()[0].free_bytes
         size = asking.layout.part_bytes
         me = _account(asking)
         is_below = before[me] + size <= quota[me]

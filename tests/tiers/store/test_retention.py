@@ -17,7 +17,7 @@ HALF = replace(CONFIG, dram_high_watermark=0.0, dram_low_watermark=0.0)
 
 def retained_bytes(s: Store, tier: int = 0) -> int:
     s.check_integrity()
-    return s.usage()[tier].retained_bytes
+    return s.inspection.tiers()[tier].retained_bytes
 
 
 def put_alone(s: Store, count: int, tag: bytes = b"x", now: float = 0.0) -> None:
@@ -29,7 +29,7 @@ def test_a_softly_protected_block_goes_last() -> None:
     s = store()
     system = names(2)
     put(s, system)
-    assert s.retain(A, system, 100.0, 0.0) == 2
+    assert s.retention.retain(A, system, 100.0, 0.0) == 2
     put_alone(s, 9)
     assert s.lookup(A, system) == [Tier.DRAM, Tier.DRAM]
     assert s.counters.get("evicted:soft", 0) == 0
@@ -39,7 +39,7 @@ def test_a_softly_protected_block_goes_when_nothing_else_can() -> None:
     s = store()
     system = names(2)
     put(s, system)
-    s.retain(A, system, 100.0, 0.0)
+    s.retention.retain(A, system, 100.0, 0.0)
     put(s, names(2, b"y"))
     s.pin(A, names(2, b"y"), "reader", 50.0, 0.0)
     put_alone(s, 1)
@@ -52,7 +52,7 @@ def test_a_hard_protected_block_never_goes() -> None:
     s = store()
     system = names(2)
     put(s, system)
-    assert s.retain(A, system, None, 0.0) == 2
+    assert s.retention.retain(A, system, None, 0.0) == 2
     put(s, names(2, b"y"))
     s.pin(A, names(2, b"y"), "reader", 50.0, 0.0)
     granted = s.reserve(A, names(1, b"z"), b"", 0, "w", 5.0, 0.0)
@@ -65,12 +65,12 @@ def test_a_hard_protected_block_never_goes() -> None:
 def test_a_slab_with_a_hard_protected_block_is_not_reclaimed() -> None:
     s = store()
     put(s, names(4))
-    s.retain(A, names(1), None, 0.0)
+    s.retention.retain(A, names(1), None, 0.0)
     granted = s.reserve(OTHER.namespace_id, names(1), b"", 0, "w", 1.0, 0.0)
     assert granted.statuses == [NO_ROOM]
     assert s.lookup(A, names(4)) == [Tier.DRAM] * 4
-    s.end_retention(A, names(1), 0.0)
-    s.retain(A, names(1), 50.0, 0.0)  # a soft one stands in nobody's way for ever
+    s.retention.end(A, names(1), 0.0)
+    s.retention.retain(A, names(1), 50.0, 0.0)  # a soft one stands in nobody's way for ever
     granted = s.reserve(OTHER.namespace_id, names(1), b"", 0, "w", 1.0, 0.0)
     assert granted.statuses == [GRANTED]
 
@@ -78,7 +78,7 @@ def test_a_slab_with_a_hard_protected_block_is_not_reclaimed() -> None:
 def test_a_slab_without_protected_blocks_is_preferred() -> None:
     s = store(dram=2)
     put(s, names(4))
-    s.retain(A, names(4), 50.0, 0.0)
+    s.retention.retain(A, names(4), 50.0, 0.0)
     put(s, names(4, b"y"))
     put(s, names(1, b"z"), space=OTHER.namespace_id)
     assert s.lookup(A, names(4)) == [Tier.DRAM] * 4
@@ -88,7 +88,7 @@ def test_a_slab_without_protected_blocks_is_preferred() -> None:
 def test_protection_ends_with_its_time() -> None:
     s = store()
     put(s, names(2))
-    s.retain(A, names(2), 10.0, 0.0)
+    s.retention.retain(A, names(2), 10.0, 0.0)
     s.expire(9.9)
     assert retained_bytes(s) == 2 * PAGE
     put_alone(s, 4, now=10.0)  # a reservation looks at the clock, too
@@ -100,16 +100,16 @@ def test_protection_ends_with_its_time() -> None:
 def test_protecting_again_prolongs_and_never_shortens() -> None:
     s = store()
     put(s, names(1))
-    s.retain(A, names(1), 10.0, 0.0)
-    s.retain(A, names(1), 20.0, 0.0)
-    s.retain(A, names(1), 5.0, 0.0)
+    s.retention.retain(A, names(1), 10.0, 0.0)
+    s.retention.retain(A, names(1), 20.0, 0.0)
+    s.retention.retain(A, names(1), 5.0, 0.0)
     s.expire(19.0)
     assert retained_bytes(s) == PAGE
-    s.retain(A, names(1), None, 19.0)
+    s.retention.retain(A, names(1), None, 19.0)
     s.expire(1e9)
     assert retained_bytes(s) == PAGE  # counted once, and for ever now
-    assert s.end_retention(A, names(1), 1e9) == 1
-    assert s.end_retention(A, names(1), 1e9) == 0
+    assert s.retention.end(A, names(1), 1e9) == 1
+    assert s.retention.end(A, names(1), 1e9) == 0
     assert retained_bytes(s) == 0
 
 
@@ -117,46 +117,46 @@ def test_more_than_the_share_is_refused_whole() -> None:
     s = store()  # four pages, of which two may be promised
     put(s, names(3))
     with pytest.raises(NoRoom, match="retention_share"):
-        s.retain(A, names(3), None, 0.0)
+        s.retention.retain(A, names(3), None, 0.0)
     assert retained_bytes(s) == 0
-    s.retain(A, names(2), None, 0.0)
+    s.retention.retain(A, names(2), None, 0.0)
     with pytest.raises(NoRoom):
-        s.retain(A, names(3), 9.0, 0.0)
-    s.retain(A, names(2), None, 0.0)  # what is protected costs nothing more
+        s.retention.retain(A, names(3), 9.0, 0.0)
+    s.retention.retain(A, names(2), None, 0.0)  # what is protected costs nothing more
     assert s.counters["retention_refused"] == 2
 
 
 def test_the_share_can_be_chosen() -> None:
     s = store(config=replace(CONFIG, retention_share=1.0))
     put(s, names(4))
-    assert s.retain(A, names(4), None, 0.0) == 4
+    assert s.retention.retain(A, names(4), None, 0.0) == 4
     assert s.reserve(A, names(1, b"z"), b"", 0, "w", 5.0, 0.0).statuses == [NO_ROOM]
     with pytest.raises(ConfigError):
         replace(CONFIG, retention_share=1.5)
     nothing = store(config=replace(CONFIG, retention_share=0.0))
     put(nothing, names(1))
     with pytest.raises(NoRoom):
-        nothing.retain(A, names(1), 1.0, 0.0)
+        nothing.retention.retain(A, names(1), 1.0, 0.0)
 
 
 def test_blocks_that_are_not_here_are_passed_over() -> None:
     s = store()
-    assert s.retain(A, names(2), None, 0.0) == 0
+    assert s.retention.retain(A, names(2), None, 0.0) == 0
     s.reserve(A, names(1), b"", 0, "w", 5.0, 0.0)
-    assert s.retain(A, names(1), None, 0.0) == 0  # not written yet
+    assert s.retention.retain(A, names(1), None, 0.0) == 0  # not written yet
     with pytest.raises(UnknownNamespace):
-        s.retain(bytes(16), names(1), None, 0.0)
+        s.retention.retain(bytes(16), names(1), None, 0.0)
 
 
 def test_a_tail_is_not_protected_without_its_head() -> None:
     s = store()
     put(s, names(2))
     with pytest.raises(InvalidArgument, match="from its start"):
-        s.retain(A, names(2)[1:], None, 0.0)
-    s.retain(A, names(1), 10.0, 0.0)
+        s.retention.retain(A, names(2)[1:], None, 0.0)
+    s.retention.retain(A, names(1), 10.0, 0.0)
     with pytest.raises(InvalidArgument):
-        s.retain(A, names(2)[1:], 11.0, 0.0)  # longer than its head
-    assert s.retain(A, names(2)[1:], 10.0, 0.0) == 1
+        s.retention.retain(A, names(2)[1:], 11.0, 0.0)  # longer than its head
+    assert s.retention.retain(A, names(2)[1:], 10.0, 0.0) == 1
 
 
 @pytest.mark.parametrize("until", [1.0, 0.5, float("nan")])
@@ -164,7 +164,7 @@ def test_a_protection_that_has_ended_is_refused(until: float) -> None:
     s = store()
     put(s, names(1))
     with pytest.raises(InvalidArgument):
-        s.retain(A, names(1), until, 1.0)
+        s.retention.retain(A, names(1), until, 1.0)
 
 
 def test_a_head_stays_protected_while_another_chain_builds_on_it() -> None:
@@ -173,18 +173,18 @@ def test_a_head_stays_protected_while_another_chain_builds_on_it() -> None:
     put(s, head)
     put(s, one, parent=head[0])
     put(s, other, parent=head[0])
-    s.retain(A, head + one, None, 0.0)
-    s.retain(A, head + other, None, 0.0)
-    assert s.end_retention(A, head + one, 0.0) == 1
+    s.retention.retain(A, head + one, None, 0.0)
+    s.retention.retain(A, head + other, None, 0.0)
+    assert s.retention.end(A, head + one, 0.0) == 1
     assert retained_bytes(s) == 2 * PAGE
-    assert s.end_retention(A, head + other, 0.0) == 2
+    assert s.retention.end(A, head + other, 0.0) == 2
     assert retained_bytes(s) == 0
 
 
 def test_a_dropped_block_is_protected_no_more() -> None:
     s = store()
     put(s, names(2))
-    s.retain(A, names(2), None, 0.0)
+    s.retention.retain(A, names(2), None, 0.0)
     s.drop(A, names(2)[0], "checksum", 0.0)
     assert retained_bytes(s) == PAGE
     put(s, names(1))  # written again: another block
@@ -197,7 +197,7 @@ def test_protection_goes_with_the_block_through_the_tiers() -> None:
     s = store(dram=1, nvme=1, config=HALF)
     put(s, names(2))
     demote(s)
-    s.retain(A, names(2), 50.0, 0.0)
+    s.retention.retain(A, names(2), 50.0, 0.0)
     assert retained_bytes(s, 0) == retained_bytes(s, 1) == 2 * PAGE
     put(s, names(4, b"y"))  # nothing else can go: the run shields itself
     assert s.lookup(A, names(2)) == [Tier.NVME, Tier.NVME]
@@ -212,5 +212,5 @@ def test_protection_goes_with_the_block_through_the_tiers() -> None:
 def test_parts_count_together() -> None:
     s = store(dram=2)
     put(s, names(1), space=B)
-    s.retain(B, names(1), None, 0.0)
+    s.retention.retain(B, names(1), None, 0.0)
     assert retained_bytes(s) == 4 * PAGE  # two parts of two pages

@@ -44,7 +44,7 @@ def store(dram: int = 1, nvme: int = 0, config: StoreConfig = CONFIG) -> Store:
         SlabAllocator(dram * SLAB, SLAB), SlabAllocator(nvme * SLAB, SLAB) if nvme else None, config
     )
     for namespace in (SMALL, LARGE, OTHER):
-        made.register_namespace(namespace, 0.0)
+        made.namespaces.register(namespace)
     return made
 
 
@@ -58,7 +58,7 @@ def put(
 
 
 def demote(s: Store, count: int = 100, now: float = 0.0) -> list[Migration]:
-    migrations = s.plan_demotions(count, now)
+    migrations = s.migrations.plan_demotions(count, now)
     for migration in migrations:
         s.finish_migration(migration.migration_id, True, now)
     return migrations
@@ -69,37 +69,37 @@ def demote(s: Store, count: int = 100, now: float = 0.0) -> list[Migration]:
 
 def test_registering_again_changes_nothing() -> None:
     s = store()
-    assert s.register_namespace(SMALL, 1.0) == A
-    assert s.namespaces() == [SMALL, LARGE, OTHER]
-    assert s.part_bytes(B) == 2 * PAGE
+    assert s.namespaces.register(SMALL) == A
+    assert list(s.namespaces) == [SMALL, LARGE, OTHER]
+    assert s.namespaces[B].layout.part_bytes == 2 * PAGE
 
 
 def test_another_layout_of_a_known_model_is_refused_with_the_differing_fields() -> None:
     s = store()
     twin = Namespace("small", "r1", Layout("bfloat16", 1, 1, 16, 64, tp_size=1))
     with pytest.raises(LayoutMismatch, match="dtype: float16 != bfloat16"):
-        s.register_namespace(twin, 0.0)
-    s.register_namespace(Namespace("small", "r1", twin.layout, tenant="t"), 0.0)
-    s.register_namespace(Namespace("small", "r2", twin.layout), 0.0)
+        s.namespaces.register(twin)
+    s.namespaces.register(Namespace("small", "r1", twin.layout, tenant="t"))
+    s.namespaces.register(Namespace("small", "r2", twin.layout))
 
 
 def test_a_salt_never_shows_in_an_error() -> None:
     s = store()
-    s.register_namespace(Namespace("m", "r", SMALL.layout, salt="hush"), 0.0)
+    s.namespaces.register(Namespace("m", "r", SMALL.layout, salt="hush"))
     with pytest.raises(LayoutMismatch) as raised:
-        s.register_namespace(Namespace("m", "r", LARGE.layout, salt="hush"), 0.0)
+        s.namespaces.register(Namespace("m", "r", LARGE.layout, salt="hush"))
     assert "hush" not in str(raised.value)
 
 
 def test_a_part_larger_than_a_slab_is_refused() -> None:
     with pytest.raises(BlockTooLarge):
-        store().register_namespace(Namespace("big", "r", Layout("float32", 9, 4, 64, 64)), 0.0)
+        store().namespaces.register(Namespace("big", "r", Layout("float32", 9, 4, 64, 64)))
 
 
 def test_the_number_of_namespaces_is_bounded() -> None:
     s = store(config=replace(CONFIG, max_namespaces=3))
     with pytest.raises(NoRoom):
-        s.register_namespace(Namespace("one more", "r", SMALL.layout), 0.0)
+        s.namespaces.register(Namespace("one more", "r", SMALL.layout))
 
 
 def test_a_tenant_that_registers_without_end_leaves_room_for_others() -> None:
@@ -108,14 +108,14 @@ def test_a_tenant_that_registers_without_end_leaves_room_for_others() -> None:
     def register_all(tenant: str) -> int:
         for number in range(200):
             try:
-                s.register_namespace(Namespace("m", f"r{number}", SMALL.layout, tenant), 0.0)
+                s.namespaces.register(Namespace("m", f"r{number}", SMALL.layout, tenant))
             except NoRoom:
                 return number
         raise AssertionError("there is no limit")
 
     assert register_all("a") == 75
     assert register_all("b") == 19
-    s.register_namespace(Namespace("m", "r", SMALL.layout, "c"), 0.0)
+    s.namespaces.register(Namespace("m", "r", SMALL.layout, "c"))
     assert register_all("") == 5  # where nobody has a tenant, there is nobody to protect
 
 
@@ -127,8 +127,8 @@ def test_calls_that_name_an_unknown_namespace_are_refused() -> None:
         lambda: s.pin(unknown, [], "c", 1.0, 0.0),
         lambda: s.reserve(unknown, [], b"", 0, "w", 1.0, 0.0),
         lambda: s.drop(unknown, names(1)[0], "", 0.0),
-        lambda: s.part_bytes(unknown),
-        lambda: s.recover(unknown, names(1)[0], b"", 0, Place(0, 0), 1, 0.0),
+        lambda: s.namespaces[unknown].layout.part_bytes,
+        lambda: s.recovery.recover_part(unknown, names(1)[0], b"", 0, Place(0, 0), 1),
     ):
         with pytest.raises(UnknownNamespace):
             call()
@@ -196,7 +196,7 @@ def test_commits_may_be_partial_and_each_index_comes_once() -> None:
     s.commit(number, [5, 5], 0.0, [0, 2])
     with pytest.raises(ReservationGone):
         s.commit(number, [5], 0.0, [0])
-    assert s.reservation_count == 0
+    assert len(s.reservations) == 0
 
 
 def test_a_commit_that_does_not_fit_the_reservation_is_refused_whole() -> None:
@@ -219,18 +219,18 @@ def test_an_expired_reservation_cannot_be_committed_even_before_the_sweep() -> N
     number = s.reserve(A, names(1), b"", 0, "w", 5.0, 0.0).reservation_id
     with pytest.raises(ReservationGone):
         s.commit(number, [1], 5.0)
-    assert s.usage()[0].quarantined_bytes == PAGE
+    assert s.inspection.tiers()[0].quarantined_bytes == PAGE
 
 
 def test_a_renewed_reservation_lives_on_and_never_shrinks() -> None:
     s = store()
     number = s.reserve(A, names(1), b"", 0, "w", 5.0, 0.0).reservation_id
-    assert s.renew_reservation(number, 8.0, 4.0) == 8.0
-    assert s.renew_reservation(number, 1.0, 4.0) == 8.0
+    assert s.reservations.renew(number, 8.0, 4.0) == 8.0
+    assert s.reservations.renew(number, 1.0, 4.0) == 8.0
     s.expire(11.9)
     assert len(s.commit(number, [1], 11.9)) == 1
     with pytest.raises(ReservationGone):
-        s.renew_reservation(number, 1.0, 11.9)
+        s.reservations.renew(number, 1.0, 11.9)
 
 
 def test_promised_times_are_bounded() -> None:
@@ -276,7 +276,7 @@ def test_expired_reservation_is_quarantined_until_the_longest_transfer_is_over()
     s = store()
     s.reserve(A, names(4), b"", 0, "w", 1.0, 0.0)
     assert s.expire(1.0) == 1
-    assert s.usage()[0].quarantined_bytes == 4 * PAGE
+    assert s.inspection.tiers()[0].quarantined_bytes == 4 * PAGE
     again = s.reserve(A, names(1), b"", 0, "w2", 1.0, 1.0 + CONFIG.quarantine_s - 0.001)
     assert again.statuses == [NO_ROOM]
     again = s.reserve(A, names(1), b"", 0, "w2", 1.0, 1.0 + CONFIG.quarantine_s)
@@ -288,13 +288,13 @@ def test_expired_reservation_is_quarantined_until_its_writer_confirms_that_it_st
     first = s.reserve(A, names(3), b"", 0, "w1", 1.0, 0.0).reservation_id
     second = s.reserve(A, names(1, b"x"), b"", 0, "w2", 1.0, 0.0).reservation_id
     s.expire(1.0)
-    s.abort(first, True, 1.0)
-    usage = s.usage()[0]
+    s.reservations.abort(first, True, 1.0)
+    usage = s.inspection.tiers()[0]
     assert (usage.quarantined_bytes, usage.free_bytes) == (PAGE, 3 * PAGE)
-    assert (s.writer_of(first), s.writer_of(second)) == (None, "w2")
-    s.abort(first, True, 1.0)
+    assert (s.reservations.writer_of(first), s.reservations.writer_of(second)) == (None, "w2")
+    s.reservations.abort(first, True, 1.0)
     assert s.expire(1.0 + CONFIG.quarantine_s) == 1  # the second's slot alone is left
-    assert s.usage()[0].free_bytes == 4 * PAGE
+    assert s.inspection.tiers()[0].free_bytes == 4 * PAGE
     s.check_integrity()
 
 
@@ -304,25 +304,31 @@ def test_the_end_of_a_writer_ends_no_quarantine() -> None:
     number = s.reserve(A, names(2), b"", 0, "w", 10.0, 0.0).reservation_id
     for now in (1.0, 2.0):
         s.client_gone("w", now)
-        assert (s.usage()[0].quarantined_bytes, s.writer_of(number)) == (2 * PAGE, "w")
+        assert (s.inspection.tiers()[0].quarantined_bytes, s.reservations.writer_of(number)) == (
+            2 * PAGE,
+            "w",
+        )
     s.expire(1.0 + CONFIG.quarantine_s - 0.001)
-    assert s.usage()[0].quarantined_bytes == 2 * PAGE
+    assert s.inspection.tiers()[0].quarantined_bytes == 2 * PAGE
     s.expire(1.0 + CONFIG.quarantine_s)
-    assert (s.usage()[0].free_bytes, s.writer_of(number)) == (4 * PAGE, None)
+    assert (s.inspection.tiers()[0].free_bytes, s.reservations.writer_of(number)) == (
+        4 * PAGE,
+        None,
+    )
 
 
 def test_abort_frees_at_once_only_when_the_writer_stopped() -> None:
     s = store()
     first = s.reserve(A, names(2), b"", 0, "w", 5.0, 0.0).reservation_id
     second = s.reserve(A, names(2, b"x"), b"", 0, "w", 5.0, 0.0).reservation_id
-    s.abort(first, True, 0.0)
-    assert s.usage()[0].free_bytes == 2 * PAGE
-    s.abort(second, False, 0.0)
-    assert s.usage()[0].quarantined_bytes == 2 * PAGE
-    s.abort(second, True, 0.1)  # confirmed later
-    assert s.usage()[0].free_bytes == 4 * PAGE
-    s.abort(second, True, 0.1)
-    s.abort(12345, True, 0.1)
+    s.reservations.abort(first, True, 0.0)
+    assert s.inspection.tiers()[0].free_bytes == 2 * PAGE
+    s.reservations.abort(second, False, 0.0)
+    assert s.inspection.tiers()[0].quarantined_bytes == 2 * PAGE
+    s.reservations.abort(second, True, 0.1)  # confirmed later
+    assert s.inspection.tiers()[0].free_bytes == 4 * PAGE
+    s.reservations.abort(second, True, 0.1)
+    s.reservations.abort(12345, True, 0.1)
 
 
 def test_what_was_committed_survives_the_abort_of_the_rest() -> None:
@@ -330,9 +336,9 @@ def test_what_was_committed_survives_the_abort_of_the_rest() -> None:
     run = names(3)
     number = s.reserve(A, run, b"", 0, "w", 5.0, 0.0).reservation_id
     s.commit(number, [1], 0.0, [0])
-    s.abort(number, False, 0.0)
+    s.reservations.abort(number, False, 0.0)
     assert s.lookup(A, run) == [Tier.DRAM]
-    usage = s.usage()[0]
+    usage = s.inspection.tiers()[0]
     assert (usage.committed_bytes, usage.quarantined_bytes) == (PAGE, 2 * PAGE)
 
 
@@ -342,13 +348,13 @@ def test_a_client_that_dies_leaves_grace_and_quarantine_and_then_nothing() -> No
     s.pin(A, names(2), "c", 10.0, 0.0)
     s.reserve(A, names(2, b"x"), b"", 0, "c", 10.0, 0.0)
     s.client_gone("c", 1.0)
-    usage = s.usage()[0]
+    usage = s.inspection.tiers()[0]
     assert (usage.pinned_bytes, usage.quarantined_bytes) == (2 * PAGE, 2 * PAGE)
     s.expire(1.0 + CONFIG.grace_s)
-    assert s.usage()[0].pinned_bytes == 0
+    assert s.inspection.tiers()[0].pinned_bytes == 0
     s.expire(1.0 + CONFIG.quarantine_s)
-    assert s.usage()[0].free_bytes == 2 * PAGE
-    assert (s.lease_count, s.reservation_count) == (0, 0)
+    assert s.inspection.tiers()[0].free_bytes == 2 * PAGE
+    assert (len(s.leases), len(s.reservations)) == (0, 0)
 
 
 # ---------------------------------------------------------------- leases
@@ -367,13 +373,13 @@ def test_a_lease_can_be_renewed_before_its_deadline_only() -> None:
     s = store()
     put(s, names(1))
     lease = s.pin(A, names(1), "c", 3.0, 0.0).lease_id
-    assert s.renew(lease, 3.0, 2.0) == 3.0
-    assert s.renew(lease, 1e9, 3.0) == CONFIG.max_lease_s
+    assert s.leases.renew(lease, 3.0, 2.0) == 3.0
+    assert s.leases.renew(lease, 1e9, 3.0) == CONFIG.max_lease_s
     s.expire(10.0)
     with pytest.raises(LeaseExpired):
-        s.renew(lease, 3.0, 13.0)
+        s.leases.renew(lease, 3.0, 13.0)
     with pytest.raises(LeaseExpired):
-        s.renew(99, 3.0, 0.0)
+        s.leases.renew(99, 3.0, 0.0)
 
 
 def test_blocks_pinned_twice_are_held_until_both_let_go() -> None:
@@ -381,11 +387,11 @@ def test_blocks_pinned_twice_are_held_until_both_let_go() -> None:
     put(s, names(4))
     first = s.pin(A, names(4), "c1", 9.0, 0.0).lease_id
     second = s.pin(A, names(4), "c2", 9.0, 0.0).lease_id
-    assert s.usage()[0].pinned_bytes == 4 * PAGE
-    s.release(first, 0.0)
-    s.release(first, 0.0)
+    assert s.inspection.tiers()[0].pinned_bytes == 4 * PAGE
+    s.leases.release(first)
+    s.leases.release(first)
     assert s.reserve(A, names(1, b"x"), b"", 0, "w", 1.0, 0.0).statuses == [NO_ROOM]
-    s.release(second, 0.0)
+    s.leases.release(second)
     assert s.reserve(A, names(1, b"x"), b"", 0, "w", 1.0, 0.0).statuses == [GRANTED]
 
 
@@ -396,7 +402,7 @@ def test_lookup_takes_no_lease_and_counts_as_no_use() -> None:
     s.lookup(A, names(1, b"a"))
     put(s, names(1, b"e"))
     assert s.lookup(A, names(1, b"a")) == []
-    assert s.usage()[0].pinned_bytes == 0
+    assert s.inspection.tiers()[0].pinned_bytes == 0
 
 
 def test_a_pin_says_why_the_next_block_is_missing() -> None:
@@ -434,7 +440,7 @@ def test_the_least_recently_used_leaf_goes_first() -> None:
     put(s, names(1, b"x"))
     put(s, names(1, b"y"))  # evicts the tail of the chain, not its older head
     assert s.lookup(A, chain) == [Tier.DRAM, Tier.DRAM]
-    s.release(s.pin(A, chain[:2], "c", 1.0, 0.0).lease_id, 0.0)
+    s.leases.release(s.pin(A, chain[:2], "c", 1.0, 0.0).lease_id)
     put(s, names(1, b"z"))
     assert s.lookup(A, chain) == [Tier.DRAM, Tier.DRAM]
     assert s.lookup(A, names(1, b"x")) == []
@@ -483,7 +489,7 @@ def test_half_written_blocks_do_not_hold_their_room_for_ever() -> None:
     number = s.reserve(B, names(2), b"", 0, "rank0", 5.0, 0.0).reservation_id
     s.commit(number, [1, 1], 0.0)
     put(s, names(4))
-    assert s.usage()[0].blocks == 4
+    assert s.inspection.tiers()[0].blocks == 4
 
 
 def test_a_slab_of_another_size_is_reclaimed_whole() -> None:
@@ -523,11 +529,11 @@ def test_a_dropped_block_that_is_read_is_hidden_at_once_and_freed_later() -> Non
     lease = s.pin(A, names(2), "c", 9.0, 0.0).lease_id
     assert s.drop(A, names(2)[1], "checksum", 0.0)
     assert s.lookup(A, names(2)) == [Tier.DRAM]
-    assert s.usage()[0].committed_bytes == 2 * PAGE
+    assert s.inspection.tiers()[0].committed_bytes == 2 * PAGE
     granted = s.reserve(A, names(2)[1:], names(2)[0], 0, "w", 9.0, 0.0)
     assert granted.statuses == [GRANTED]
-    s.release(lease, 0.0)
-    usage = s.usage()[0]
+    s.leases.release(lease)
+    usage = s.inspection.tiers()[0]
     assert (usage.committed_bytes, usage.reserved_bytes) == (PAGE, PAGE)
     s.check_integrity()
 
@@ -547,7 +553,7 @@ def test_a_part_committed_after_its_block_was_dropped_stays_invisible() -> None:
     s.commit(first, [1], 0.0)
     assert s.drop(B, names(1)[0], "asked", 0.0)
     assert s.commit(second, [1], 0.0) == []
-    assert s.usage()[0].free_bytes == 2 * SLAB
+    assert s.inspection.tiers()[0].free_bytes == 2 * SLAB
 
 
 # ---------------------------------------------------------------- nvme
@@ -556,9 +562,9 @@ def test_a_part_committed_after_its_block_was_dropped_stays_invisible() -> None:
 def test_cold_blocks_are_copied_above_the_high_watermark_down_to_the_low_one() -> None:
     s = store(dram=2, nvme=2)  # 8 slots: high 4, low 2
     put(s, names(4))
-    assert s.plan_demotions(9, 0.0) == []
+    assert s.migrations.plan_demotions(9, 0.0) == []
     put(s, names(2, b"x"))
-    migrations = s.plan_demotions(9, 0.0)
+    migrations = s.migrations.plan_demotions(9, 0.0)
     assert [m.block_hash for m in migrations] == names(4)[
         ::-1
     ]  # coldest first; 2 are free, 6 will be
@@ -566,11 +572,11 @@ def test_cold_blocks_are_copied_above_the_high_watermark_down_to_the_low_one() -
         (Tier.DRAM, Tier.NVME, PAGE)
     }
     assert [m.parent for m in migrations] == [*names(4)[2::-1], b""]
-    assert s.plan_demotions(9, 0.0) == []
-    assert s.usage()[1].reserved_bytes == 4 * PAGE
+    assert s.migrations.plan_demotions(9, 0.0) == []
+    assert s.inspection.tiers()[1].reserved_bytes == 4 * PAGE
     for migration in migrations:
         s.finish_migration(migration.migration_id, True, 0.0)
-    assert s.usage()[1].committed_bytes == 4 * PAGE
+    assert s.inspection.tiers()[1].committed_bytes == 4 * PAGE
     assert s.lookup(A, names(4)) == [Tier.DRAM] * 4
 
 
@@ -578,12 +584,12 @@ def test_pinned_blocks_are_not_demoted_unless_everything_is_written_through() ->
     s = store(dram=1, nvme=2)
     put(s, names(4))
     s.pin(A, names(4), "c", 9.0, 0.0)
-    assert s.plan_demotions(9, 0.0) == []
+    assert s.migrations.plan_demotions(9, 0.0) == []
     s = store(dram=2, nvme=2, config=WRITE_THROUGH)
     put(s, names(2))
     s.pin(A, names(2), "c", 9.0, 0.0)
-    assert len(s.plan_demotions(1, 0.0)) == 1
-    assert len(s.plan_demotions(9, 0.0)) == 1
+    assert len(s.migrations.plan_demotions(1, 0.0)) == 1
+    assert len(s.migrations.plan_demotions(9, 0.0)) == 1
 
 
 def test_an_evicted_block_with_an_nvme_copy_is_found_there_and_promoted() -> None:
@@ -628,7 +634,7 @@ def test_a_failed_promotion_leaves_the_block_in_nvme() -> None:
     for migration in migrations:
         s.finish_migration(migration.migration_id, False, 0.0)
     assert s.lookup(A, names(3)) == [Tier.NVME] * 3
-    assert s.usage()[0].reserved_bytes == 0
+    assert s.inspection.tiers()[0].reserved_bytes == 0
     s.check_integrity()
 
 
@@ -638,19 +644,19 @@ def test_promotions_can_be_cancelled() -> None:
     demote(s)
     put(s, names(4, b"x"))
     s.cancel_migrations(s.pin(A, names(3), "c", 9.0, 0.0).promote, 0.0)
-    assert (s.migration_count, s.usage()[0].reserved_bytes) == (0, 0)
+    assert (s.migration_count, s.inspection.tiers()[0].reserved_bytes) == (0, 0)
     assert s.counters.get("migrations_failed", 0) == 0
 
 
 def test_a_failed_demotion_is_tried_again_later() -> None:
     s = store(dram=1, nvme=2, config=WRITE_THROUGH)
     put(s, names(4))
-    migrations = s.plan_demotions(1, 0.0)
+    migrations = s.migrations.plan_demotions(1, 0.0)
     s.finish_migration(migrations[0].migration_id, False, 0.0)
     rest = demote(s)
     assert len(rest) == 3
     s.check_integrity()
-    assert [m.block_hash for m in s.plan_demotions(9, CONFIG.migration_retry_s)] == [
+    assert [m.block_hash for m in s.migrations.plan_demotions(9, CONFIG.migration_retry_s)] == [
         migrations[0].block_hash
     ]
 
@@ -658,13 +664,13 @@ def test_a_failed_demotion_is_tried_again_later() -> None:
 def test_every_part_must_arrive_before_a_copy_counts() -> None:
     s = store(dram=1, nvme=1, config=WRITE_THROUGH)
     put(s, names(1), space=B)
-    first, second = s.plan_demotions(9, 0.0)
+    first, second = s.migrations.plan_demotions(9, 0.0)
     assert (first.part, second.part) == (0, 1)
     s.take_events()
     s.finish_migration(first.migration_id, True, 0.0)
     assert s.take_events() == []
     s.finish_migration(second.migration_id, False, 0.0)
-    assert s.usage()[1].free_bytes == SLAB
+    assert s.inspection.tiers()[1].free_bytes == SLAB
 
 
 def test_a_full_disk_is_not_rewritten_for_ever() -> None:
@@ -672,7 +678,7 @@ def test_a_full_disk_is_not_rewritten_for_ever() -> None:
     put(s, names(8))
     total = sum(len(demote(s, now=100.0 * i)) for i in range(20))
     assert total <= 8
-    assert s.plan_demotions(9, 1e4) == []
+    assert s.migrations.plan_demotions(9, 1e4) == []
 
 
 def test_a_block_that_finds_no_colder_one_below_holds_up_no_hotter_one() -> None:
@@ -718,10 +724,10 @@ def test_refused_blocks_come_again_late_unless_they_are_used() -> None:
         return s.counters.get("demotion_refused", 0)
 
     assert (demote(s), refused()) == ([], 2)
-    assert (s.plan_demotions(9, retry_s), refused()) == ([], 4)
-    assert (s.plan_demotions(9, 3 * retry_s), refused()) == ([], 4)
+    assert (s.migrations.plan_demotions(9, retry_s), refused()) == ([], 4)
+    assert (s.migrations.plan_demotions(9, 3 * retry_s), refused()) == ([], 4)
     s.pin(A, names(1), "c", 1.0, 4 * retry_s)
-    migrations = s.plan_demotions(9, 20 * retry_s)
+    migrations = s.migrations.plan_demotions(9, 20 * retry_s)
     assert [m.block_hash for m in migrations] == names(1)
 
 
@@ -732,31 +738,33 @@ def test_a_round_of_refusals_alone_says_that_there_is_more_to_plan() -> None:
         demote(s)
     put(s, names(1, b"x"))
     retry_s = CONFIG.migration_retry_s
-    assert (s.plan_demotions(2, retry_s), s.has_more_demotions) == ([], True)
-    assert (s.plan_demotions(2, retry_s), s.has_more_demotions) == ([], True)
-    assert [m.block_hash for m in s.plan_demotions(2, retry_s)] == names(1, b"x")
-    assert not s.has_more_demotions
+    assert (s.migrations.plan_demotions(2, retry_s), s.migrations.has_more) == ([], True)
+    assert (s.migrations.plan_demotions(2, retry_s), s.migrations.has_more) == ([], True)
+    assert [m.block_hash for m in s.migrations.plan_demotions(2, retry_s)] == names(1, b"x")
+    assert not s.migrations.has_more
 
 
 def test_a_block_dropped_while_moving_leaves_both_tiers() -> None:
     s = store(dram=1, nvme=1)
     put(s, names(4))
-    migrations = s.plan_demotions(1, 0.0)
+    migrations = s.migrations.plan_demotions(1, 0.0)
     s.drop(A, migrations[0].block_hash, "checksum", 0.0)
     s.check_integrity()
     s.finish_migration(migrations[0].migration_id, True, 0.0)
-    assert s.usage()[1].free_bytes == SLAB
-    assert s.usage()[0].committed_bytes == 3 * PAGE
+    assert s.inspection.tiers()[1].free_bytes == SLAB
+    assert s.inspection.tiers()[0].committed_bytes == 3 * PAGE
 
 
 def test_what_is_found_in_nvme_at_start_is_visible_again() -> None:
     s = store(dram=1, nvme=2)
     one, two = names(2)
-    assert s.recover(A, two, one, 0, Place(0, 2 * PAGE), 22, 0.0)
-    assert s.recover(A, one, b"", 0, Place(0, 0), 11, 0.0)
-    assert not s.recover(A, one, b"", 0, Place(0, PAGE), 11, 0.0)  # known
-    assert not s.recover(A, names(3)[2], two, 0, Place(0, 0), 33, 0.0)  # taken
-    assert not s.recover(A, names(3)[2], two, 1, Place(0, 3 * PAGE), 33, 0.0)  # no such part
+    assert s.recovery.recover_part(A, two, one, 0, Place(0, 2 * PAGE), 22)
+    assert s.recovery.recover_part(A, one, b"", 0, Place(0, 0), 11)
+    assert not s.recovery.recover_part(A, one, b"", 0, Place(0, PAGE), 11)  # known
+    assert not s.recovery.recover_part(A, names(3)[2], two, 0, Place(0, 0), 33)  # taken
+    assert not s.recovery.recover_part(
+        A, names(3)[2], two, 1, Place(0, 3 * PAGE), 33
+    )  # no such part
     assert s.lookup(A, [one, two]) == [Tier.NVME, Tier.NVME]
     s.check_integrity()
     migrations = s.pin(A, [one, two], "c", 1.0, 0.0).promote
@@ -769,20 +777,20 @@ def test_what_is_found_in_nvme_at_start_is_visible_again() -> None:
 def test_half_recovered_blocks_are_freed_and_named() -> None:
     s = store(dram=1, nvme=2)
     whole, half = names(2)
-    assert s.recover(B, whole, b"", 0, Place(0, 0), 1, 0.0)
-    assert s.recover(B, whole, b"", 1, Place(0, 2 * PAGE), 1, 0.0)
-    assert s.recover(B, half, whole, 1, Place(0, 4 * PAGE), 1, 0.0)
-    assert s.finish_recovery(0.0) == [(B, half)]
-    assert s.usage()[1].committed_bytes == 4 * PAGE
+    assert s.recovery.recover_part(B, whole, b"", 0, Place(0, 0), 1)
+    assert s.recovery.recover_part(B, whole, b"", 1, Place(0, 2 * PAGE), 1)
+    assert s.recovery.recover_part(B, half, whole, 1, Place(0, 4 * PAGE), 1)
+    assert s.recovery.discard_partial() == [(B, half)]
+    assert s.inspection.tiers()[1].committed_bytes == 4 * PAGE
     assert s.lookup(B, [whole, half]) == [Tier.NVME]
 
 
 def test_a_half_recovered_block_gives_way_to_a_new_writer() -> None:
     s = store(dram=1, nvme=2)
-    assert s.recover(B, names(1)[0], b"", 0, Place(0, 0), 1, 0.0)
+    assert s.recovery.recover_part(B, names(1)[0], b"", 0, Place(0, 0), 1)
     put(s, names(1), space=B)
     assert s.lookup(B, names(1)) == [Tier.DRAM]
-    assert s.usage()[1].free_bytes == 2 * SLAB
+    assert s.inspection.tiers()[1].free_bytes == 2 * SLAB
 
 
 # ---------------------------------------------------------------- reports
@@ -802,7 +810,7 @@ def test_events_tell_of_whole_copies_in_order() -> None:
         ("removed", A, names(1)[0], Tier.DRAM),
         ("stored", A, names(1, b"y")[0], Tier.DRAM),
     ]
-    assert (Tier.NVME, names(1)[0]) in {(tier, name) for _, tier, name in s.snapshot()}
+    assert (Tier.NVME, names(1)[0]) in {(tier, name) for _, tier, name in s.inspection.snapshot()}
 
 
 def test_events_that_nobody_takes_are_bounded_and_the_loss_is_counted() -> None:
@@ -818,8 +826,8 @@ def test_the_states_add_up_to_the_arena() -> None:
     s.pin(A, names(1), "c", 9.0, 0.0)
     s.reserve(A, names(1, b"x"), b"", 0, "w", 9.0, 0.0)
     aborted = s.reserve(A, names(1, b"y"), b"", 0, "w", 9.0, 0.0).reservation_id
-    s.abort(aborted, False, 0.0)
-    usage = s.usage()[0]
+    s.reservations.abort(aborted, False, 0.0)
+    usage = s.inspection.tiers()[0]
     assert usage.reserved_bytes == usage.quarantined_bytes == usage.pinned_bytes == PAGE
     assert usage.committed_bytes == 2 * PAGE
     assert usage.free_bytes == 4 * PAGE
@@ -837,7 +845,7 @@ def test_a_state_that_contradicts_itself_is_noticed() -> None:
 def test_lookup_and_pin_fit_inside_a_scheduling_step() -> None:
     # Generous, so that a busy machine does not fail it: it is there to notice something quadratic.
     s = Store(SlabAllocator(1024 * PAGE, SLAB), None, CONFIG)
-    s.register_namespace(SMALL, 0.0)
+    s.namespaces.register(SMALL)
     run = names(256)
     put(s, run)
     best = [1.0, 1.0]
@@ -847,7 +855,7 @@ def test_lookup_and_pin_fit_inside_a_scheduling_step() -> None:
         middle = time.perf_counter()
         lease = s.pin(A, run, "c", 1.0, 0.0).lease_id
         end = time.perf_counter()
-        s.release(lease, 0.0)
+        s.leases.release(lease)
         best = [min(best[0], middle - start), min(best[1], end - middle)]
     assert max(best) < 500e-6
 
@@ -871,4 +879,4 @@ def test_chains_that_lie_across_slabs_give_way_to_another_slot_size() -> None:
     s.check_integrity()
     left = len(s.lookup(A, chain))
     assert left < 4 * per_slab  # tails went first, so that the head is still a run
-    assert s.usage()[0].blocks == left + 1
+    assert s.inspection.tiers()[0].blocks == left + 1

@@ -23,8 +23,8 @@ def big_store(pages: int, policy: str) -> Store:
         None,
         replace(CONFIG, eviction=policy, quotas=quotas, max_lease_s=1e6),
     )
-    s.register_namespace(SMALL, 0.0)
-    s.register_namespace(OTHER, 0.0)
+    s.namespaces.register(SMALL)
+    s.namespaces.register(OTHER)
     return s
 
 
@@ -55,7 +55,7 @@ def test_an_eviction_asks_a_bounded_number_of_copies(
             if number % 4 == 0:
                 s.pin(A, run, "reader", 1e6, 0.0)
             if number % 8 == 1:
-                s.retain(A, run, 1e6, 0.0)
+                s.retention.retain(A, run, 1e6, 0.0)
         asked.clear()
         evicted = s.counters.get("evicted", 0.0)
         for number in range(pages // 4):
@@ -81,15 +81,15 @@ def test_a_look_for_slabs_is_bounded_and_goes_on_where_it_ended(
 
     monkeypatch.setattr(slots, "places_in", noted)
     s = Store(slots, None, replace(CONFIG, max_lease_s=1e6))
-    s.register_namespace(SMALL, 0.0)
-    s.register_namespace(OTHER, 0.0)
+    s.namespaces.register(SMALL)
+    s.namespaces.register(OTHER)
     for number in range(32 * SLAB // PAGE):
         put(s, [number.to_bytes(16, "big")])
     leases = [
         s.pin(A, [number.to_bytes(16, "big")], "reader", 1e6, 0.0).lease_id
         for number in range(0, 32 * SLAB // PAGE, 4)
     ]
-    s.release(leases[29], 0.0)  # the one slab that could be had is the 30th
+    s.leases.release(leases[29])  # the one slab that could be had is the 30th
     refusals = 0
     while not s.reserve(OTHER.namespace_id, names(1), b"", 0, "w", 5.0, 0.0).reservation_id:
         assert len(looked_at) <= 2 * 8
