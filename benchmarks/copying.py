@@ -34,7 +34,7 @@ def median_s(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Print one line a way."""
+    """Print one line for each way."""
     size = BLOCK_BYTES * BLOCKS
     fd = os.memfd_create("bench")
     os.ftruncate(fd, size)

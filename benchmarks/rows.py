@@ -1,4 +1,4 @@
-"""What a benchmark reports: one row a measurement, and the arithmetic behind it."""
+"""What a benchmark reports: one row per measurement, and the arithmetic behind it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGE_BYTES = 4096
 class Row:
     """One operation of one shape.
 
-    `gbps` and the percentiles are warm: the first call is apart, in `first_gbps`. GB are 10^9 bytes.
+    `gbps` and the percentiles are of warm calls; `first_gbps` is of the first call. GB are 10^9 bytes.
     """
 
     op: str
@@ -68,7 +68,7 @@ def row(
 
 
 def aligned(size: int) -> npt.NDArray[np.uint8]:
-    """Memory that begins with a page, as an engine's KV does; numpy's own begins 16 bytes into one."""
+    """Memory that begins at a page, as an engine's KV does; numpy's own begins 16 bytes into one."""
     memory = np.empty(size + PAGE_BYTES, dtype=np.uint8)
     skip = -memory.ctypes.data % PAGE_BYTES
     return memory[skip : skip + size]

@@ -1,4 +1,4 @@
-"""Scheduling on real processes and the real pool; only the engines sleep: strategies, admission, roles.
+"""Scheduling with real processes, the real pool and engines that sleep: strategies, admission, roles.
 
     python -m benchmarks.scheduler [--trace conversation_trace.jsonl] [--strategies kv-centric,random,...]
     python -m benchmarks.scheduler --only overload,roles
@@ -36,7 +36,7 @@ STRATEGIES = "kv-centric,cache-aware,least-loaded,random"
 PARTS = "strategies,overload,roles"
 PREFILLERS, DECODERS = 4, 4
 SLO = tuple[float, float]  # TTFT and TPOT, seconds
-# A decode step of n sequences takes 20 ms and 10 for each: 8 at once are as many as 0.1 s allow.
+# A decode step takes 20 ms and 10 ms for each sequence: 0.1 s allow 8 at once.
 ROLES_ENGINE = ("fake_engine.tpot_sequence_s=0.01", "fake_engine.bytes_per_token=256")
 ROLES_LIMITS = (
     "conductor.advanced.roles_window_s=4",
@@ -45,7 +45,7 @@ ROLES_LIMITS = (
     "conductor.advanced.roles_min_requests=5",
 )
 ROLES_SLO: SLO = (2.0, 0.12)
-# Else decode workers prefill while prefill workers are busy, and the other way round nobody helps anybody.
+# Otherwise decode workers prefill while prefill workers are busy, and no worker helps the other way round.
 ALL_REMOTE = "rules: [{name: apart, match: {min_prompt_tokens: 64}, mode: disaggregated}]\n"
 LOOK_S = 0.5
 
@@ -64,7 +64,7 @@ def run(
     """A fresh pool and all the requests.
 
     Returns:
-        The row; how many workers had which role, look by look; and the role controller's moves.
+        The row; how many workers had which role at each look; and the role controller's moves.
     """
     with tempfile.TemporaryDirectory() as logs, Supervisor(Path(logs)) as supervisor:
         address = start_pool(
@@ -77,7 +77,7 @@ def run(
 async def _watched(
     address: str, requests: Sequence[Request]
 ) -> tuple[list[Measured], list[dict[str, Any]], list[dict[str, Any]]]:
-    """Replay, and look at the roles meanwhile."""
+    """Replay the requests, and record the roles meanwhile."""
     looks: list[dict[str, Any]] = []
     last: dict[str, Any] = {}
 
@@ -101,7 +101,7 @@ async def _watched(
 
 
 def objectives(slo: SLO, admission: str) -> list[str]:
-    """Settings of a conductor that knows the objectives."""
+    """Settings of a conductor with these objectives."""
     return [
         f"conductor.slo_ttft_s={slo[0]}",
         f"conductor.slo_tpot_s={slo[1]}",
@@ -121,7 +121,7 @@ def overload(
 
 
 def roles(seconds: float, settings: Sequence[str], slo: SLO = ROLES_SLO) -> dict[str, Any]:
-    """Long prompts, then long answers, `seconds` each: with the role controller, and as the split was."""
+    """Long prompts, then long answers, `seconds` each: with the role controller, and with the fixed split."""
     # 2,000 tokens take a prefill worker 0.7 s: 6.5 a second need four and a half of them.
     requests = steady(6.5, seconds, 2000, 8)
     # 60 tokens at 0.1 s take a place of a decode worker's for 6 s: 5 a second need four of those.
@@ -144,7 +144,7 @@ def roles(seconds: float, settings: Sequence[str], slo: SLO = ROLES_SLO) -> dict
 
 
 def draw(document: dict[str, Any], path: Path) -> None:
-    """TTFT and goodput by strategy, goodput under overload, and roles over time: what was run of these."""
+    """Plot TTFT and goodput by strategy, goodput under overload, and roles over time, as far as they were run."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -184,7 +184,7 @@ def _is_drawn(part: str, document: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    """Run the parts one after the other; print and write what they found."""
+    """Run the parts one after the other; print and write their results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--skip", type=int, default=0)

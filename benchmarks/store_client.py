@@ -38,7 +38,7 @@ def namespace(block_bytes: int) -> Namespace:
 class Bench:
     """Measures puts and gets of one shape after the other.
 
-    Every put writes blocks that the node has not got, from a buffer that is reused, as an engine's is.
+    Every put writes blocks that the node does not have, from a buffer that is reused, as in an engine.
     """
 
     def __init__(self, pool: AsyncPool, label: str, seconds_per_shape: float) -> None:
@@ -164,7 +164,7 @@ async def lookups(address: str, seconds: float) -> dict[str, float]:
 
 
 async def run(order: dict[str, Any]) -> None:
-    """Carry out one order and print its result as one JSON line."""
+    """Carry out one order and print the result as one JSON line."""
     if order["what"] == "lookup":
         print(json.dumps(await lookups(order["node"], order["seconds"])), flush=True)
         return

@@ -1,6 +1,6 @@
-"""Requests for benchmarks through the gateway: from a trace or made up, sent at their times, and what came of them.
+"""Requests for benchmarks through the gateway: from a trace or synthetic, sent at their times, with what a client saw.
 
-It knows OpenAI's HTTP API and nothing else of kvpool: what is measured here, any client would see.
+It uses OpenAI's HTTP API and nothing else of kvpool, so any client would measure the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from planner.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest, load_requests
 
-SHRINK = 8  # of a trace's tokens: a block of the trace, 512 tokens, is one of 64 here
+SHRINK = 8  # a block of the trace has 512 tokens, and 64 here
 BLOCK_TOKENS = 64
 MODEL = "fake"
 REFUSED = ("http 429", "http 503")
@@ -84,7 +84,7 @@ def scaled(traced: Sequence[TraceRequest], seconds: float) -> list[Request]:
 
 
 def _tokens_of(block: int) -> list[int]:
-    """The tokens that stand for one block of the trace."""
+    """The tokens of one block of the trace."""
     start = block * 7919
     return [(start + 31 * i) % 100_000 for i in range(BLOCK_TOKENS)]
 
@@ -108,7 +108,7 @@ def steady(
 
 
 async def replay(address: str, requests: Sequence[Request]) -> list[Measured]:
-    """Send every request at its time; returns what became of each."""
+    """Send every request at its time; return what a client saw of each."""
     limits = httpx.Limits(max_connections=512, max_keepalive_connections=64)
     async with httpx.AsyncClient(base_url=address, timeout=120, limits=limits) as client:
         start = time.monotonic() + 0.5
@@ -165,8 +165,8 @@ async def send(client: httpx.AsyncClient, body: str, request: Request) -> Measur
 def summary(
     name: str, measured: Sequence[Measured], arrivals_s: float, slo: tuple[float, float]
 ) -> dict[str, Any]:
-    """One run's row. Goodput counts requests that met both objectives, a second in which requests arrived:
-    what takes long to work off afterwards is not counted against it twice.
+    """One run's row. Goodput is the requests that met both objectives, per second in which requests arrived. The
+    time that it takes to serve the rest afterwards is left out, since these requests miss their objectives anyway.
     """
     served = [m for m in measured if m.status == "ok"]
     ttft = np.array([m.ttft_s for m in served] or [0.0])

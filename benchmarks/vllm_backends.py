@@ -1,6 +1,6 @@
-"""Stores of KV behind vLLM that `kvpool bench vllm` measures: the pool, and peers where they are installed.
+"""The KV stores behind vLLM that `kvpool bench vllm` measures: the pool, and the peers that are installed.
 
-Each as its users would run it on one host, over loopback or shared memory, with its own defaults where it has any.
+Each runs as its users would run it on one host, over loopback or shared memory, with its own defaults.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ SLAB = "64MiB"
 
 @dataclass(slots=True, frozen=True)
 class Backend:
-    """How vLLM is told of a store.
+    """A store, as vLLM is configured for it.
 
     Args:
         transfer: vLLM's `KVTransferConfig`.
-        reader_role: of the process that finds. One that stores as well would find, asked again, what it computed.
-        is_shared: another process finds what one has stored; else hits are measured in the process that stored,
+        reader_role: `kv_role` of the process that reads. If it stored too, it would find what it computed itself.
+        is_shared: another process finds what one has stored. If not, hits are measured in the process that stored,
             after it has dropped its own prefix cache.
     """
 
@@ -96,7 +96,7 @@ def lmcache(directory: Path, store_bytes: int) -> Iterator[Backend]:
     if importlib.util.find_spec("lmcache") is None:
         raise PeerMissing("pip install lmcache")
     env = {
-        "PYTHONHASHSEED": "0",  # its keys depend on it
+        "PYTHONHASHSEED": "0",  # LMCache's keys depend on it
         "LMCACHE_CHUNK_SIZE": "128",
         "LMCACHE_LOCAL_CPU": "True",
         "LMCACHE_MAX_LOCAL_CPU_SIZE": str(store_bytes / (1 << 30)),

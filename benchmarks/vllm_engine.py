@@ -1,7 +1,7 @@
-"""A vLLM in a process of its own for `kvpool bench vllm`: one JSON command a line in, one JSON result a line out.
+"""vLLM in a process of its own for `kvpool bench vllm`: JSON commands in and JSON results out, one per line.
 
 vLLM runs as its users run it: scheduler and model in a process of their own, chunked prefill and prefix caching on.
-Results go through a pipe of their own, because vLLM and its connectors write to stdout as they please.
+Results go through a pipe of their own, because vLLM and its connectors write to stdout.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from kvpool.errors import KvpoolError
 START_TIMEOUT_S = 300.0
 CALL_TIMEOUT_S = 120.0
 MAX_MODEL_TOKENS = 8192
-OUTPUT_TOKENS = 8  # greedy; compared between the ways of getting the same KV
+OUTPUT_TOKENS = 8  # greedy, since outputs are compared
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
-    # A core for each thread. Where they may roam, the kernel was seen to leave two on one core for 0.15 s, while
+    # A core for each thread. If they may move, the kernel sometimes leaves two on one core for 0.15 s, while
     # vLLM's scheduler spun on the other: a hit of 0.06 s then took 0.22 s.
     "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
     "VLLM_LOGGING_LEVEL": "INFO",
@@ -35,7 +35,7 @@ ENVIRONMENT = {
 }
 
 
-# A worker that was killed is told of before what others raise for want of it.
+# A killed worker is reported before the errors that its loss causes in others.
 _ERROR = re.compile(r"(Error|Exception): |died unexpectedly")
 
 
@@ -46,7 +46,7 @@ class EngineFailed(KvpoolError):
 
 
 class BenchEngine:
-    """The other end of the process. Use as a context manager; `ready` before the first call.
+    """The parent's end of the process. Use it as a context manager, and call `ready` first.
 
     Args:
         transfer: vLLM's `KVTransferConfig`; None: without a connector.
@@ -73,7 +73,7 @@ class BenchEngine:
                 stderr=subprocess.STDOUT,
                 pass_fds=[writer],
                 env=os.environ | environment,
-                start_new_session=True,  # vLLM's own children end with it, whatever becomes of it
+                start_new_session=True,  # vLLM's own children end with it, however it ends
             )
         os.close(writer)
         self._log = log
@@ -106,11 +106,11 @@ class BenchEngine:
         """Serve one prompt alone.
 
         Args:
-            may_load: False: kvpool's connector is asked to leave it alone.
+            may_load: False asks kvpool's connector to load nothing.
 
         Returns:
             `ttft_s`, `output` (token ids), `external` and `local` (tokens that vLLM counts as hits of the connector
-            and of its own cache), `loaded` (tokens whose load our connector began).
+            and of its own cache), `loaded` (tokens that kvpool's connector began to load).
         """
         result: dict[str, Any] = self._call(
             "generate", prompt=list(prompt), output_tokens=output_tokens, may_load=may_load
@@ -118,10 +118,10 @@ class BenchEngine:
         return result
 
     def prefill(self, prompts: Sequence[Sequence[int]], *, is_saved: bool = True) -> float:
-        """Seconds that prompts take one after another, to the first token of each.
+        """Seconds that the prompts take one after another, each until its first token.
 
         Args:
-            is_saved: False: kvpool's connector is asked not to save them.
+            is_saved: False asks kvpool's connector to save nothing.
         """
         plain = [list(prompt) for prompt in prompts]
         return float(self._call("prefill", prompts=plain, is_saved=is_saved))
@@ -156,14 +156,14 @@ class BenchEngine:
         return json.loads(line)
 
     def _reason(self) -> str:
-        """The first error in its log: those that follow are of those who lost it."""
+        """The first error in its log. Later ones come from processes that lost the failed one."""
         lines = self._log.read_text(errors="replace").splitlines()
         errors = [line for line in lines if _ERROR.search(line)]
         return (errors or lines or ["its log is empty"])[0].strip()[-300:]
 
 
 class _Served:
-    """This end."""
+    """The child's end."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         from vllm import LLM

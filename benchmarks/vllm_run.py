@@ -1,11 +1,15 @@
 """What `kvpool bench vllm` measures: TTFT of one prompt at a time, in one run, by four ways to get its KV.
 
-Recomputation comes from a vLLM without a connector; the pool's hit from a process that has not computed the prompt, so
-that all of it must come from the pool; peers likewise. vLLM's own hit comes from that same process, asked to leave the
-pool alone, since processes of one kind were seen to differ by a tenth, with the place of their memory; that of the vLLM
-without a connector is told beside it. Hits are taken in turns, the pool's with each peer's as well, so that what the
-machine does in the meantime meets all alike; peers come one after another, since they would not all fit into memory. Prompts end half a page after a whole number of pages: that half is computed by
-everybody, as of an average prompt, and splits every hit at the same token, without which bf16 gives other numbers.
+- Computing everything is measured in a vLLM without a connector.
+- A hit in the pool is measured in a process that has not computed the prompt, so that all of it must come from the
+  pool. Peers are measured in the same way.
+- vLLM's own hit is measured in that same process, with the pool left out, because equal processes differ by up to a
+  tenth, depending on where their memory is. The own hit of the vLLM without a connector is reported beside it.
+
+Hits are measured in turns, also those of the pool and of each peer, so that other work on the machine affects all of
+them. Peers are measured one after another, since they would not fit into memory together. Prompts end half a page after
+a whole number of pages. This half is always computed, as in an average prompt, and it splits every hit at the same
+token; otherwise bf16 gives other numbers.
 """
 
 from __future__ import annotations
@@ -27,12 +31,12 @@ from kvpool.errors import KvpoolError
 PAGE_TOKENS = 128  # vLLM's on CPU
 TAIL_TOKENS = PAGE_TOKENS // 2
 WARM_TOKENS = 2 * PAGE_TOKENS + TAIL_TOKENS
-FIRST_TOKEN, LAST_TOKEN = 1000, 40_000  # ordinary tokens of any vocabulary that is served here
-SETTLE_S = 2.0  # without a save in this long all are taken to be over
-IDLE_S = 1.5  # vLLM's processes spin for 1 s after their last message, at the cost of whoever has the next turn
+FIRST_TOKEN, LAST_TOKEN = 1000, 40_000  # ordinary tokens in every vocabulary that is used here
+SETTLE_S = 2.0  # after this long without a save, all are over
+IDLE_S = 1.5  # vLLM's processes spin for 1 s after their last message, which would slow the next one down
 MAX_ASKED = 3
 SAVING_ROUNDS = 6
-SAVING_PROMPTS = 2  # a round and side
+SAVING_PROMPTS = 2  # per round and side
 
 Say = Callable[[str], None]
 
@@ -59,7 +63,7 @@ class Order:
 
 @dataclass(slots=True, frozen=True)
 class _Rival:
-    """A store under measurement: the process that stores, and the one that finds."""
+    """A store under measurement: the process that stores, and the one that reads."""
 
     backend: Backend
     writer: BenchEngine
@@ -74,10 +78,10 @@ class _Rival:
     def hit(self, prompt: Sequence[int], size: int) -> dict[str, Any]:
         """Serve a prompt whose first `size` tokens must come from the store, and nothing from vLLM's own cache.
 
-        A store may miss when it is asked at a bad moment: then it is asked again, and the miss is counted.
+        If the store misses, it is asked again, and the miss is counted.
 
         Raises:
-            EngineFailed: they did not, time and again.
+            EngineFailed: the store missed every time.
         """
         for misses in range(MAX_ASKED):
             self.reader.forget()
@@ -127,7 +131,7 @@ class _Size:
 
 
 class Bench:
-    """One run. Processes live from `run`'s beginning to its end at most."""
+    """One run. Its processes live no longer than `run`."""
 
     def __init__(self, order: Order, directory: Path, say: Say) -> None:
         self._order = order
@@ -141,10 +145,10 @@ class Bench:
         self._warm_up = self._prompt(WARM_TOKENS)
 
     def run(self) -> dict[str, Any]:
-        """All of it: a row for each length, the cost of saving, and why a peer was not measured.
+        """Measure a row for each length and the cost of saving; say why a peer was not measured.
 
         Raises:
-            EngineFailed: vLLM does not run here, or the pool did not give what was stored in it.
+            EngineFailed: vLLM does not run here, or the pool did not return what was stored.
         """
         saving = None
         reasons: dict[str, str] = {}
@@ -168,7 +172,7 @@ class Bench:
                         self._warm(peer)
                         for size in self._sizes:
                             self._measure_peer(size, name, pool, peer)
-                except KvpoolError as error:  # a peer that breaks must not cost us the rest
+                except KvpoolError as error:  # a peer that fails must not lose the other figures
                     reasons[name] = str(error)
                     for size in self._sizes:
                         size.peers.pop(name, None)
@@ -186,7 +190,7 @@ class Bench:
         )
 
     def _open(self, stack: ExitStack, name: str, open_: Open, writing: ExitStack) -> _Rival:
-        """Start a store and its two vLLM processes; the one that stores ends with `writing`."""
+        """Start a store and its two vLLM processes. The one that stores ends with `writing`."""
         directory = self._directory / name
         directory.mkdir()
         backend = stack.enter_context(open_(directory, self._order.store_bytes))
@@ -203,7 +207,7 @@ class Bench:
         return [int(token) for token in self._rng.integers(FIRST_TOKEN, LAST_TOKEN, tokens)]
 
     def _warm(self, rival: _Rival) -> None:
-        """One miss, one hit: what is paid once a process is not measured."""
+        """Serve one miss and one hit, so that costs at first use are not measured."""
         rival.ready()
         rival.writer.generate(self._warm_up)
         time.sleep(SETTLE_S)
@@ -228,7 +232,7 @@ class Bench:
     def _saving(self, writer: BenchEngine) -> dict[str, Any]:
         """Prefills one after another, saved and not saved, in turns: A B B A.
 
-        In one process: those of several were seen to differ by a tenth, with the place of their memory.
+        In one process, because equal processes differ by up to a tenth.
         """
         size = self._order.saving_tokens + TAIL_TOKENS
         self._say(f"cost of saving, {size} tokens")
@@ -236,7 +240,7 @@ class Bench:
         for _ in range(SAVING_ROUNDS):
             seconds: dict[bool, float] = {True: 0.0, False: 0.0}
             for is_saved in (False, True, True, False):
-                time.sleep(SETTLE_S)  # the last save is not the other side's burden
+                time.sleep(SETTLE_S)  # the last save must not slow the other side down
                 prompts = [self._prompt(size) for _ in range(SAVING_PROMPTS)]
                 seconds[is_saved] += writer.prefill(prompts, is_saved=is_saved)
             ratios.append(seconds[True] / seconds[False])
@@ -250,7 +254,7 @@ class Bench:
 
 
 def _alone(engine: BenchEngine, prompt: Sequence[int], *, may_load: bool = True) -> dict[str, Any]:
-    """Serve a prompt while nobody else computes."""
+    """Serve a prompt while no other process computes."""
     time.sleep(IDLE_S)
     return engine.generate(prompt, may_load=may_load)
 

@@ -1,4 +1,4 @@
-"""`kvpool bench`: measure the store on this machine, beside memcpy and, where installed, its peers."""
+"""`kvpool bench`: measure the store on this machine, beside memcpy and the peers that are installed."""
 
 from __future__ import annotations
 
@@ -41,18 +41,22 @@ def _group() -> None:
 @app.command()
 def store(
     peers: Annotated[
-        str, typer.Option(help="Peers to measure beside: mooncake,redis or none.")
+        str, typer.Option(help="Peers to measure as well: mooncake,redis, or none.")
     ] = "mooncake,redis",
-    transports: Annotated[str, typer.Option(help="Of shm,nixl,nixl-tcp.")] = "shm,nixl,nixl-tcp",
+    transports: Annotated[
+        str, typer.Option(help="Some of shm,nixl,nixl-tcp.")
+    ] = "shm,nixl,nixl-tcp",
     block_sizes: Annotated[str, typer.Option(help="Block sizes.")] = "64KiB,1MiB,4MiB,16MiB",
     batches: Annotated[str, typer.Option(help="Blocks per call.")] = "1,16,64",
-    seconds: Annotated[float, typer.Option(min=0.05, help="Per shape.")] = 0.5,
+    seconds: Annotated[
+        float, typer.Option(min=0.05, help="Seconds per block size and batch.")
+    ] = 0.5,
     verify: Annotated[
-        bool, typer.Option("--verify/--no-verify", help="Compare checksums on get, as by default.")
+        bool, typer.Option("--verify/--no-verify", help="Verify checksums on get.")
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Puts and gets between two processes, first and warm, beside memcpy of the same bytes."""
+    """Measure puts and gets between two processes, first and warm, against memcpy of the same bytes."""
     order = {
         "block_bytes": [_size(text) for text in block_sizes.split(",")],
         "batches": [_count(text) for text in batches.split(",")],
@@ -74,7 +78,7 @@ def store(
             report["peers"][name] = PEERS[name](order)
         except PeerMissing as error:
             report["not_installed"][name] = str(error)
-        except KvpoolError as error:  # a peer that breaks must not cost us our own figures
+        except KvpoolError as error:  # a peer that fails must not lose kvpool's own figures
             report["not_installed"][name] = f"it failed: {error}"
     if as_json:
         print_json(report)

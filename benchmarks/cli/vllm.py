@@ -27,20 +27,20 @@ def vllm(
     ] = "1024,2048,4096,7168",
     repeats: Annotated[int, typer.Option(min=1, help="Prompts of each length.")] = 3,
     peers: Annotated[
-        str, typer.Option(help="Of mooncake,offloading,lmcache; or none.")
+        str, typer.Option(help="Some of mooncake,offloading,lmcache; or none.")
     ] = "mooncake,offloading,lmcache",
     saving_tokens: Annotated[
-        int, typer.Option(min=0, help="Prompt length to find the cost of saving with; 0: not.")
+        int, typer.Option(min=0, help="Length of the prompts that measure saving; 0: none.")
     ] = 2048,
     threads: Annotated[
-        int, typer.Option(min=0, help="Of each vLLM process; 0: one for each core.")
+        int, typer.Option(min=0, help="Threads of each vLLM process; 0: one per core.")
     ] = 0,
     logs: Annotated[
         Path | None, typer.Option(help="Keep the processes' logs here; it must not exist.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """TTFT of vLLM with the prompt in the pool, beside recomputation, vLLM's own hits and peers."""
+    """Measure vLLM's TTFT with the prompt in the pool, against computing it, vLLM's own hits and peers."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError("vLLM is not installed", hint="pip install 'kvpool[vllm]'")
     from workers.engine.model_files import default_cache_dir, prepare_model
