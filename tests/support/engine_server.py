@@ -28,7 +28,9 @@ class Died(Exception):
 
 
 class ScriptedServer:
-    """Answers `/v1/completions` with `text`, a letter a token, `pause_s` apart.
+    """Answers `/v1/completions` with `text`, one letter per token, `pause_s` apart.
+
+    While `hangs` is set it sends nothing. With `hangs_at` it sets `hangs` before that token.
 
     Args:
         on_prefill: told of every prompt that comes with max_tokens=1, as a connector would store its KV.
@@ -48,6 +50,7 @@ class ScriptedServer:
         self.dies_after: int | None = None  # tokens; 0: before the first
         self.breaks_off = False  # ends streams without their last event
         self.hangs = False
+        self.hangs_at: int | None = None
         self.seen: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.running = 0
@@ -131,6 +134,7 @@ class ScriptedServer:
                 if at == self.dies_after:
                     is_over = True
                     raise Died
+                self.hangs = self.hangs or at == self.hangs_at
                 while self.hangs:  # noqa: ASYNC110 - a test sets it
                     await asyncio.sleep(0.01)
                 choice: dict[str, Any] = {"index": 0, "text": letter, "finish_reason": None}

@@ -31,7 +31,12 @@ from kvpool.wire import Final, WireServer
 from kvpool.wire import messages as m
 
 NAMESPACE = Namespace("m", "r", Layout("bfloat16", 2, 2, 8, block_tokens=4))
-MEMBERSHIP = MembershipConfig(
+# Nobody falls silent because the machine is busy.
+PATIENT = MembershipConfig(
+    heartbeat_s=0.05, suspect_after_s=30.0, dead_after_s=60.0, sweep_s=0.05, stall_s=5.0
+)
+# For tests about silence.
+QUICK = MembershipConfig(
     heartbeat_s=0.05, suspect_after_s=0.4, dead_after_s=1.5, sweep_s=0.05, stall_s=5.0
 )
 TICK_S = 0.05
@@ -60,9 +65,10 @@ def report(
 
 
 class ScriptedWorker:
-    """Answers `Generate` with `text`, a letter a token, `pause_s` apart.
+    """Answers `Generate` with `text`, one letter per token, `pause_s` apart.
 
-    `hangs` makes it like a stopped process: it takes requests, answers nothing and sends no heartbeats.
+    `hangs` makes it like a stopped process: it takes requests, replies nothing and sends no
+    heartbeats. With `hangs_at` it begins to hang before that token.
     """
 
     def __init__(self, worker_id: str, role: str = "decode", epoch: int = 1) -> None:
@@ -74,6 +80,7 @@ class ScriptedWorker:
         self.pool_tokens = 0
         self.declines = False  # finds every hit too dear
         self.hangs = False
+        self.hangs_at: int | None = None
         self.beats_anyway = False  # heartbeats go on while it hangs
         self.is_silent = False  # no heartbeats, but it works
         self.places = 0  # more requests at once are refused; 0: any number is taken
@@ -108,6 +115,7 @@ class ScriptedWorker:
         self.seen.append(request)
         with self._running():
             for at, letter in enumerate(self.text[: request.sampling.max_tokens]):
+                self.hangs = self.hangs or at == self.hangs_at
                 await self._hang()
                 so_far = report("", self.pool_tokens) if at == 0 else None
                 yield m.GenerateChunk([ord(letter)], so_far)
@@ -120,7 +128,8 @@ class ScriptedWorker:
             await self._resumed.wait()
 
     def resume(self) -> None:
-        """Go on with what hangs, too."""
+        """Stop hanging, also in requests that hang now."""
+        self.hangs, self.hangs_at = False, None
         self._resumed.set()
 
     @contextlib.contextmanager
@@ -140,7 +149,7 @@ class Conductor:
     def __init__(self, workers: Sequence[ScriptedWorker], **settings: Any) -> None:
         self.workers = list(workers)
         self.tokenizer: Any = settings.pop("tokenizer", LetterTokenizer())
-        membership = settings.pop("membership", MEMBERSHIP)
+        membership = settings.pop("membership", PATIENT)
         of_section = ConductorAdvanced.model_fields
         advanced = {name: settings.pop(name) for name in list(settings) if name in of_section}
         self.config = ConductorConfig(**settings, advanced=advanced)

@@ -159,7 +159,7 @@ async def test_a_worker_and_a_server_of_one_namespace_share_the_work() -> None:
 
 async def test_events_pass_as_they_come() -> None:
     server = ScriptedServer()
-    server.pause_s = 0.05
+    server.hangs_at = 1
     async with serving((server, "both")) as running:
         pieces = []
         body = {"prompt": PROMPT, "max_tokens": 4, "stream": True, "model": "m"}
@@ -169,7 +169,8 @@ async def test_events_pass_as_they_come() -> None:
                 if line.startswith("data: {"):
                     pieces.append(json.loads(line[6:]))
                     if len(pieces) == 1:
-                        assert server.running == 1  # it is far from its end
+                        assert server.running == 1  # it has not ended
+                        server.hangs, server.hangs_at = False, None
     texts = [choice["text"] for piece in pieces for choice in piece["choices"]]
     assert texts == ["a", "b", "c", "d", ""]
     assert pieces[-2]["choices"][0]["finish_reason"] == "length"
@@ -200,7 +201,7 @@ async def test_without_a_tokenizer_the_servers_text_is_used() -> None:
 
 async def test_a_stop_string_ends_the_work_at_the_server() -> None:
     server = ScriptedServer()
-    server.text, server.pause_s = "ab stop" + "x" * 1000, 0.01
+    server.text, server.hangs_at = "ab stop" + "x" * 1000, 8
     async with serving((server, "both")) as running:
         document = (await running.ask(stop="stop", max_tokens=1000)).json()
         assert document["choices"][0]["text"] == "ab "
@@ -326,7 +327,7 @@ async def test_a_server_of_another_model_or_with_another_key_does_not_join() -> 
 
 async def test_load_is_what_is_in_flight_and_what_the_servers_metrics_add() -> None:
     server = ScriptedServer()
-    server.pause_s = 0.05
+    server.pause_s, server.hangs_at = 0.05, 2
     async with serving((server, "both")) as running:
 
         def load() -> m.WorkerLoad:
@@ -337,6 +338,7 @@ async def test_load_is_what_is_in_flight_and_what_the_servers_metrics_add() -> N
         asked = asyncio.create_task(running.ask(prompt=PROMPT))
         await until(lambda: load().decode_sequences == 1, "our request decodes there")
         assert load().decode_context_tokens > len(PROMPT)
+        server.hangs, server.hangs_at = False, None
         await asked
         await until(lambda: load().running == 0, "it is over")
         assert load().tpot_s > 0.04

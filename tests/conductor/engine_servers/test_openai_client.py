@@ -75,7 +75,7 @@ async def test_options_of_ours_and_the_raw_headers_pass_through_the_client() -> 
 @pytest.mark.parametrize("is_chat", [True, False])
 async def test_streams_come_piece_by_piece_and_end_with_usage(is_chat: bool) -> None:
     worker = ScriptedWorker("w")
-    worker.pause_s = 0.02
+    worker.hangs_at, worker.beats_anyway = 1, True
     texts: list[str] = []
     reasons: list[str | None] = []
     usage: Any = None
@@ -94,6 +94,7 @@ async def test_streams_come_piece_by_piece_and_end_with_usage(is_chat: bool) -> 
                 reasons.append(choice.finish_reason)
             if running_at_first is None:
                 running_at_first = worker.running
+                worker.resume()
     assert "".join(texts) == "abcdefgh"
     assert sum(map(bool, texts)) == 8
     assert running_at_first == 1
@@ -166,7 +167,6 @@ async def test_the_client_comes_back_by_itself_when_told_so() -> None:
 
         second = asyncio.create_task(ask())
         await until(lambda: running.counters.get("rejected:queue_full"), "refused at first")
-        worker.hangs = False
         worker.resume()
         await first.close()
         assert (await second).choices[0].text == "abcdefgh"

@@ -18,7 +18,7 @@ from tests.support.waiting import until
 
 
 def busy_worker() -> ScriptedWorker:
-    """Its first request hangs until `hangs` is taken back."""
+    """Its requests hang until `resume`."""
     worker = ScriptedWorker("w")
     worker.hangs = worker.beats_anyway = True
     return worker
@@ -45,11 +45,6 @@ async def queue_up(
     return task
 
 
-def let_go(worker: ScriptedWorker) -> None:
-    worker.hangs = False
-    worker.resume()
-
-
 async def test_a_request_waits_for_a_slot_and_its_wait_is_in_the_report() -> None:
     worker = busy_worker()
     async with conductor(worker, max_active_requests=1) as running:
@@ -57,7 +52,7 @@ async def test_a_request_waits_for_a_slot_and_its_wait_is_in_the_report() -> Non
         second = await queue_up(running, "normal", 2)
         await asyncio.sleep(0)
         assert len(worker.seen) == 1
-        let_go(worker)
+        worker.resume()
         assert (await first).status_code == 200
         document = (await second).json()
         assert waiting(running) == running.gateway.active == 0
@@ -72,7 +67,7 @@ async def test_queued_requests_are_served_by_priority_then_by_arrival() -> None:
         tasks = [await fill(running, worker)]
         for seed, priority in ((2, "low"), (3, "normal"), (4, "high"), (5, "normal")):
             tasks.append(await queue_up(running, priority, seed))
-        let_go(worker)
+        worker.resume()
         await asyncio.gather(*tasks)
     served = [one.sampling.seed for one in worker.seen if isinstance(one, m.Generate)]
     assert served == [1, 4, 3, 5, 2]
@@ -93,7 +88,7 @@ async def test_a_full_queue_refuses_and_a_higher_class_takes_the_last_place() ->
             assert reason in response.json()["error"]["message"]
             record = await running.http.get(f"/v1/requests/{response.headers['X-Request-Id']}")
             assert record.json()["decision"]["reason"] == reason
-        let_go(worker)
+        worker.resume()
         assert (await first).status_code == (await high).status_code == 200
         assert running.counters["rejected:displaced"] == 1
 
@@ -103,7 +98,7 @@ async def test_without_a_queue_a_request_too_many_is_refused_at_once() -> None:
     async with conductor(worker, max_active_requests=1, max_queued_requests=0) as running:
         first = await fill(running, worker)
         assert (await running.ask()).status_code == 429
-        let_go(worker)
+        worker.resume()
         assert (await first).status_code == 200
 
 
@@ -115,7 +110,7 @@ async def test_a_request_that_waited_too_long_is_refused_with_the_reason() -> No
         assert response.status_code == 429
         assert response.headers["X-Kvpool-Reason"] == "queue_deadline"
         assert waiting(running) == 0
-        let_go(worker)
+        worker.resume()
         assert (await first).status_code == 200
 
 
@@ -126,7 +121,7 @@ async def test_a_wait_ends_when_the_objective_cannot_be_met_any_more() -> None:
         response = await running.ask()
         assert response.status_code == 429
         assert response.headers["X-Kvpool-Reason"] in ("queue_deadline", "ttft_slo")
-        let_go(worker)
+        worker.resume()
         await first
 
 
@@ -137,7 +132,7 @@ async def test_load_that_passes_is_waited_for() -> None:
         first = await fill(running, worker)
         second = await queue_up(running, "normal", 2)
         assert running.gateway.active == 1
-        let_go(worker)
+        worker.resume()
         assert (await first).status_code == (await second).status_code == 200
         record = await running.http.get(f"/v1/requests/{(await second).headers['X-Request-Id']}")
         assert record.json()["decision"]["mode"] == "local"
@@ -164,8 +159,8 @@ async def test_a_client_that_leaves_the_queue_is_withdrawn(stream: bool) -> None
         writer.write(head.encode() + body)
         await until(lambda: waiting(running) == 1, "it waits")
         writer.close()
-        await until(lambda: waiting(running) == 0, "it is withdrawn", timeout_s=1.0)
-        let_go(worker)
+        await until(lambda: waiting(running) == 0, "it is withdrawn")
+        worker.resume()
         assert (await first).status_code == 200
         await until(lambda: running.gateway.active == 0, "no slot is held")
     assert len(worker.seen) == 1
@@ -176,7 +171,7 @@ async def test_a_stream_that_waited_is_served() -> None:
     async with conductor(worker, max_active_requests=1) as running:
         first = await fill(running, worker)
         second = await queue_up(running, "normal", 2, stream=True)
-        let_go(worker)
+        worker.resume()
         await first
         assert '"h"' in (await second).text
         await until(lambda: running.gateway.active == 0, "no slot is held")
@@ -195,7 +190,7 @@ async def test_a_conductor_that_stops_refuses_queued_requests() -> None:
         with pytest.raises(Unavailable):
             await waits
         assert waiting(running) == 0
-        let_go(worker)
+        worker.resume()
         await first
 
 
@@ -213,7 +208,7 @@ async def test_a_failed_decision_ends_its_own_request_and_no_other() -> None:
             return await decide(request)
 
         running.gateway.admission._decide = fail_one
-        let_go(worker)
+        worker.resume()
         assert [response.status_code for response in await asyncio.gather(first, *others)] == [
             200,
             200,
@@ -231,7 +226,7 @@ async def test_a_tenants_class_bounds_what_its_requests_ask_for() -> None:
         first = await fill(running, worker)
         second = await queue_up(running, "high", 2)
         assert running.gateway.admission.queue.by_priority()["low"] == 1
-        let_go(worker)
+        worker.resume()
         await asyncio.gather(first, second)
 
 
@@ -253,7 +248,7 @@ async def test_a_client_that_leaves_while_its_request_is_admitted_holds_no_slot(
             return decision
 
         admission._decide = decide_and_leave
-        let_go(worker)
+        worker.resume()
         with pytest.raises(asyncio.CancelledError):
             await waits
         await first

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
@@ -20,8 +21,9 @@ from kvpool.errors import InvalidArgument
 from kvpool.wire import WireClient, WireServer
 from kvpool.wire import messages as m
 from tests.support.scripted import (
-    MEMBERSHIP,
     NAMESPACE,
+    PATIENT,
+    QUICK,
     Conductor,
     LetterTokenizer,
     ScriptedWorker,
@@ -36,47 +38,55 @@ from tests.support.waiting import until
 async def test_a_hanging_decode_worker_is_given_up_when_it_falls_silent() -> None:
     first, second = ScriptedWorker("w1"), ScriptedWorker("w2")
     first.hangs = True
-    async with conductor(first, second) as running:
-        started = time.monotonic()
+    async with conductor(first, second, membership=QUICK) as running:
+        # The client waits 20 s; the request would have 120.
         response = await running.ask(kvpool={"decode_worker": "w1"})
-        assert time.monotonic() - started < 5  # of a request timeout of 120
     document = response.json()
     assert document["choices"][0]["text"] == "abcdefgh"
     assert document["kvpool"]["decode_worker"] == "w2"
     assert document["kvpool"]["fallback_reason"] == "decode:unavailable"
 
 
-async def test_a_worker_that_hangs_in_mid_answer_costs_no_token() -> None:
+async def test_a_worker_that_hangs_in_mid_response_costs_no_token() -> None:
     first, second = ScriptedWorker("w1"), ScriptedWorker("w2")
-    first.pause_s, second.text = 0.02, "efgh"
-    async with conductor(first, second) as running:
-        task = asyncio.create_task(running.ask(kvpool={"decode_worker": "w1"}))
-        await until(lambda: first.running, "the first worker began")
-        await asyncio.sleep(0)
-        first.hangs = True
-        document = (await task).json()
+    first.hangs_at, second.text = 3, "defgh"
+    async with conductor(first, second, membership=QUICK) as running:
+        document = (await running.ask(kvpool={"decode_worker": "w1"})).json()
     [retry] = [one for one in second.seen if isinstance(one, m.Generate)]
-    given = 8 - retry.sampling.max_tokens
-    assert document["choices"][0]["text"] == "abcdefgh"[:given] + "efgh"[: 8 - given]
+    assert retry.sampling.max_tokens == 5
+    assert document["choices"][0]["text"] == "abcdefgh"
     assert document["kvpool"]["decode_worker"] == "w2"
 
 
 async def test_tokens_are_a_sign_of_life_of_a_worker_without_heartbeats() -> None:
     first, second = ScriptedWorker("w1"), ScriptedWorker("w2")
-    first.pause_s = 0.2  # 1.6 s in all: past suspicion and death
+    first.hangs_at, first.is_silent = 4, True
     async with conductor(first, second) as running:
-        first.is_silent = True
-        document = (await running.ask(kvpool={"decode_worker": "w1"})).json()
+        task = asyncio.create_task(running.ask(kvpool={"decode_worker": "w1"}))
+        await until(lambda: first.hangs, "half of the tokens are sent")
+        member = running.cluster.workers.get("w1")
+        assert member is not None
+        member.last_seen -= 2 * PATIENT.dead_after_s
+        await until(lambda: running.cluster.workers.get("w1") is None, "it counts as dead")
+        first.resume()
+        document = (await task).json()
     assert document["kvpool"]["fallback_reason"] == ""
     assert document["choices"][0]["text"] == "abcdefgh"
 
 
 async def test_a_silent_worker_is_waited_for_when_there_is_no_other() -> None:
     only = ScriptedWorker("w1")
-    only.pause_s = 0.6
-    async with conductor(only) as running:
-        only.is_silent = True
-        document = (await running.ask(max_tokens=2)).json()
+    only.hangs_at, only.is_silent = 1, True
+    async with conductor(only, membership=replace(QUICK, dead_after_s=60.0)) as running:
+        task = asyncio.create_task(running.ask(max_tokens=2))
+        await until(lambda: only.hangs, "the first token is sent")
+        await asyncio.sleep(QUICK.suspect_after_s)  # the token is no sign of life any more
+        running.cluster.sweep()
+        member = running.cluster.workers.get("w1")
+        assert member is not None
+        assert member.state == "suspect"
+        only.resume()
+        document = (await task).json()
     assert (document["choices"][0]["text"], document["kvpool"]["fallback_reason"]) == ("ab", "")
 
 
@@ -118,8 +128,8 @@ async def test_a_worker_that_stays_full_ends_the_request_after_the_longest_wait(
     worker.places, worker.tells_places, worker.running = 1, False, 1
     async with conductor(worker, max_queue_wait_s=0.5) as running:
         started = time.monotonic()
-        answer = await running.ask()
-        assert 0.4 < time.monotonic() - started < 5
+        answer = await running.ask()  # the client waits 20 s
+        assert time.monotonic() - started > 0.4
     assert answer.status_code == 429
     assert running.gateway.active == 0
 
@@ -142,20 +152,20 @@ async def test_a_hanging_prefill_leaves_the_fallback_time_to_answer() -> None:
 async def test_a_grant_says_how_old_it_is_when_the_prefill_worker_gets_it() -> None:
     prefill, decode = ScriptedWorker("p", "prefill"), ScriptedWorker("d")
     async with conductor(prefill, decode) as running:
-        wire = await _join_node(running, "n", slowness_s=0.3)
+        wire = await _join_node(running, "n", slowness_s=0.1)
         started = time.monotonic()
         assert (await running.ask(kvpool={"prefill": "remote"})).status_code == 200
         took_s = time.monotonic() - started
         await wire.close()
     [prefilled] = [one for one in prefill.seen if isinstance(one, m.Prefill)]
     assert prefilled.grant is not None
-    assert 0.3 <= prefilled.grant.age_s <= took_s
+    assert 0.09 <= prefilled.grant.age_s <= took_s
 
 
 async def test_the_first_token_is_waited_for_only_so_long() -> None:
     first, second = ScriptedWorker("w1"), ScriptedWorker("w2")
     first.hangs = first.beats_anyway = True
-    async with conductor(first, second, first_token_timeout_s=0.3) as running:
+    async with conductor(first, second, first_token_timeout_s=0.5) as running:
         document = (await running.ask(kvpool={"decode_worker": "w1"})).json()
     assert document["kvpool"]["fallback_reason"] == "decode:deadline"
     assert document["kvpool"]["decode_worker"] == "w2"
@@ -212,18 +222,18 @@ async def test_ttft_counts_from_the_first_byte_not_from_the_last_byte_of_the_bod
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_frees_the_worker_within_a_second(stream: bool) -> None:
+async def test_a_client_that_leaves_frees_the_worker(stream: bool) -> None:
     only = ScriptedWorker("w1")
-    only.text, only.pause_s = "a" * 400, 0.02
+    only.hangs_at, only.beats_anyway = 2, True  # it would never end by itself
     async with conductor(only) as running:
         reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
-        body = json.dumps(asked(max_tokens=400, stream=stream)).encode()
+        body = json.dumps(asked(stream=stream)).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
-        await until(lambda: only.running, "the worker began")
+        await until(lambda: only.hangs, "the worker has sent tokens")
         writer.close()
-        await until(lambda: only.running == 0, "the worker is free", timeout_s=1.0)
-        await until(lambda: running.gateway.active == 0, "the request is over", timeout_s=1.0)
+        await until(lambda: only.running == 0, "the worker is free")
+        await until(lambda: running.gateway.active == 0, "the request is over")
         assert running.counters["requests:cancelled"] == 1
         assert len(running.cluster.peer_guard) == 0
         del reader
@@ -235,13 +245,14 @@ async def test_a_client_that_leaves_frees_the_worker_within_a_second(stream: boo
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_stopped_request_is_ok_and_its_report_right(stream: bool) -> None:
     only = ScriptedWorker("w1")
-    only.text, only.pool_tokens, only.pause_s = "abcdefgh" * 40, 8, 0.01
+    only.text, only.pool_tokens = "abcdefgh" * 40, 8
+    only.hangs_at, only.beats_anyway = 8, True  # it would never end by itself
     async with conductor(only) as running:
         response = await running.ask(
             max_tokens=320, stop=["ef"], stream=stream, stream_options={"include_usage": True}
         )
         counters = running.counters
-        await until(lambda: only.running == 0, "the worker is free", timeout_s=1.0)
+        await until(lambda: only.running == 0, "the worker is free")
     if stream:
         events = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
         documents = [json.loads(event) for event in events[:-1]]
@@ -355,7 +366,7 @@ async def test_namespaces_come_in_pages_over_the_wire() -> None:
 
 async def test_a_request_that_never_ended_is_forgotten_by_the_sweep() -> None:
     now = 0.0
-    cluster = Cluster("c", 1, MemoryIndex(), MEMBERSHIP, SchedulerConfig(), clock=lambda: now)
+    cluster = Cluster("c", 1, MemoryIndex(), PATIENT, SchedulerConfig(), clock=lambda: now)
     decision = Decision("r", "local", None, "w1", 0, None, 1.0, 0.1, "cost")
     cluster.in_flight.assigned(decision, now)
     now = 3599.0

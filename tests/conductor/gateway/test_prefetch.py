@@ -201,7 +201,7 @@ async def test_hints_that_make_no_sense_are_refused(body: dict[str, Any], status
 
 async def test_while_a_request_waits_for_a_slot_its_blocks_come_up() -> None:
     node, worker = ScriptedNode("n"), ScriptedWorker("w")
-    worker.pause_s = 0.05
+    worker.hangs_at, worker.beats_anyway = 1, True
     settings = {"max_active_requests": 1, "max_queued_requests": 4, "slo_ttft_s": 60.0}
     async with pool((node, Tier.NVME, HASHES), worker=worker, **settings) as running:
         first = asyncio.create_task(running.ask())
@@ -209,6 +209,7 @@ async def test_while_a_request_waits_for_a_slot_its_blocks_come_up() -> None:
         second = asyncio.create_task(running.ask(prompt=PROMPT))
         await until(lambda: node.prefetched, "asked for what the second will read")
         assert not second.done()
+        worker.resume()
         assert (await first).is_success
         assert (await second).is_success
     assert node.prefetched == HASHES[: len(node.prefetched)]
