@@ -1,4 +1,4 @@
-"""The process of a pool node: puts the parts together, starts them in order, stops them in reverse."""
+"""The process of a pool node: builds the parts, starts them in order, stops them in reverse."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import contextlib
 import shutil
 import tempfile
 import time
-import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import structlog
 from msgspec import structs
 
+from kvpool.blocks.layout import Namespace
 from kvpool.blocks.tier import Tier
 from kvpool.config.loader import NodeConfig
 from kvpool.errors import ConfigError, NotFound, brief
@@ -24,25 +25,30 @@ from kvpool.serving.metrics import new_registry
 from kvpool.serving.process import Ready, wait_for_stop
 from kvpool.transports import Transports, ucx
 from kvpool.transports.nixl_agent import NixlUnavailable
-from kvpool.wire import WireServer
+from kvpool.wire import Session, WireServer
 from kvpool.wire import messages as m
 from kvpool.wire.principal import Principal
-from tiers.api.http_api import grpc_server, http_app
+from kvpool.wire.server import Handler
+from tiers.api.grpc_api import grpc_server
+from tiers.api.http_api import http_app
 from tiers.api.metrics import NodeCollector
 from tiers.disk import access_checkpoint
 from tiers.disk.devices import Devices, open_devices
-from tiers.memory.arena import Arena, ArenaServer
+from tiers.memory.arena import Arena
 from tiers.memory.arena_set import ArenaSet, arena_unit, make_arena, make_arenas
+from tiers.memory.fd_server import FdServer
 from tiers.memory.hbm_arena import HBM_ARENA_ID, DeviceArena
 from tiers.memory.nixl_target import NixlTarget
 from tiers.service.drain import Drainer
 from tiers.service.gc_tuning import keep_collections_short
+from tiers.service.identity import identify
 from tiers.service.index_reporter import IndexReporter
 from tiers.service.migrator import Migrator
 from tiers.service.prefetch import PrefetchQueue
 from tiers.service.replication import Replicator
 from tiers.service.resize import Resizer
-from tiers.service.service import NodeIdentity, NodeService
+from tiers.service.service import NodeService
+from tiers.service.stats import NodeStats
 from tiers.service.tenant_nodes import TenantNodes
 from tiers.store.arena_allocator import ArenaAllocator
 from tiers.store.slab_allocator import SlabAllocator
@@ -91,23 +97,127 @@ class _Node:
             )
         self.tasks: list[asyncio.Task[None]] = []
         self._reporter: IndexReporter | None = None
-        self._handout: ArenaServer | None = None
+        self._handout: FdServer | None = None
         self._target: NixlTarget | None = None
         self._hbm: DeviceArena | None = None
         self._replicator: Replicator
         self.drainer: Drainer
-        # Microseconds since 1970: grows with every start, also across reboots.
-        self._identity = NodeIdentity(_node_id(config), time.time_ns() // 1000, config.host_label)
+        self._identity = identify(config)
 
     async def start(self) -> _Node:
         config, stack, identity = self._config, self._stack, self._identity
-        advanced = config.advanced
+        authorizer = self._security.authorizer
         runtime = self._runtime_directory()
         arenas = make_arenas(config)
         stack.callback(arenas.close)
         hbm = self._hbm = self._open_hbm()
         devices = self._open_nvme()
-        store = Store(
+        store = self._make_store(arenas, devices)
+        authorizer.find_namespace = store.namespaces.find
+        migrator = Migrator(store, arenas, devices, hbm=hbm)
+        stack.callback(migrator.close)
+        if devices is not None:
+            await self._recover(store, devices, migrator)
+            self._start_access_checkpoints(store, devices, migrator)
+        shm_path = ""
+        if "shm" in config.transports:
+            shm_path = str(runtime / f"arena-{identity.epoch}.sock")
+            self._handout = FdServer(
+                shm_path,
+                identity.node_id,
+                identity.epoch,
+                tuple(arenas.values()),
+                authorizer.authenticate,
+            )
+            stack.callback(self._handout.close)
+        target = self._target = self._start_nixl(store, arenas)
+        replicator = self._replicator = self._make_replicator(store, arenas, migrator)
+        prefetches = PrefetchQueue(store, migrator, config.advanced.max_prefetch_blocks)
+        resizer = self._make_resizer(store, arenas, migrator)
+        drainer = self.drainer = Drainer(
+            store, lambda: self._descriptor, config.conductor, self._security.credentials
+        )
+        service = NodeService(
+            store,
+            arenas,
+            migrator,
+            hbm=hbm,
+            refuse_writers=drainer.refuse_writers,
+            refuses_readers=lambda: drainer.refuses_readers,
+            on_namespace=self._report_namespace,
+            on_grant=target.wake if target is not None else lambda: None,
+        )
+        stats = NodeStats(
+            identity,
+            store,
+            arenas,
+            migrator,
+            hbm=hbm,
+            counters=(service.counters, replicator.counters, prefetches.counters),
+            peers=replicator.peers,
+            ucx=target.ucx if target is not None else (),
+        )
+        port = await self._serve_wire(
+            {
+                **service.handlers(),
+                m.Describe: lambda _r, _s: self._descriptor,
+                m.NodeStats: lambda _r, s: stats.read(s.principal),
+                m.Replicate: lambda r, s: self._replicate(r, s.principal),
+                m.Prefetch: lambda r, _s: prefetches.prefetch(r),
+                m.ResizeDram: lambda r, _s: resizer.resize(r),
+                m.Drain: lambda r, _s: drainer.drain(r),
+            },
+            service.client_connected,
+        )
+        http_port = await self._serve_http(service, stats, resizer)
+        grpc = grpc_server(
+            service, stats, config.advanced.max_frame_bytes, authorizer, self._security.tls
+        )
+        self._grpc_port = await grpc.start(config.host, config.grpc_port)
+        stack.push_async_callback(grpc.close)
+        self._descriptor = m.NodeDescriptor(
+            identity.node_id,
+            identity.epoch,
+            identity.host,
+            f"{config.announced_host}:{port}",
+            f"{config.announced_host}:{http_port}",
+            self._described(arenas.values()),
+            shm_path,
+            target.agent_name if target else "",
+            target.metadata if target else b"",
+            [
+                name
+                for name in config.transports
+                if (name == "shm" and shm_path) or (name == "nixl" and target)
+            ],
+            config.tenant,
+            list(target.ucx) if target else [],
+        )
+        self._run(migrator.run(), "migrator")
+        self._run(prefetches.run(), "prefetch")
+        self._run(resizer.run(), "resizer")
+        self._run(keep_collections_short(), "collections")
+        self.tasks += self._security.tasks()
+        if config.conductor is not None:
+            self._reporter = IndexReporter(
+                identity,
+                store,
+                stats.read,
+                config.conductor,
+                self._descriptor,
+                is_draining=lambda: drainer.is_draining,
+                credentials=self._security.credentials,
+            )
+            self._run(self._reporter.run(), "reporter")
+        return self
+
+    def _run(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        self.tasks.append(asyncio.create_task(work, name=name))
+
+    def _make_store(self, arenas: ArenaSet, devices: Devices | None) -> Store:
+        config, hbm = self._config, self._hbm
+        advanced = config.advanced
+        return Store(
             ArenaAllocator(
                 [
                     SlabAllocator(a.size_bytes, advanced.slab_bytes, a.arena_id)
@@ -132,91 +242,55 @@ class _Node:
                 retention_share=advanced.retention_share,
                 quotas=config.quotas,
                 max_pending_events=1_000_000 if config.conductor else 1,  # else nobody reads them
-                first_id=identity.epoch,  # ids of an earlier life name nothing here
+                first_id=self._identity.epoch,  # ids from before a restart stay unknown
             ),
             hbm=SlabAllocator(hbm.size_bytes, advanced.slab_bytes, hbm.arena_id) if hbm else None,
         )
-        migrator = Migrator(store, arenas, devices, hbm=hbm)
-        stack.callback(migrator.close)
-        service = NodeService(identity, store, arenas, migrator, lambda: self._descriptor, hbm=hbm)
-        if devices is not None:
-            count = devices.recover_into(store, time.monotonic())
-            migrator.counters["namespaces_not_recovered"] += len(devices.unrecovered)
-            access_checkpoint.restore(devices, store, time.monotonic(), time.time())
-            log.info("recovered blocks from NVMe", parts=count, devices=devices.states())
-            self._drop_isolated(store)
-            service.on_namespace.append(migrator.record_namespace)
-            self._start_access_checkpoints(store, devices, migrator)
-        shm_path = ""
-        if "shm" in config.transports:
-            shm_path = str(runtime / f"arena-{identity.epoch}.sock")
-            self._handout = ArenaServer(
-                shm_path,
-                identity.node_id,
-                identity.epoch,
-                tuple(arenas.values()),
-                self._security.authorizer.authenticate,
-            )
-            stack.callback(self._handout.close)
-        target = self._target = self._start_nixl(arenas, service)
-        if target is not None:
-            service.on_grant = target.wake
-            service.ucx = target.ucx
 
-        security = self._security
-        security.authorizer.find_namespace = store.namespaces.find
+    async def _recover(self, store: Store, devices: Devices, migrator: Migrator) -> None:
+        count = devices.recover_into(store, time.monotonic())
+        migrator.counters["namespaces_not_recovered"] += len(devices.unrecovered)
+        await access_checkpoint.restore(devices, store, time.monotonic(), time.time())
+        log.info("recovered blocks from NVMe", parts=count, devices=devices.states())
+        self._drop_isolated(store)
+
+    async def _serve_wire(
+        self, handlers: Mapping[type[m.Message], Handler], on_hello: Callable[[Session], None]
+    ) -> int:
+        config, identity = self._config, self._identity
         wire = WireServer(
             "node",
             identity.node_id,
             identity.epoch,
-            max_frame_bytes=advanced.max_frame_bytes,
-            authorizer=security.authorizer,
-            tls=security.context,
+            max_frame_bytes=config.advanced.max_frame_bytes,
+            authorizer=self._security.authorizer,
+            tls=self._security.context,
         )
-        service.expose(wire)
-        self._beside(service, arenas, wire)
+        wire.on_hello = on_hello
+        for message, handler in handlers.items():
+            wire.handle(message, handler)
         port = await wire.listen(config.host, config.wire_port)
-        stack.push_async_callback(wire.close)
+        self._stack.push_async_callback(wire.close)
+        return port
+
+    async def _serve_http(self, service: NodeService, stats: NodeStats, resizer: Resizer) -> int:
+        config, security = self._config, self._security
         registry = new_registry()
-        registry.register(NodeCollector(service))
-        authorizer = security.authorizer
+        registry.register(NodeCollector(stats))
         app = http_app(
-            service, registry, self._not_ready, advanced.max_frame_bytes, authorizer, self._notice
+            service,
+            stats,
+            resizer,
+            registry,
+            self._not_ready,
+            config.advanced.max_frame_bytes,
+            security.authorizer,
+            self._notice,
         )
         http = HttpServer(app, config.host, config.http_port, security.tls)
         await http.start()
-        stack.push_async_callback(http.close)
-        grpc = grpc_server(service, advanced.max_frame_bytes, authorizer, security.tls)
-        self._grpc_port = await grpc.start(config.host, config.grpc_port)
-        stack.push_async_callback(grpc.close)
-        self._descriptor = m.NodeDescriptor(
-            identity.node_id,
-            identity.epoch,
-            identity.host,
-            f"{config.announced_host}:{port}",
-            f"{config.announced_host}:{http.port}",
-            self._described(arenas.values()),
-            shm_path,
-            target.agent_name if target else "",
-            target.metadata if target else b"",
-            [
-                name
-                for name in config.transports
-                if (name == "shm" and shm_path) or (name == "nixl" and target)
-            ],
-            config.tenant,
-            list(service.ucx),
-        )
-        self.tasks.append(asyncio.create_task(migrator.run(), name="migrator"))
-        self.tasks += security.tasks()
-        self.tasks.append(asyncio.create_task(keep_collections_short(), name="collections"))
-        if config.conductor is not None:
-            self._reporter = IndexReporter(
-                service, config.conductor, self._descriptor, security.credentials
-            )
-            self._reporter.is_draining = lambda: self.drainer.is_draining
-            self.tasks.append(asyncio.create_task(self._reporter.run(), name="reporter"))
-        return self
+        self._stack.push_async_callback(http.close)
+        return http.port
 
     async def start_tenant_nodes(self) -> None:
         """Start the nodes of the isolated tenants, unless this is one of them."""
@@ -241,8 +315,7 @@ class _Node:
         self._stack.push_async_callback(keeper.close)
         self.tasks.append(asyncio.create_task(keeper.run(), name="access-checkpoints"))
 
-    def _beside(self, service: NodeService, arenas: ArenaSet, wire: WireServer) -> None:
-        """The parts that work beside the service: copies from other nodes, prefetch, resizing, draining."""
+    def _make_replicator(self, store: Store, arenas: ArenaSet, migrator: Migrator) -> Replicator:
         config, identity = self._config, self._identity
         transports = Transports(
             f"copies-{identity.node_id}-{identity.epoch}",
@@ -251,58 +324,46 @@ class _Node:
             token=config.token.get_secret_value(),
             is_rdma_required=config.require_rdma,
         )
-        replicator = self._replicator = Replicator(
+        replicator = Replicator(
             identity.node_id,
             identity.host,
-            service.store,
+            store,
             arenas,
             transports,
-            service.migrator.wake,
+            migrator.wake,
             credentials=self._security.credentials,
         )
         self._stack.push_async_callback(replicator.close)
-        service.peers = replicator.peers
-        prefetches = PrefetchQueue(
-            service.store, service.migrator, config.advanced.max_prefetch_blocks
-        )
-        self.tasks.append(asyncio.create_task(prefetches.run(), name="prefetch"))
+        return replicator
+
+    def _make_resizer(self, store: Store, arenas: ArenaSet, migrator: Migrator) -> Resizer:
+        config = self._config
         resizer = Resizer(
-            service.store,
+            store,
             arenas,
             lambda arena_id, size_bytes: make_arena(config, arena_id, size_bytes),
             self._announce,
-            service.migrator.begin,
-            lambda: not service.migrator.is_disk_failed,
+            migrator.begin,
+            lambda: not migrator.is_disk_failed,
             slab_bytes=config.advanced.slab_bytes,
             unit_bytes=arena_unit(config),
         )
         self._stack.callback(resizer.close)
-        self.tasks.append(asyncio.create_task(resizer.run(), name="resizer"))
-        service.resize = resizer.resize
-        self.drainer = Drainer(
-            service.store,
-            lambda: self._descriptor,
-            config.conductor,
-            self._security.credentials,
-        )
-        service.refuse_writers = self.drainer.refuse_writers
-        service.refuses_readers = lambda: self.drainer.refuses_readers
-        service.more_counters += [replicator.counters, prefetches.counters]
+        return resizer
 
-        async def replicate(request: m.Replicate, principal: Principal) -> m.ReplicateReply:
-            self.drainer.refuse_writers()
-            if not principal.sees_all:
-                source = await self._known_node(request.source.node_id)
-                request = structs.replace(request, source=source)
-            return await replicator.replicate(request)
+    async def _replicate(self, request: m.Replicate, principal: Principal) -> m.ReplicateReply:
+        self.drainer.refuse_writers()
+        if not principal.sees_all:
+            source = await self._known_node(request.source.node_id)
+            request = structs.replace(request, source=source)
+        return await self._replicator.replicate(request)
 
-        wire.handle(m.Replicate, lambda r, s: replicate(r, s.principal))
-        wire.handle(m.Prefetch, lambda r, _s: prefetches.prefetch(r))
-        wire.handle(m.ResizeDram, lambda r, _s: resizer.resize(r))
-        wire.handle(m.Drain, lambda r, _s: self.drainer.drain(r))
+    def _report_namespace(self, namespace: Namespace) -> None:
+        if self._reporter is not None:
+            self._reporter.add_namespace(namespace)
 
     async def _announce(self, arenas: Sequence[Arena]) -> None:
-        """Have everybody who reaches into the node's memory know what there is of it now."""
+        """Register the arenas with NIXL, offer their file descriptors, and describe them to the conductor."""
         if self._target is not None:
             await asyncio.to_thread(self._target.update, arenas)
         if self._handout is not None:
@@ -319,7 +380,7 @@ class _Node:
     async def _known_node(self, node_id: str) -> m.NodeDescriptor:
         """A node as the conductor describes it.
 
-        What a tenant says of another node is no reason to go there and show it our token.
+        A tenant's own description could send our token to any address, so it is not used.
 
         Raises:
             NotFound: no such node, or no conductor to ask.
@@ -331,7 +392,7 @@ class _Node:
         raise NotFound(f"node {brief(node_id)} is not known here")
 
     def facts(self) -> dict[str, object]:
-        """What a starter needs to know."""
+        """What the process prints when it is ready."""
         node = self._descriptor
         return {
             "kind": "node",
@@ -388,7 +449,7 @@ class _Node:
         return devices
 
     def _drop_isolated(self, store: Store) -> None:
-        """What was stored before its tenant was isolated shall not come back into memory that others reach."""
+        """Drop blocks that were stored before their tenant was isolated: others can reach this memory."""
         foreign = {
             namespace.namespace_id
             for namespace in store.namespaces
@@ -398,7 +459,7 @@ class _Node:
             if namespace_id in foreign:
                 store.drop(namespace_id, block_hash, "isolated", time.monotonic())
 
-    def _start_nixl(self, arenas: ArenaSet, service: NodeService) -> NixlTarget | None:
+    def _start_nixl(self, store: Store, arenas: ArenaSet) -> NixlTarget | None:
         if "nixl" not in self._config.transports:
             return None
         name = f"node-{self._identity.node_id}-{self._identity.epoch}"
@@ -406,7 +467,7 @@ class _Node:
             target = NixlTarget(
                 name,
                 tuple(arenas.values()),
-                service.is_busy,
+                lambda: bool(store.leases or store.reservations),
                 loopback_only=is_loopback(self._config.host),
                 lasting=(self._hbm,) if self._hbm else (),
             )
@@ -425,26 +486,10 @@ class _Node:
         return target
 
     def _goes_over_tcp(self, resources: Sequence[str]) -> bool:
-        """Between hosts; what listens on this one alone has no need of RDMA."""
+        """Whether other hosts reach this node over TCP; a node on loopback serves none."""
         return not is_loopback(self._config.host) and not any(map(ucx.is_rdma, resources))
 
     def _notice(self) -> str:
         if self._target is None or not self._goes_over_tcp(self._target.ucx):
             return ""
         return "no RDMA: other hosts are reached over TCP (" + ", ".join(self._target.ucx) + ")"
-
-
-def _node_id(config: NodeConfig) -> str:
-    """The configured id, else one kept with the data, else a fresh UUID."""
-    if config.node_id is not None:
-        return config.node_id
-    keeps = [config.data_dir] if config.data_dir else list(config.nvme_directories)
-    paths = [keep / "node_id" for keep in keeps]
-    node_id = next((path.read_text().strip() for path in paths if path.is_file()), "")
-    node_id = node_id or str(uuid.uuid4())
-    for path in paths:  # with each device: any of them may be missing at the next start
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not path.exists():
-                path.write_text(node_id)
-    return node_id

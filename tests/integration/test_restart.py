@@ -47,9 +47,11 @@ def test_the_order_of_use_and_protection_outlast_a_restart(
         pool.protect(NAMESPACE, protected, ttl_s=None)
         for hashes in used:
             assert pool.get(NAMESPACE, hashes, np.zeros_like(contents(hashes))).found == 1
-    checkpoint = disk / "access_order"
-    if number == signal.SIGKILL:  # what it knew a moment ago
+        checkpoint = disk / "access_order"
         since = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
+        # One more use, so that a checkpoint is written that has all the others.
+        assert pool.get(NAMESPACE, used[0], np.zeros_like(contents(used[0]))).found == 1
+    if number == signal.SIGKILL:  # what it knew a moment ago
         wait_until(
             lambda: checkpoint.exists() and checkpoint.stat().st_mtime_ns > since,
             "a later checkpoint",

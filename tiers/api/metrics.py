@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvpool.wire import messages as m
-from tiers.service.service import NodeService
+from tiers.service.stats import NodeStats
 
 _STATES = ("free", "reserved", "committed", "pinned", "quarantined")
 
@@ -16,11 +16,11 @@ _STATES = ("free", "reserved", "committed", "pinned", "quarantined")
 class NodeCollector(Collector):
     """Tier usage, leases, reservations and counters of one node."""
 
-    def __init__(self, service: NodeService) -> None:
-        self._service = service
+    def __init__(self, stats: NodeStats) -> None:
+        self._stats = stats
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._service.stats()
+        stats = self._stats.read()
         capacity = GaugeMetricFamily(
             "kvpool_tier_capacity_bytes", "Size of a tier", labels=["tier"]
         )
@@ -64,7 +64,7 @@ class NodeCollector(Collector):
             "1 when an NVMe device is used no more after an error, 0.5 when it is only read",
             labels=["directory"],
         )
-        for directory, state in self._service.migrator.devices.states().items():
+        for directory, state in self._stats.device_states().items():
             failed.add_metric([directory], {"ok": 0.0, "read_only": 0.5, "failed": 1.0}[state])
         yield failed
         yield from _transports(stats)

@@ -49,7 +49,7 @@ class _Retention(msgspec.Struct, array_like=True):
     runs: list[_BlockRun]
 
 
-def restore(devices: Devices, store: Store, now: float, wall: float) -> None:
+async def restore(devices: Devices, store: Store, now: float, wall: float) -> None:
     """Give the blocks that were just recovered the order and the protections from the checkpoints.
 
     Args:
@@ -60,12 +60,12 @@ def restore(devices: Devices, store: Store, now: float, wall: float) -> None:
     left_s: dict[tuple[bytes, bytes], float] = {}
     latest = 0.0
     for device in devices:
-        order = _read(device, "access_order", _AccessOrder)
+        order = await _read(device, "access_order", _AccessOrder)
         for run in order.runs if order is not None else ():
             for name, tick in _pairs(run, "<u8"):
                 key = (run.namespace_id, name)
                 ticks[key] = max(ticks.get(key, 0), int(tick))
-        saved = _read(device, "retention", _Retention)
+        saved = await _read(device, "retention", _Retention)
         if saved is not None and saved.saved_at > latest:  # else that of a device that was away
             latest = saved.saved_at
             # A clock that was set back prolongs nothing beyond what was left.
@@ -164,14 +164,15 @@ class AccessCheckpointer:
         """Write one checkpoint; False: try again. A read-only or failed device keeps its last one."""
         if device.state != "ok":
             return True
+        path = device.directory / name
+        work = asyncio.create_task(
+            write_atomic_file(path, VERSION, content, is_synced=self._is_synced)
+        )
         try:
-            await asyncio.to_thread(
-                write_atomic_file,
-                device.directory / name,
-                VERSION,
-                content,
-                is_synced=self._is_synced,
-            )
+            await asyncio.shield(work)
+        except asyncio.CancelledError:
+            await asyncio.wait([work])  # `close` writes the same files
+            raise
         except NvmeFailed as error:
             self._on_failure()
             log.error("a checkpoint was not written", device=device.identity, error=str(error))
@@ -197,9 +198,9 @@ class _BlockValues:
         ]
 
 
-def _read(device: Device, name: str, kind: type[T]) -> T | None:
+async def _read(device: Device, name: str, kind: type[T]) -> T | None:
     """A device's checkpoint; None if it is missing or damaged."""
-    content = read_atomic_file(device.directory / name, VERSION)
+    content = await read_atomic_file(device.directory / name, VERSION)
     if content is None:
         return None
     try:

@@ -1,7 +1,7 @@
-"""Small files beside a device's manifest that help after a restart and that nothing depends on.
+"""Small files beside a device's manifest that help after a restart; no block depends on them.
 
-Each is written whole to a new file and renamed, with its version and the CRC-32 of its content in front. One that
-is torn, damaged or of another version is as good as none.
+Each begins with its version and the CRC-32 of its content. It is written whole to a new file, which is then renamed.
+A file that is torn, damaged or of another version is ignored.
 """
 
 from __future__ import annotations
@@ -11,47 +11,49 @@ import zlib
 from pathlib import Path
 from struct import Struct
 
+import aiofiles
+import aiofiles.os
 import structlog
 
-from tiers.disk.manifest import NvmeFailed, sync_directory, write_all
+from tiers.disk.manifest import NvmeFailed, sync_directory
 
 log = structlog.get_logger(__name__)
+_fsync, _sync_directory = aiofiles.os.wrap(os.fsync), aiofiles.os.wrap(sync_directory)
 
 _HEAD = Struct("<8sIQI")  # magic, version, bytes of the content, CRC-32 of it
 _MAGIC = b"kvp-file"
 
 
-def write_atomic_file(path: Path, version: int, content: bytes, *, is_synced: bool) -> None:
-    """Put `content` in place of what the file held, or leave that as it was.
+async def write_atomic_file(path: Path, version: int, content: bytes, *, is_synced: bool) -> None:
+    """Replace what the file holds, or leave it as it was. One writer at a time.
 
     Args:
-        is_synced: it outlasts a power failure once this returns.
+        is_synced: the new content survives a power failure once this returns.
 
     Raises:
         NvmeFailed: the disk refused.
     """
     beside = path.with_suffix(".new")
+    head = _HEAD.pack(_MAGIC, version, len(content), zlib.crc32(content))
     try:
-        fd = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            head = _HEAD.pack(_MAGIC, version, len(content), zlib.crc32(content))
-            write_all(fd, head, 0)
-            write_all(fd, content, len(head))
+        async with aiofiles.open(beside, "wb", opener=_open_private) as file:
+            await file.write(head)
+            await file.write(content)
+            await file.flush()
             if is_synced:
-                os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.rename(beside, path)
+                await _fsync(file.fileno())
+        await aiofiles.os.replace(beside, path)
         if is_synced:
-            sync_directory(path.parent)
+            await _sync_directory(path.parent)
     except OSError as error:
         raise NvmeFailed(f"cannot write {path}: {error}") from error
 
 
-def read_atomic_file(path: Path, version: int) -> bytes | None:
-    """What the file holds; None where there is none, or none that can be believed (logged)."""
+async def read_atomic_file(path: Path, version: int) -> bytes | None:
+    """What the file holds; None, and a log line unless it is missing, if it cannot be read or is damaged."""
     try:
-        data = path.read_bytes()
+        async with aiofiles.open(path, "rb") as file:
+            data: bytes = await file.read()
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -65,3 +67,7 @@ def read_atomic_file(path: Path, version: int) -> bytes | None:
             return content
     log.warning("ignored a file that is damaged or of another version", path=str(path))
     return None
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

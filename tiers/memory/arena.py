@@ -1,33 +1,25 @@
-"""Shared memory of a node: memfds, prefaulted, handed to local clients by file descriptor.
+"""Shared memory of a node: prefaulted memfds.
 
-A memfd has no name and no place in /dev/shm: it is gone when its last user is, however that one died, and
-the size of /dev/shm (64 MiB in most containers) does not limit it.
+A memfd has no name. The kernel frees it when its last user ends, however that one died, and the size of /dev/shm
+(64 MiB in most containers) does not limit it.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import socket
-import threading
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import structlog
 
 from kvpool.errors import ConfigError, KvpoolError, NoSharedMemory
-from kvpool.transports.shm import ArenaHandout, ArenaRequest
-from kvpool.wire.server import remove_stale_socket
 from tiers.memory import huge_pages
 from tiers.memory.huge_pages import PAGE_BYTES, HugePages
 
 log = structlog.get_logger(__name__)
 
-ASK_TIMEOUT_S = 1.0
-MAX_REQUEST_BYTES = 4096
 HEADROOM_BYTES = 256 << 20  # left to the rest of the machine
 
 
@@ -134,71 +126,3 @@ def _check_room(size_bytes: int) -> None:
             f"an arena of {size_bytes >> 20} MiB does not fit: {max(room, 0) >> 20} MiB are available",
             hint="lower node.dram_bytes, or give the machine or container more memory",
         )
-
-
-class ArenaServer:
-    """Hands the arenas' file descriptors to processes of the same user, over a Unix socket.
-
-    Args:
-        check: raises a `KvpoolError` for a token whose holder shall not have them.
-    """
-
-    def __init__(
-        self,
-        path: str,
-        node_id: str,
-        epoch: int,
-        arenas: Sequence[Arena],
-        check: Callable[[str], object] = lambda _token: None,
-    ) -> None:
-        self._check = check
-        remove_stale_socket(path)
-        self.path = path
-        self._node_id = node_id
-        self._epoch = epoch
-        self._lock = threading.Lock()  # an arena is not closed while its descriptor is being sent
-        self.offer(arenas)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(path)
-        os.chmod(path, 0o600)
-        self._listener.listen(64)
-        self._thread = threading.Thread(target=self._serve, name="kvpool-arenas", daemon=True)
-        self._thread.start()
-
-    def offer(self, arenas: Sequence[Arena]) -> None:
-        """Hand out these from now on; those no longer among them may be closed when this returns."""
-        handout = ArenaHandout(
-            self._node_id,
-            self._epoch,
-            [arena.arena_id for arena in arenas],
-            [arena.size_bytes for arena in arenas],
-        )
-        with self._lock:
-            self._fds = [arena.fd for arena in arenas]
-            self._handout = msgspec.msgpack.encode(handout)
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                link, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            with link:
-                try:
-                    link.settimeout(ASK_TIMEOUT_S)
-                    asked = msgspec.msgpack.decode(link.recv(MAX_REQUEST_BYTES), type=ArenaRequest)
-                    self._check(asked.token)
-                    with self._lock:
-                        socket.send_fds(link, [self._handout], self._fds)
-                except OSError as error:
-                    log.warning("a client left before it had the memory", error=str(error))
-                except (msgspec.DecodeError, KvpoolError) as error:
-                    log.warning("a client does not get the memory", error=str(error))
-
-    def close(self) -> None:
-        """Stop and remove the socket."""
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._thread.join(timeout=2)
-        if os.path.exists(self.path):
-            os.unlink(self.path)

@@ -17,12 +17,14 @@ import structlog
 from kvpool.blocks.hash_check import proof_of
 from kvpool.blocks.hashing import HASH_BYTES, pack_hashes
 from kvpool.blocks.layout import Namespace
+from kvpool.blocks.tier import Tier
 from kvpool.errors import REFUSALS, KvpoolError, Unavailable
 from kvpool.wire import WireClient, split_addresses
 from kvpool.wire import messages as m
 from kvpool.wire.credentials import NO_CREDENTIALS, Credentials
-from tiers.service.service import NodeService
+from tiers.service.identity import NodeIdentity
 from tiers.store.blocks import StoreEvent
+from tiers.store.store import Store
 
 log = structlog.get_logger(__name__)
 
@@ -38,22 +40,30 @@ class IndexReporter:
     """Keeps one conductor informed: of several the first that answers, and the next when it is lost.
 
     Args:
-        conductors: wire addresses, with commas between them.
-        credentials: shown to them.
+        stats: sent with every heartbeat.
+        conductors: wire addresses, separated by commas.
+        is_draining: whether the node is about to stop; told again after each joining.
+        credentials: shown to the conductors.
     """
 
     def __init__(
         self,
-        service: NodeService,
+        identity: NodeIdentity,
+        store: Store,
+        stats: Callable[[], m.NodeStatsReply],
         conductors: str,
-        describe: m.NodeDescriptor,
+        descriptor: m.NodeDescriptor,
+        *,
+        is_draining: Callable[[], bool] = lambda: False,
         credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
         self.is_joined = False
-        self.is_draining: Callable[[], bool] = lambda: False  # told again after each joining
-        self._service = service
+        self._identity = identity
+        self._store = store
+        self._stats = stats
+        self._descriptor = descriptor
+        self._is_draining = is_draining
         self._credentials = credentials
-        self.descriptor = describe
         self._sequence = 0
         self._lost_before = 0.0
         self._heartbeat_s = 1.0
@@ -64,7 +74,6 @@ class IndexReporter:
             (self._link(address), self._link(address)) for address in split_addresses(conductors)
         ]
         self._at = 0
-        service.on_namespace.append(self._namespace_added)
 
     async def run(self) -> None:
         """Report until cancelled; then say goodbye if anybody is there to hear it."""
@@ -87,14 +96,14 @@ class IndexReporter:
         finally:
             pulse.cancel()
             with contextlib.suppress(KvpoolError, asyncio.CancelledError):
-                identity = self._service.identity
+                identity = self._identity
                 await self._events_link.call(m.NodeLeave(identity.node_id, identity.epoch), 0.5)
             for events_link, pulse_link in self._links:
                 await events_link.close()
                 await pulse_link.close()
 
     def _link(self, address: str) -> WireClient:
-        identity = self._service.identity
+        identity = self._identity
         return WireClient(
             address,
             identity.node_id,
@@ -114,31 +123,32 @@ class IndexReporter:
 
     def announce(self, descriptor: m.NodeDescriptor) -> None:
         """The node can be reached in another way, or has other memory: the conductor hears it at once."""
-        self.descriptor = descriptor
+        self._descriptor = descriptor
         self._must_join.set()
 
-    def _namespace_added(self, namespace: Namespace) -> None:
+    def add_namespace(self, namespace: Namespace) -> None:
+        """Tell the conductor of a new namespace, before the events about its blocks."""
         self._events_link.send_nowait(m.RegisterNamespace(namespace, proof_of(namespace)))
 
     async def _join(self) -> None:
         self._must_join.clear()
         self._is_lost = False
-        join = m.NodeJoin(self.descriptor, list(self._service.store.namespaces))
+        join = m.NodeJoin(self._descriptor, list(self._store.namespaces))
         reply: m.MemberReply = await self._events_link.call(join, CALL_TIMEOUT_S)
         self._heartbeat_s = reply.heartbeat_s
         self._lost_before = self._lost_events()
         # What happened so far is in the report; events from here on follow it.
-        self._service.store.take_events()
+        self._store.take_events()
         slices = [
             m.BlockEvent("stored", namespace_id, packed[i : i + SLICE_BLOCKS * HASH_BYTES], tier)
-            for (namespace_id, tier), packed in self._service.snapshot().items()
+            for (namespace_id, tier), packed in packed_blocks(self._store).items()
             for i in range(0, len(packed), SLICE_BLOCKS * HASH_BYTES)
         ]
         for event in slices:
             await self._send([event], snapshot=True)
         await self._send([], snapshot=True, snapshot_end=True)
-        if self.is_draining():
-            identity = self._service.identity
+        if self._is_draining():
+            identity = self._identity
             draining = m.NodeDraining(identity.node_id, identity.epoch)
             await self._events_link.call(draining, CALL_TIMEOUT_S)
         if not self.is_joined:
@@ -153,7 +163,7 @@ class IndexReporter:
             is_cut = len(self._links) > 1 and not self._events_link.is_connected
             if self._is_lost or is_cut:
                 raise Unavailable(f"the conductor at {self._events_link.address} is lost")
-            events = self._service.store.take_events()
+            events = self._store.take_events()
             if self._lost_events() > self._lost_before:
                 self._must_join.set()  # only a full report is right again
                 return
@@ -165,12 +175,12 @@ class IndexReporter:
                     return  # what is left is in the full report
 
     def _lost_events(self) -> float:
-        return self._service.store.counters.get("events_lost", 0.0)
+        return self._store.counters.get("events_lost", 0.0)
 
     async def _send(
         self, events: list[m.BlockEvent], *, snapshot: bool = False, snapshot_end: bool = False
     ) -> None:
-        identity = self._service.identity
+        identity = self._identity
         self._sequence += 1
         message = m.NodeEvents(
             identity.node_id, identity.epoch, self._sequence, events, snapshot, snapshot_end
@@ -180,7 +190,7 @@ class IndexReporter:
             self._must_join.set()
 
     async def _pulse(self) -> None:
-        identity = self._service.identity
+        identity = self._identity
         missed = 0
         while True:
             await asyncio.sleep(self._heartbeat_s)
@@ -188,9 +198,7 @@ class IndexReporter:
                 missed = 0
                 continue
             at = self._at
-            beat = m.NodeHeartbeat(
-                identity.node_id, identity.epoch, self._sequence, self._service.stats()
-            )
+            beat = m.NodeHeartbeat(identity.node_id, identity.epoch, self._sequence, self._stats())
             try:
                 reply: m.MemberReply = await self._links[at][1].call(beat, self._heartbeat_s)
             except KvpoolError:
@@ -203,6 +211,14 @@ class IndexReporter:
             missed = 0
             if reply.resync and at == self._at:
                 self._must_join.set()
+
+
+def packed_blocks(store: Store) -> dict[tuple[bytes, Tier], bytes]:
+    """The packed hashes of every visible block, by namespace id and tier."""
+    hashes: dict[tuple[bytes, Tier], list[bytes]] = {}
+    for namespace_id, tier, block_hash in store.inspection.snapshot():
+        hashes.setdefault((namespace_id, tier), []).append(block_hash)
+    return {key: pack_hashes(found) for key, found in hashes.items()}
 
 
 def batches(events: Sequence[StoreEvent]) -> Iterator[list[m.BlockEvent]]:

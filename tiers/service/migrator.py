@@ -11,29 +11,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-import numpy as np
 import structlog
 
-from kvpool.blocks.hashing import checksum
 from kvpool.blocks.layout import Namespace
 from kvpool.blocks.tier import Tier
 from kvpool.errors import ChecksumMismatch, KvpoolError
 from tiers.disk.devices import Device, Devices
-from tiers.disk.io_stats import ByteQueue, Throughput
+from tiers.disk.io_stats import ByteQueue
 from tiers.disk.manifest import NvmeFailed
 from tiers.memory.arena import Arena
 from tiers.memory.arena_set import ArenaSet
 from tiers.memory.hbm_arena import DeviceArena, DeviceFailed
+from tiers.service.move_io import MoveIo
 from tiers.store.blocks import Migration
-from tiers.store.fp8 import Octets
-from tiers.store.slab_allocator import Place, StoreCorrupt
 from tiers.store.store import Store
 
 log = structlog.get_logger(__name__)
@@ -65,13 +61,12 @@ class Migrator:
     ) -> None:
         self.counters: Counter[str] = Counter()
         self._store = store
-        self._arenas = ArenaSet.of(arenas)
         self._devices = devices
-        self._hbm = hbm
+        self._has_hbm = hbm is not None
+        self._io = MoveIo(ArenaSet.of(arenas), self.devices, hbm, clock)
         self._hbm_threads = ThreadPoolExecutor(HBM_THREADS, thread_name_prefix="kvpool-hbm")
         self._clock = clock
-        self.read_speed, self.write_speed = Throughput(), Throughput()
-        self._speed_lock = threading.Lock()  # the threads feed them
+        self.read_speed, self.write_speed = self._io.read_speed, self._io.write_speed
         self._queue = ByteQueue()  # promotions, by move id
         self._promotions: dict[tuple[bytes, bytes], dict[int, asyncio.Future[int]]] = {}
         self._wake = asyncio.Event()
@@ -145,7 +140,7 @@ class Migrator:
     def _demote(self) -> None:
         """Begin a batch for each device that has done with the one before: one that hangs holds up no other."""
         free = [d.number for d in self.devices if d.state == "ok" and not self._demotions[d.number]]
-        sources = [] if self._hbm is None or self._demotions[HBM_DEMOTIONS] else [Tier.HBM]
+        sources = [Tier.HBM] if self._has_hbm and not self._demotions[HBM_DEMOTIONS] else []
         if free:
             sources.append(Tier.DRAM)
         if not sources:
@@ -234,8 +229,7 @@ class Migrator:
                     own_bytes += namespace.layout.block_bytes
                     needed = self._queue.size_bytes + own_bytes
                 operations = len(self._queue) + own_bytes // namespace.layout.part_bytes
-                with self._speed_lock:
-                    seconds = self.read_speed.seconds(needed, operations)
+                seconds = self._io.read_seconds(needed, operations)
                 if seconds is None:
                     return None
                 wait_s = max(wait_s, seconds)
@@ -253,12 +247,12 @@ class Migrator:
         is_read = move.source_tier == Tier.NVME
         if is_read:
             device = self._device(move)
-            submitted = device.readers.submit(self._read, device, move, namespace)
+            submitted = device.readers.submit(self._io.read, device, move, namespace)
         elif move.target_tier == Tier.NVME:
             writers = self._device(move).writers
-            submitted = writers.submit(self._write, move, namespace)
+            submitted = writers.submit(self._io.write, move, namespace)
         else:
-            submitted = self._hbm_threads.submit(self._copy, move)
+            submitted = self._hbm_threads.submit(self._io.copy, move)
         work = asyncio.wrap_future(submitted)
         if move.target_tier != Tier.NVME:
             self._promotions.setdefault(_block(move), {})[move.migration_id] = work
@@ -334,57 +328,6 @@ class Migrator:
         """Have the owner of `run` see it."""
         self._defect = self._defect or defect
         self._wake.set()
-
-    # ------------------------------------------------------------ in threads
-
-    def _write(self, move: Migration, namespace: Namespace) -> int:
-        data = self._view(move.source, move)
-        with self._timed(self.write_speed, move.length):
-            return self.devices.write_part(move, namespace, data)
-
-    def _read(self, device: Device, move: Migration, namespace: Namespace) -> int:
-        is_passing = move.target_tier == Tier.HBM  # through memory of its own
-        target = np.empty(move.length, np.uint8) if is_passing else self._view(move.target, move)
-        with self._timed(self.read_speed, move.length):
-            found = device.read_part(move, namespace, target)
-        if is_passing:
-            self._device_memory.write_from(move.target.offset, target)
-        return found
-
-    def _copy(self, move: Migration) -> int:
-        """Between dram and hbm; verified in dram, from which it goes or to which it came."""
-        if move.source_tier == Tier.HBM:
-            data = self._view(move.target, move)
-            self._device_memory.read_into(move.source.offset, data)
-        else:
-            data = self._view(move.source, move)
-        if checksum(data) != move.checksum:
-            where = move.source_tier
-            raise ChecksumMismatch(f"part {move.part} in {where} is not what was committed")
-        if move.target_tier == Tier.HBM:
-            self._device_memory.write_from(move.target.offset, data)
-        return move.checksum
-
-    def _view(self, place: Place, move: Migration) -> Octets:
-        return self._arenas[place.arena_id].view(place.offset, move.length)
-
-    @property
-    def _device_memory(self) -> DeviceArena:
-        if self._hbm is None:
-            raise StoreCorrupt("a move names hbm, and the node has none")
-        return self._hbm
-
-    @contextlib.contextmanager
-    def _timed(self, speed: Throughput, size_bytes: int) -> Iterator[None]:
-        with self._speed_lock:
-            operation = speed.begin(self._clock())
-        moved = 0
-        try:
-            yield
-            moved = size_bytes
-        finally:
-            with self._speed_lock:
-                speed.end(operation, moved, self._clock())
 
     def close(self) -> None:
         """Wait for the I/O under way; what has not begun never will. Closes the devices' files."""

@@ -1,7 +1,7 @@
-"""The pool node's service: the store behind handlers, on one event loop.
+"""The requests that a node serves: clients, namespaces, reservations, leases, look-ups.
 
-Handlers are plain methods with typed request and reply; wire, gRPC and HTTP adapters expose the same ones.
-All decisions are the store's; here are only clocks, threads for disk I/O, and who is connected.
+The handlers take and return wire messages; the wire, gRPC and HTTP interfaces call the same ones. The store
+decides. This module adds the clock, cuts long work into slices, and ends what clients that left have held.
 """
 
 from __future__ import annotations
@@ -11,25 +11,22 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
-import msgspec
 import numpy as np
-import structlog
 
 from kvpool.blocks.hash_check import check_proof
-from kvpool.blocks.hashing import HASH_BYTES, checksum, pack_hashes, unpack_hashes
+from kvpool.blocks.hashing import unpack_hashes
 from kvpool.blocks.layout import Namespace
-from kvpool.blocks.tier import Tier
-from kvpool.errors import BlockMiss, InvalidArgument, KvpoolError, NoRoom, WrongByteCount
-from kvpool.wire import Session, WireServer
+from kvpool.errors import InvalidArgument, NoRoom
+from kvpool.wire import Session
 from kvpool.wire import messages as m
 from kvpool.wire.principal import ANYBODY, Principal
+from kvpool.wire.server import Handler
 from tiers.memory.arena import Arena
 from tiers.memory.arena_set import ArenaSet
 from tiers.memory.hbm_arena import DeviceArena
+from tiers.service.inline_blocks import InlineBlocks
 from tiers.service.migrator import Migrator
 from tiers.service.pending_pins import PROMOTING, PendingPins, TimedPin
 from tiers.store.inspection import MAX_PAGE
@@ -39,74 +36,55 @@ from tiers.store.reservations import reservation_over
 from tiers.store.slab_allocator import Place
 from tiers.store.store import Store
 
-log = structlog.get_logger(__name__)
-
 SLICE = 128  # blocks reserved, committed or dropped per turn of the loop: ~5 ms where others are evicted for each
-OURSELVES = "\x01node"  # holds what no tenant does: none has a name with such a character
 MAX_PROTECTION_S = 31_536_000  # a year; longer is for ever
 
 
-@dataclass(slots=True, frozen=True)
-class NodeIdentity:
-    """Who a node is: a lasting id, and an epoch that changes with each start."""
-
-    node_id: str
-    epoch: int
-    host: str
-
-
-Resize = Callable[[m.ResizeDram], Awaitable[m.ResizeDramReply]]
-
-
 class NodeService:
-    """Answers everything that a node is asked.
+    """Serves the requests for a node's blocks.
 
     Args:
-        identity: node id, epoch, host label.
-        store: the block state machine.
         arenas: by arena id, the memory that the store's DRAM places point into.
         migrator: carries out demotions and promotions.
-        describe: current descriptor, for clients that connect to the node directly.
-        hbm: the memory that the store's HBM places point into; None where the node has none.
+        hbm: the memory that the store's HBM places point into; None if the node has none.
+        refuse_writers: raises Draining while the node takes no new blocks.
+        refuses_readers: whether the node gives no new leases.
+        on_namespace: called after a namespace was registered.
+        on_grant: called after a client got places that it may reach with one-sided operations.
+        clock: monotonic seconds.
     """
 
     def __init__(
         self,
-        identity: NodeIdentity,
         store: Store,
         arenas: ArenaSet | Sequence[Arena],
         migrator: Migrator,
-        describe: Callable[[], m.NodeDescriptor],
         *,
         hbm: DeviceArena | None = None,
+        refuse_writers: Callable[[], None] = lambda: None,
+        refuses_readers: Callable[[], bool] = lambda: False,
+        on_namespace: Callable[[Namespace], None] = lambda _namespace: None,
+        on_grant: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.identity = identity
         self.store = store
-        self.migrator = migrator
         self.counters: Counter[str] = Counter()
-        self.on_namespace: list[Callable[[Namespace], None]] = []
-        self.more_counters: list[Counter[str]] = []  # of parts that work beside this service
-        self.refuse_writers: Callable[[], None] = lambda: None  # raises while the node drains
-        self.refuses_readers: Callable[[], bool] = lambda: False
-        self.resize: Resize = _cannot_resize
-        self.ucx: Sequence[str] = ()  # see `kvpool.transports.ucx`
-        self.peers: Callable[[], list[m.PeerRate]] = list
-        self.on_grant: Callable[[], None] = lambda: None  # a lease or reservation was just given
-        self._arenas = ArenaSet.of(arenas)
-        self._hbm = hbm
-        self._describe = describe
+        self._migrator = migrator
+        self._refuse_writers = refuse_writers
+        self._refuses_readers = refuses_readers
+        self._on_namespace = on_namespace
+        self._on_grant = on_grant
         self._clock = clock
-        self._started = clock()
         self._sessions: Counter[tuple[str, str]] = Counter()  # by tenant and client
         self._committing: set[asyncio.Task[m.CommitReply]] = set()
         self._pending_pins = PendingPins(store, migrator, self.counters, clock=clock)
+        self.inline = InlineBlocks(
+            store, ArenaSet.of(arenas), hbm, self.pin, migrator.wake, self.counters, clock
+        )
 
-    def expose(self, server: WireServer) -> None:
-        """Register every handler with a wire server."""
-        server.on_hello = self.client_connected
-        handlers: dict[type[m.Message], Callable[[Any, Session], Any]] = {
-            m.Describe: lambda _r, _s: self._describe(),
+    def handlers(self) -> dict[type[m.Message], Handler]:
+        """What serves each message."""
+        return {
             m.RegisterNamespace: lambda r, _s: self.register_namespace(r),
             m.Reserve: lambda r, s: self.reserve(r, s.client_id),
             m.RenewReservation: lambda r, s: self.renew_reservation(r, s.principal),
@@ -115,18 +93,15 @@ class NodeService:
             m.Pin: lambda r, s: self.pin(r, s.client_id),
             m.Renew: lambda r, s: self.renew(r, s.principal),
             m.Release: lambda r, s: self.release(r, s.principal),
-            m.ReportCorrupt: lambda r, _s: self.report_corrupt(r),
+            m.ReportCorrupt: lambda r, _s: self.inline.verify(r),
             m.NodeLookup: lambda r, _s: self.lookup(r),
             m.Protect: lambda r, _s: self.protect(r),
             m.DropBlocks: lambda r, _s: self.drop_blocks(r),
             m.ListNamespaces: lambda r, s: self.list_namespaces(r, s.principal),
             m.ListBlocks: lambda r, _s: self.list_blocks(r),
             m.PutInline: lambda r, s: self.put_inline(r, s.client_id),
-            m.GetInline: lambda r, s: self.get_inline(r, s.client_id),
-            m.NodeStats: lambda _r, s: self.stats(s.principal),
+            m.GetInline: lambda r, s: self.inline.get(r, s.client_id),
         }
-        for message, handler in handlers.items():
-            server.handle(message, handler)
 
     # ------------------------------------------------------------ clients
 
@@ -154,10 +129,6 @@ class NodeService:
         """
         return _holder(self.store.namespaces[namespace_id].tenant, client_id)
 
-    def is_busy(self) -> bool:
-        """Whether anybody may be moving bytes with one-sided operations now."""
-        return bool(self.store.leases or self.store.reservations)
-
     # ------------------------------------------------------------ handlers
 
     def register_namespace(self, request: m.RegisterNamespace) -> m.NamespaceReply:
@@ -169,8 +140,8 @@ class NodeService:
             if not self.store.namespaces.forget_idle(request.namespace.tenant):
                 raise
             namespace_id = self.store.namespaces.register(request.namespace)
-        for listener in self.on_namespace:
-            listener(request.namespace)
+        self._migrator.record_namespace(request.namespace)
+        self._on_namespace(request.namespace)
         return m.NamespaceReply(namespace_id)
 
     def reserve(
@@ -178,7 +149,7 @@ class NodeService:
     ) -> m.ReserveReply | Awaitable[m.ReserveReply]:
         """Raises UnknownNamespace, InvalidArgument, BlockTooLarge, Draining."""
         _check_ttl(request.ttl_s)
-        self.refuse_writers()
+        self._refuse_writers()
         hashes = unpack_hashes(request.hashes)
         run = self.store.reservations.begin_reserve(
             request.namespace_id,
@@ -208,7 +179,7 @@ class NodeService:
     def _reserved(self, run: ReserveCursor, request: m.Reserve) -> m.ReserveReply:
         granted = run.result()
         if not request.is_mapped:
-            self.on_grant()
+            self._on_grant()
         return m.ReserveReply(
             granted.reservation_id,
             bytes(granted.statuses),
@@ -248,14 +219,14 @@ class NodeService:
             task.add_done_callback(self._committing.discard)
             return asyncio.shield(task)
         self.store.reservations.commit_some(run, SLICE)
-        self.migrator.wake()
+        self._migrator.wake()
         return m.CommitReply(len(run.visible))
 
     async def _commit_slices(self, run: CommitCursor) -> m.CommitReply:
         while not run.is_done:
             self.store.reservations.commit_some(run, SLICE)
             await asyncio.sleep(0)
-        self.migrator.wake()
+        self._migrator.wake()
         return m.CommitReply(len(run.visible))
 
     def abort(self, request: m.Abort, principal: Principal = ANYBODY) -> m.Ok:
@@ -268,7 +239,7 @@ class NodeService:
     def pin(self, request: m.Pin, client_id: str) -> m.PinReply | Awaitable[m.PinReply]:
         """Lookup and lease in one step; answers at once unless blocks must be moved first."""
         _check_ttl(request.ttl_s)
-        if self.refuses_readers():
+        if self._refuses_readers():
             return m.PinReply(0, 0, b"", b"", b"", 0.0, "draining")
         hashes = unpack_hashes(request.hashes)
         holder = self._holder(request.namespace_id, client_id)
@@ -294,7 +265,7 @@ class NodeService:
 
     def _pinned(self, answer: TimedPin, request: m.Pin) -> m.PinReply:
         if not request.is_mapped:
-            self.on_grant()
+            self._on_grant()
         result = answer.result
         return m.PinReply(
             result.lease_id,
@@ -321,35 +292,6 @@ class NodeService:
             if _is_of(self.store.leases.holder_of(lease_id), principal):
                 self.store.leases.release(lease_id)
         return m.Ok()
-
-    async def report_corrupt(self, request: m.ReportCorrupt) -> m.Ok:
-        """A reader saw wrong bytes. Verified here before anything is dropped: a claim is no proof.
-
-        Raises:
-            UnknownNamespace, InvalidArgument: not one hash.
-        """
-        _check_one_hash(request.block_hash)
-        # What is gone, or on NVMe alone, is left alone: that copy is verified whenever it is read.
-        for tier in (Tier.HBM, Tier.DRAM):
-            if tier in self.store.resident_tiers(request.namespace_id, request.block_hash):
-                await self._verify(request.namespace_id, request.block_hash, tier)
-        return m.Ok()
-
-    async def _verify(self, namespace_id: bytes, block_hash: bytes, tier: Tier) -> None:
-        """Drop the block if its copy in a memory tier, where it stands now, has wrong bytes."""
-        now = self._clock()
-        result = self.store.pin(namespace_id, [block_hash], OURSELVES, 5.0, now, None, tier)
-        length = self.store.namespaces[namespace_id].layout.part_bytes
-        try:
-            sums = await asyncio.to_thread(
-                lambda: [checksum(self._bytes_at(place, length)) for place in result.places]
-            )
-            if sums != list(result.checksums):
-                self.counters["corrupt_blocks"] += 1
-                log.error("dropping a corrupt block", block=block_hash.hex(), tier=tier)
-                self.store.drop(namespace_id, block_hash, "checksum", self._clock())
-        finally:
-            self.store.leases.release(result.lease_id)
 
     def lookup(self, request: m.NodeLookup) -> m.NodeLookupReply:
         """Raises UnknownNamespace. Takes no lease and leaves the order of eviction alone."""
@@ -404,152 +346,10 @@ class NodeService:
         )
         return m.ListBlocksReply(blocks)
 
-    async def put_inline(self, request: m.PutInline, client_id: str) -> m.PutInlineReply:
-        """Store one block part whose bytes came in the frame.
-
-        Raises:
-            WrongByteCount: the data is not exactly one part of the namespace's layout.
-            NoRoom: no slot can be freed now.
-            Draining: the node is about to stop.
-        """
-        self.refuse_writers()
-        length = self.store.namespaces[request.namespace_id].layout.part_bytes
-        if len(request.data) != length:
-            raise WrongByteCount(
-                f"a block part of this namespace has {length} bytes, got {len(request.data)}"
-            )
-        granted = self.store.reserve(
-            request.namespace_id,
-            [request.block_hash],
-            request.parent,
-            request.part,
-            self._holder(request.namespace_id, client_id),
-            30.0,
-            self._clock(),
-        )
-        status = granted.statuses[0]
-        if status == m.BlockStatus.NO_ROOM:
-            raise NoRoom("no slot can be freed now", hint="all blocks are pinned; try again")
-        if status == m.BlockStatus.GRANTED:
-            try:
-                target = self._view(granted.places[0], length)
-                target[:] = np.frombuffer(request.data, dtype=np.uint8)
-                self.store.commit(granted.reservation_id, [checksum(request.data)], self._clock())
-            except KvpoolError:
-                self.store.reservations.abort(granted.reservation_id, True, self._clock())
-                raise
-            self.migrator.wake()
-        return m.PutInlineReply(status)
-
-    async def get_inline(self, request: m.GetInline, client_id: str) -> m.GetInlineReply:
-        """Bytes of one block part, verified.
-
-        Raises:
-            BlockMiss: it is not here (any more); the reason is in the text.
-            UnknownNamespace, InvalidArgument: not one hash, or no such part.
-        """
-        _check_one_hash(request.block_hash)
-        pin = m.Pin(request.namespace_id, request.block_hash, 10.0, [request.part], Tier.HBM)
-        answer = self.pin(pin, client_id)
-        reply = answer if isinstance(answer, m.PinReply) else await answer
-        if not reply.found:
-            raise BlockMiss(f"block {request.block_hash.hex()} is not here: {reply.miss_reason}")
-        try:
-            arena_id, offset = np.frombuffer(reply.places, dtype="<i8")[:2]
-            length = self.store.namespaces[request.namespace_id].layout.part_bytes
-            place = Place(int(arena_id), int(offset))
-            if self._is_in_hbm(place):
-                data = (await asyncio.to_thread(self._bytes_at, place, length)).tobytes()
-            else:
-                data = self._bytes_at(place, length).tobytes()
-        finally:
-            self.store.leases.release(reply.lease_id)
-        expected = int(np.frombuffer(reply.checksums, dtype="<u8")[0])
-        if checksum(data) != expected:
-            self.counters["corrupt_blocks"] += 1
-            self.store.drop(request.namespace_id, request.block_hash, "checksum", self._clock())
-            raise BlockMiss(f"block {request.block_hash.hex()} failed its checksum and was dropped")
-        return m.GetInlineReply(data, expected, Tier(reply.tiers[0]))
-
-    def stats(self, principal: Principal = ANYBODY) -> m.NodeStatsReply:
-        """Accounting and counters; of what others do, a tenant sees no more than the room they take."""
-        counters = Counter(self.store.counters)
-        counters.update(self.counters)
-        for more in (self.migrator.counters, *self.more_counters):
-            counters.update(more)
-        stats = m.NodeStatsReply(
-            self.identity.node_id,
-            self.identity.epoch,
-            self.identity.host,
-            self._clock() - self._started,
-            [self._with_facts(usage) for usage in self.store.inspection.tiers()],
-            len(self.store.leases),
-            len(self.store.reservations),
-            len(self.store.namespaces),
-            {name: float(value) for name, value in counters.items()},
-            self._arena_usage(),
-            list(self.ucx),
-            self.peers(),
-        )
-        return m.visible_stats(stats, principal.sees_all)
-
-    def _arena_usage(self) -> list[m.ArenaUsage]:
-        used_bytes = self.store.inspection.arena_bytes()
-        evacuating = self.store.evacuations.bytes_left()
-        return [
-            m.ArenaUsage(
-                arena_id,
-                arena.size_bytes,
-                used_bytes.get(arena_id, 0),
-                arena_id in evacuating,
-                arena.obtained.page_bytes,
-                arena.obtained.huge_bytes,
-                -1 if arena.numa_node is None else arena.numa_node,
-            )
-            for arena_id, arena in self._arenas.items()
-        ]
-
-    def _with_facts(self, usage: m.TierUsage) -> m.TierUsage:
-        if usage.tier == Tier.HBM and self._hbm is not None:
-            return msgspec.structs.replace(usage, note=self._hbm.note)
-        if usage.tier != Tier.NVME:
-            return usage
-        return msgspec.structs.replace(
-            usage,
-            read_bytes_per_s=self.migrator.read_speed.bytes_per_s,
-            write_bytes_per_s=self.migrator.write_speed.bytes_per_s,
-            queued_read_bytes=self.migrator.queued_read_bytes,
-        )
-
-    def snapshot(self) -> dict[tuple[bytes, Tier], bytes]:
-        """Every visible block, packed by (namespace id, tier): the full report."""
-        runs: dict[tuple[bytes, Tier], list[bytes]] = {}
-        for namespace_id, tier, block_hash in self.store.inspection.snapshot():
-            runs.setdefault((namespace_id, tier), []).append(block_hash)
-        return {key: pack_hashes(hashes) for key, hashes in runs.items()}
-
-    def _view(self, place: Place, length: int) -> Any:
-        return self._arenas[place.arena_id].view(place.offset, length)
-
-    def _is_in_hbm(self, place: Place) -> bool:
-        return self._hbm is not None and place.arena_id == self._hbm.arena_id
-
-    def _bytes_at(self, place: Place, length: int) -> Any:
-        """The bytes at a place of either memory tier; from a device a copy, which blocks the thread."""
-        if self._hbm is None or not self._is_in_hbm(place):
-            return self._view(place, length)
-        out = np.empty(length, dtype=np.uint8)
-        self._hbm.read_into(place.offset, out)
-        return out
-
-
-async def _cannot_resize(_request: m.ResizeDram) -> m.ResizeDramReply:
-    raise InvalidArgument("this node cannot be resized")
-
-
-def _check_one_hash(block_hash: bytes) -> None:
-    if len(block_hash) != HASH_BYTES:
-        raise InvalidArgument(f"a block hash has {HASH_BYTES} bytes, got {len(block_hash)}")
+    def put_inline(self, request: m.PutInline, client_id: str) -> m.PutInlineReply:
+        """Store one block part whose bytes came in the request. Raises Draining, and as `InlineBlocks.put`."""
+        self._refuse_writers()
+        return self.inline.put(request, self._holder(request.namespace_id, client_id))
 
 
 def _holder(tenant: str, client_id: str) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.tiers.disk.test_devices import WIDE, DiskNode, disks, names, running
 from tests.tiers.service.test_migrator import until
+from tiers.disk import access_checkpoint
 from tiers.disk.access_checkpoint import VERSION, AccessCheckpointer, restore
 from tiers.disk.atomic_file import read_atomic_file, write_atomic_file
 
@@ -65,7 +66,7 @@ async def test_what_was_not_used_before_a_restart_goes_first_after_it(disks: lis
     used = hashes[:8]  # written first, and so the first to go if nothing were known
     await full_of(disks[:1], hashes, used)
     with running(disks[:1], **SIZES) as n:
-        restore(n.devices, n.store, 0.0, 0.0)
+        await restore(n.devices, n.store, 0.0, 0.0)
         assert await survivors(n, hashes, 8) == used
 
 
@@ -75,11 +76,11 @@ async def test_the_order_holds_over_several_devices_and_a_second_restart(disks: 
     await full_of(disks[:2], hashes, used)
     for _ in range(2):
         with running(disks[:2], **SIZES) as n:
-            restore(n.devices, n.store, 0.0, 0.0)
+            await restore(n.devices, n.store, 0.0, 0.0)
             latest = n.store.recovery.tick
             await keeper(n).close()
     with running(disks[:2], **SIZES) as n:
-        restore(n.devices, n.store, 0.0, 0.0)
+        await restore(n.devices, n.store, 0.0, 0.0)
         assert (
             n.store.recovery.tick > latest
         )  # what a device tells that was away is older than all since
@@ -99,7 +100,7 @@ async def test_what_a_kill_takes_of_the_order_counts_as_used_when_it_was_written
         await put_alone(n, hashes[12:])  # after the last checkpoint; then it is killed
         tasks[0].cancel()
     with running(disks[:1], **SIZES) as n:
-        restore(n.devices, n.store, 0.0, 0.0)
+        await restore(n.devices, n.store, 0.0, 0.0)
         assert await survivors(n, hashes, 8) == hashes[:4] + hashes[12:]
 
 
@@ -120,7 +121,7 @@ async def test_checkpoints_are_written_now_and_then_and_only_when_something_chan
         for task in tasks:
             task.cancel()
     with running(disks[:1], **SIZES) as n:
-        restore(n.devices, n.store, 0.0, 0.0)
+        await restore(n.devices, n.store, 0.0, 0.0)
         assert [p.block_hash for p in n.store.retention.values()] == names(1)
 
 
@@ -138,19 +139,19 @@ async def test_a_damaged_checkpoint_costs_the_order_and_nothing_else(
         elif harm == "cut":
             checkpoint.write_bytes(data[: len(data) // 2])
         elif harm == "of another version":
-            write_atomic_file(
+            await write_atomic_file(
                 checkpoint,
                 VERSION + 1,
-                read_atomic_file(checkpoint, VERSION) or b"",
+                (await read_atomic_file(checkpoint, VERSION)) or b"",
                 is_synced=True,
             )
         elif harm == "nonsense":
-            write_atomic_file(checkpoint, VERSION, b"\x93\x01\x02\x03", is_synced=True)
+            await write_atomic_file(checkpoint, VERSION, b"\x93\x01\x02\x03", is_synced=True)
         else:
             checkpoint.unlink()
             checkpoint.mkdir()
     with running(disks[:1], **SIZES) as n:
-        restore(n.devices, n.store, 0.0, 0.0)
+        await restore(n.devices, n.store, 0.0, 0.0)
         assert n.recovered == BLOCKS
         n.store.check_integrity()
         if harm != "unreadable":
@@ -162,10 +163,47 @@ async def test_a_kill_in_mid_write_leaves_the_one_before(disks: list[Path]) -> N
     await full_of(disks[:1], hashes, hashes[:8])
     (disks[0] / "access_order.new").write_bytes(b"kvp-file and then")
     with running(disks[:1], **SIZES) as n:
-        restore(n.devices, n.store, 0.0, 0.0)
+        await restore(n.devices, n.store, 0.0, 0.0)
         assert await survivors(n, hashes, 8) == hashes[:8]
         await keeper(n).close()
-    assert read_atomic_file(disks[0] / "access_order", VERSION) is not None
+    assert await read_atomic_file(disks[0] / "access_order", VERSION) is not None
+
+
+async def test_a_stop_in_mid_write_waits_for_the_write_before_the_last_one(
+    disks: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, go_on = asyncio.Event(), asyncio.Event()
+    under_way = 0
+
+    async def slow_write(path: Path, version: int, content: bytes, *, is_synced: bool) -> None:
+        nonlocal under_way
+        under_way += 1
+        assert under_way == 1, "two writes of one temporary file"
+        began.set()
+        await go_on.wait()
+        await write_atomic_file(path, version, content, is_synced=is_synced)
+        under_way -= 1
+
+    monkeypatch.setattr(access_checkpoint, "write_atomic_file", slow_write)
+    with running(disks[:1], **SIZES) as n:
+        moving = asyncio.create_task(n.migrator.run())
+        await put_alone(n, names(1))
+        moving.cancel()
+        keeping = AccessCheckpointer(n.store, n.devices, 0.01, is_synced=True)
+        task = asyncio.create_task(keeping.run())
+        await began.wait()
+        task.cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not task.done()
+        assert n.store.retention.retain(ID, names(1), None, 0.0) == 1
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await keeping.close()
+    with running(disks[:1], **SIZES) as n:
+        await restore(n.devices, n.store, 0.0, 0.0)
+        assert [p.block_hash for p in n.store.retention.values()] == names(1)
 
 
 # ---------------------------------------------------------------- protection
@@ -196,11 +234,11 @@ async def test_protection_outlasts_a_restart_with_the_time_that_was_left(disks: 
     hard, soft = [*hashes[:2], *hashes[4:6]], [*hashes[2:4], *hashes[6:8]]
     for wall, left_s in ((50_040.0, 60.0), (49_000.0, 100.0)):  # a clock set back prolongs nothing
         with running(disks[:2], **SIZES) as n:
-            restore(n.devices, n.store, 7.0, wall)
+            await restore(n.devices, n.store, 7.0, wall)
             assert kept(n) == dict.fromkeys(hard, float("inf")) | dict.fromkeys(soft, 7.0 + left_s)
             n.store.check_integrity()
     with running(disks[:2], **SIZES) as n:
-        restore(n.devices, n.store, 7.0, 50_200.0)
+        await restore(n.devices, n.store, 7.0, 50_200.0)
         assert sorted(kept(n)) == sorted(hard)
         n.store.expire(1e9)
         # A hard one stands whatever comes.
@@ -213,7 +251,7 @@ async def test_what_finds_no_room_for_its_promise_any_more_is_counted_and_costs_
     await protected_life(disks[:1], names(8))
     with running(disks[:1], **SIZES) as n:
         monkeypatch.setattr(n.store.retention, "_share", 0.25)  # four blocks of sixteen
-        restore(n.devices, n.store, 7.0, 50_000.0)
+        await restore(n.devices, n.store, 7.0, 50_000.0)
         assert len(kept(n)) == 4
         assert n.store.counters["retentions_not_restored"] == 4
         n.store.check_integrity()
@@ -225,10 +263,10 @@ async def test_a_device_that_was_away_revives_no_protection_that_was_ended(
     hashes = names(8)
     await protected_life(disks[:2], hashes)
     with running(disks[:1], **SIZES) as n:
-        restore(n.devices, n.store, 0.0, 50_010.0)
+        await restore(n.devices, n.store, 0.0, 50_010.0)
         n.store.retention.end(ID, hashes[:4], 0.0)
         n.store.retention.end(ID, hashes[4:8], 0.0)
         await keeper(n, wall=50_020.0).close()
     with running(disks[:2], **SIZES) as n:
-        restore(n.devices, n.store, 0.0, 50_030.0)
+        await restore(n.devices, n.store, 0.0, 50_030.0)
         assert not {*kept(n)} & {*hashes[:4]}

@@ -24,7 +24,7 @@ from tiers.disk.manifest import NvmeFailed
 from tiers.disk.slab_file import NvmeInUse
 from tiers.memory.arena import Arena
 from tiers.service.migrator import BATCH_BLOCKS, Migrator
-from tiers.service.service import NodeIdentity, NodeService
+from tiers.service.service import NodeService
 from tiers.store.fp8 import Encoding, decode, encode
 from tiers.store.slab_allocator import Place, SlabAllocator
 from tiers.store.store import Store, StoreConfig
@@ -70,9 +70,7 @@ class DiskNode:
             ),
         )
         self.migrator = Migrator(self.store, [self.arena], self.devices)
-        self.service = NodeService(
-            NodeIdentity("n", 1, "here"), self.store, [self.arena], self.migrator, _no_descriptor
-        )
+        self.service = NodeService(self.store, [self.arena], self.migrator)
         self.recovered = self.devices.recover_into(self.store, 0.0)
         for namespace in (HALVES, WIDE):
             self.store.namespaces.register(namespace)
@@ -83,7 +81,7 @@ class DiskNode:
             for part in range(namespace.layout.tp_size):
                 data = content(namespace, 10 * i + part).tobytes()
                 request = m.PutInline(namespace.namespace_id, name, parent, part, data)
-                await self.service.put_inline(request, "w")
+                self.service.put_inline(request, "w")
 
     async def cleaned(self, namespace: Namespace, hashes: Sequence[bytes]) -> None:
         """Wait until all of the blocks stand on NVMe."""
@@ -117,10 +115,6 @@ class DiskNode:
     def close(self) -> None:
         self.migrator.close()
         self.arena.close()
-
-
-def _no_descriptor() -> m.NodeDescriptor:
-    raise NotImplementedError
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from kvpool.blocks.tier import Tier
 from kvpool.errors import NoRoom, ReservationGone, UnknownNamespace
 from kvpool.wire import messages as m
 from tiers.service.migrator import Migrator
-from tiers.service.service import NodeIdentity, NodeService
+from tiers.service.service import NodeService
 from tiers.store.slab_allocator import SlabAllocator
 from tiers.store.store import Store, StoreConfig
 
@@ -30,11 +30,8 @@ class Full:
     def __init__(self, tenant: str = "") -> None:
         config = replace(StoreConfig(), max_namespaces=4)
         self.store = Store(SlabAllocator(1 << 20, 1 << 18, 0), None, config)
-        nobody = m.NodeDescriptor("n", 1, "h", "h:1")
         migrator = Migrator(self.store, [], None)
-        self.service = NodeService(
-            NodeIdentity("n", 1, "h"), self.store, [], migrator, lambda: nobody, clock=lambda: 1.0
-        )
+        self.service = NodeService(self.store, [], migrator, clock=lambda: 1.0)
         self.ids = [self.register(namespace(n, tenant if n else "")) for n in range(4)]
 
     def register(self, wanted: Namespace) -> bytes:

@@ -17,7 +17,7 @@ from tests.support.waiting import until
 from tests.tiers.service.test_long_runs import Room, chain
 from tiers.service.gc_tuning import freeze_survivors, keep_collections_short
 from tiers.service.migrator import Migrator
-from tiers.service.service import NodeIdentity, NodeService
+from tiers.service.service import NodeService
 
 
 @pytest.fixture(autouse=True)
@@ -51,12 +51,11 @@ async def test_what_stands_is_looked_at_once_and_garbage_goes() -> None:
 
 async def test_what_comes_and_goes_in_a_node_forms_no_cycle() -> None:
     room = Room(1_000)
-    nobody = m.NodeDescriptor("n", 1, "h", "h:1")
-    service = NodeService(
-        NodeIdentity("n", 1, "h"), room.store, [], Migrator(room.store, [], None), lambda: nobody
-    )
+    service = NodeService(room.store, [], Migrator(room.store, [], None))
     server = WireServer("node", "n", 1)
-    service.expose(server)
+    server.on_hello = service.client_connected
+    for message, handler in service.handlers().items():
+        server.handle(message, handler)
     address = f"127.0.0.1:{await server.listen('127.0.0.1', 0)}"
     gc.collect()
     gc.set_debug(gc.DEBUG_SAVEALL)

@@ -17,7 +17,7 @@ from tests.support import waiting
 from tiers.memory.arena import Arena
 from tiers.memory.hbm_arena import HBM_ARENA_ID, DeviceArena, DeviceFailed
 from tiers.service.migrator import Migrator
-from tiers.service.service import NodeIdentity, NodeService
+from tiers.service.service import NodeService
 from tiers.store.slab_allocator import SlabAllocator
 from tiers.store.store import Store, StoreConfig
 
@@ -49,14 +49,7 @@ class Node:
             hbm=SlabAllocator(SLAB, SLAB, HBM_ARENA_ID),
         )
         self.migrator = Migrator(self.store, [self.arena], None, hbm=self.hbm)
-        self.service = NodeService(
-            NodeIdentity("n", 1, "here"),
-            self.store,
-            [self.arena],
-            self.migrator,
-            _no_descriptor,
-            hbm=self.hbm,
-        )
+        self.service = NodeService(self.store, [self.arena], self.migrator, hbm=self.hbm)
         self.store.namespaces.register(NAMESPACE)
 
     def put(self, count: int, tier: Tier = Tier.HBM) -> None:
@@ -86,10 +79,6 @@ class Node:
         self.migrator.close()
         self.hbm.close()
         self.arena.close()
-
-
-def _no_descriptor() -> m.NodeDescriptor:
-    raise NotImplementedError
 
 
 @pytest.fixture
@@ -122,10 +111,10 @@ async def test_wrong_bytes_in_hbm_are_dropped_and_never_copied_down(node: Node) 
 async def test_a_report_of_wrong_bytes_is_verified_in_hbm_too(node: Node) -> None:
     node.put(2)
     report = m.ReportCorrupt(ID, name(0))
-    await node.service.report_corrupt(report)
+    await node.service.inline.verify(report)
     assert node.store.lookup(ID, [name(0)]) == [Tier.HBM]  # a claim is no proof
     node.spoil_hbm(0)
-    await node.service.report_corrupt(report)
+    await node.service.inline.verify(report)
     assert node.store.lookup(ID, [name(0)]) == []
 
 
@@ -172,6 +161,6 @@ async def test_a_device_that_fails_costs_the_wait_and_nothing_else(
 
 async def test_inline_reads_come_from_hbm_and_find_wrong_bytes(node: Node) -> None:
     node.put(2)
-    reply = await node.service.get_inline(m.GetInline(ID, name(1)), "c")
+    reply = await node.service.inline.get(m.GetInline(ID, name(1)), "c")
     assert (reply.tier, reply.data) == (Tier.HBM, content(1).tobytes())
     assert node.store.migration_count == 0

@@ -8,9 +8,10 @@ from kvpool.errors import LeaseExpired, ReservationGone
 from kvpool.wire import messages as m
 from kvpool.wire.principal import Principal, Scope
 from tests.support.process_cluster import LAYOUT, NAMESPACE
+from tiers.service.inline_blocks import OURSELVES
 from tiers.service.migrator import Migrator
 from tiers.service.replication import WRITER
-from tiers.service.service import OURSELVES, NodeIdentity, NodeService
+from tiers.service.service import NodeService
 from tiers.store.slab_allocator import SlabAllocator
 from tiers.store.store import Store
 
@@ -20,15 +21,7 @@ HASH = bytes(range(16))
 @pytest.mark.parametrize("tenant", ["", "replication", "node"])
 def test_no_tenant_can_renew_end_or_commit_what_the_node_holds(tenant: str) -> None:
     store = Store(SlabAllocator(1 << 20, 1 << 20, 0))
-    nobody = m.NodeDescriptor("n", 1, "h", "h:1")
-    service = NodeService(
-        NodeIdentity("n", 1, "h"),
-        store,
-        [],
-        Migrator(store, [], None),
-        lambda: nobody,
-        clock=lambda: 1.0,
-    )
+    service = NodeService(store, [], Migrator(store, [], None), clock=lambda: 1.0)
     space = store.namespaces.register(NAMESPACE)
     stranger = Principal("x", tenant, frozenset(Scope))
     copy = store.reserve(space, [HASH], b"", 0, WRITER, 60.0, 1.0)

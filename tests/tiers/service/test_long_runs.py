@@ -18,7 +18,7 @@ from kvpool.wire.messages import BlockStatus
 from tests.support import pool_model
 from tests.support.pool_model import random_walk
 from tiers.service.migrator import Migrator
-from tiers.service.service import SLICE, NodeIdentity, NodeService
+from tiers.service.service import SLICE, NodeService
 from tiers.store.blocks import Reservation
 from tiers.store.slab_allocator import SlabAllocator
 from tiers.store.store import Store
@@ -178,12 +178,11 @@ async def test_a_node_answers_others_while_it_reserves_commits_and_drops_16_000_
     room = Room(20_000)
     small = chain(16)
     room.put(small)
-    nobody = m.NodeDescriptor("n", 1, "h", "h:1")
-    service = NodeService(
-        NodeIdentity("n", 1, "h"), room.store, [], Migrator(room.store, [], None), lambda: nobody
-    )
+    service = NodeService(room.store, [], Migrator(room.store, [], None))
     server = WireServer("node", "n", 1)
-    service.expose(server)
+    server.on_hello = service.client_connected
+    for message, handler in service.handlers().items():
+        server.handle(message, handler)
     address = f"127.0.0.1:{await server.listen('127.0.0.1', 0)}"
     big, other = WireClient(address, "big"), WireClient(address, "other")
     hashes = chain(16_000)

@@ -25,10 +25,9 @@ from tiers.disk.devices import THREADS, Device, Devices
 from tiers.disk.manifest import NvmeFailed
 from tiers.disk.slab_file import NvmeFiles
 from tiers.memory.arena import Arena
-from tiers.service import pending_pins
-from tiers.service import service as node_service
+from tiers.service import inline_blocks, pending_pins
 from tiers.service.migrator import Migrator
-from tiers.service.service import NodeIdentity, NodeService
+from tiers.service.service import NodeService
 from tiers.store.slab_allocator import Place, SlabAllocator
 from tiers.store.store import Store, StoreConfig
 
@@ -64,9 +63,7 @@ class Node:
         )
         self.devices = Devices([Device(0, self.files)])
         self.migrator = Migrator(self.store, [self.arena], self.devices)
-        self.service = NodeService(
-            NodeIdentity("n", 1, "here"), self.store, [self.arena], self.migrator, _no_descriptor
-        )
+        self.service = NodeService(self.store, [self.arena], self.migrator)
         self.chain = names(cold)
         self.store.namespaces.register(NAMESPACE)
         if cold:
@@ -82,7 +79,7 @@ class Node:
 
     async def put(self, name: bytes, parent: bytes = b"", seed: int = 0) -> None:
         data = content(seed).tobytes()
-        reply = await self.service.put_inline(m.PutInline(ID, name, parent, 0, data), "w")
+        reply = self.service.put_inline(m.PutInline(ID, name, parent, 0, data), "w")
         assert reply.status == m.BlockStatus.GRANTED
 
     def tiers(self, hashes: list[bytes]) -> list[Tier]:
@@ -98,10 +95,6 @@ class Node:
         self.migrator.close()
         self.files.close()
         self.arena.close()
-
-
-def _no_descriptor() -> m.NodeDescriptor:
-    raise NotImplementedError
 
 
 @contextmanager
@@ -329,7 +322,6 @@ async def test_a_namespace_is_recorded_beside_the_event_loop_and_before_its_bloc
     with running(tmp_path) as n:
         gate = Gate(n.files.record_namespace)
         monkeypatch.setattr(n.files, "record_namespace", gate)
-        n.service.on_namespace.append(n.migrator.record_namespace)
         task = asyncio.create_task(n.migrator.run())
         try:
             n.service.register_namespace(m.RegisterNamespace(NAMESPACE))  # returns before the gate
@@ -365,7 +357,6 @@ async def test_a_namespace_that_cannot_be_recorded_is_counted_and_fails_nobody(
 
     with running(tmp_path) as n:
         monkeypatch.setattr(n.files, "record_namespace", refuse)
-        n.service.on_namespace.append(n.migrator.record_namespace)
         n.service.register_namespace(m.RegisterNamespace(NAMESPACE))
         await until(lambda: n.migrator.counters["namespaces_not_recorded"] == 1, "it is counted")
         assert n.migrator.is_disk_failed == isinstance(error, NvmeFailed)
@@ -390,9 +381,9 @@ async def test_a_report_whose_sender_leaves_keeps_no_lease(
     with running(tmp_path) as n:
         await n.put(b"w" * 16)
         gate = Gate(checksum)
-        monkeypatch.setattr(node_service, "checksum", gate)
+        monkeypatch.setattr(inline_blocks, "checksum", gate)
         try:
-            task = asyncio.create_task(n.service.report_corrupt(m.ReportCorrupt(ID, b"w" * 16)))
+            task = asyncio.create_task(n.service.inline.verify(m.ReportCorrupt(ID, b"w" * 16)))
             await until(lambda: gate.threads, "the bytes are being verified")
             assert len(n.store.leases) == 1
             task.cancel()
@@ -411,7 +402,7 @@ async def test_a_report_about_a_block_on_nvme_alone_moves_and_evicts_nothing(
         full = names(16, b"w")
         for i, name in enumerate(full):
             await n.put(name, seed=i)
-        await n.service.report_corrupt(m.ReportCorrupt(ID, n.chain[0]))
+        await n.service.inline.verify(m.ReportCorrupt(ID, n.chain[0]))
         assert n.tiers(n.chain) == [Tier.NVME]
         assert [n.tiers([name]) for name in full] == [[Tier.DRAM]] * 16
         assert (n.store.migration_count, len(n.store.leases)) == (0, 0)
@@ -421,11 +412,11 @@ async def test_a_report_about_a_block_on_nvme_alone_moves_and_evicts_nothing(
 async def test_a_true_report_drops_the_block_and_a_false_one_does_not(tmp_path: Path) -> None:
     with running(tmp_path) as n:
         await n.put(b"w" * 16)
-        await n.service.report_corrupt(m.ReportCorrupt(ID, b"w" * 16))
+        await n.service.inline.verify(m.ReportCorrupt(ID, b"w" * 16))
         assert n.tiers([b"w" * 16]) == [Tier.DRAM]
         [offset] = np.frombuffer(n.pin([b"w" * 16]).places, "<i8")[1:]
         n.arena.view(int(offset), 1)[0] ^= 1
-        await n.service.report_corrupt(m.ReportCorrupt(ID, b"w" * 16))
+        await n.service.inline.verify(m.ReportCorrupt(ID, b"w" * 16))
         assert n.tiers([b"w" * 16]) == []
 
 
@@ -437,10 +428,10 @@ async def test_an_inline_put_of_a_part_that_does_not_exist_is_refused(
         two = n.service.register_namespace(m.RegisterNamespace(HALVES)).namespace_id
         data = bytes(HALVES.layout.part_bytes)
         with pytest.raises(InvalidArgument, match=f"part {part} of 2"):
-            await n.service.put_inline(m.PutInline(two, b"w" * 16, b"", part, data), "w")
+            n.service.put_inline(m.PutInline(two, b"w" * 16, b"", part, data), "w")
         with pytest.raises(InvalidArgument, match=f"parts .{part}. of 2"):
-            await n.service.get_inline(m.GetInline(two, b"w" * 16, part), "r")
+            await n.service.inline.get(m.GetInline(two, b"w" * 16, part), "r")
         assert n.store.inspection.tiers()[0].reserved_bytes == 0
         for good in (0, 1):
-            await n.service.put_inline(m.PutInline(two, b"w" * 16, b"", good, data), "w")
-        assert (await n.service.get_inline(m.GetInline(two, b"w" * 16, 1), "r")).data == data
+            n.service.put_inline(m.PutInline(two, b"w" * 16, b"", good, data), "w")
+        assert (await n.service.inline.get(m.GetInline(two, b"w" * 16, 1), "r")).data == data

@@ -14,7 +14,10 @@ from kvpool.errors import InvalidArgument
 from kvpool.wire import messages as m
 from tests.tiers.disk.test_io_stats import drive
 from tests.tiers.service.test_migrator import ID, PAGE, Gate, Node, running, until
+from tiers.memory.arena_set import ArenaSet
 from tiers.service import pending_pins
+from tiers.service.identity import NodeIdentity
+from tiers.service.stats import NodeStats
 
 
 def pin(n: Node, hashes: list[bytes], max_wait_s: float = 0.0, timeout_s: float = 0.0) -> Any:
@@ -168,10 +171,11 @@ async def test_promotions_of_others_lie_ahead(
 async def test_lookup_and_stats_say_what_is_known(tmp_path: Path) -> None:
     with running(tmp_path, 8) as n:
         look = m.NodeLookup(ID, pack_hashes(n.chain))
+        stats = NodeStats(NodeIdentity("n", 1, "h"), n.store, ArenaSet([n.arena]), n.migrator)
         assert n.service.lookup(look).wait_s == -1.0
         teach(n, 2.0)
         assert n.service.lookup(look).wait_s == pytest.approx(4.0, rel=0.1)
-        [nvme] = [t for t in n.service.stats().tiers if t.tier == Tier.NVME]
+        [nvme] = [t for t in stats.read().tiers if t.tier == Tier.NVME]
         assert nvme.read_bytes_per_s == pytest.approx(2.0 * PAGE, rel=0.1)
         assert nvme.write_bytes_per_s == 0.0
         await pin(n, n.chain)
