@@ -203,10 +203,10 @@ def measure(store: Any, order: dict[str, Any]) -> list[Row]:
 def main(order: dict[str, Any]) -> None:
     """Measure one peer, or lend Mooncake's segment until stdin closes."""
     if order["role"] == "segment":
-        lent = Mooncake(order["master"], SEGMENT_BYTES)
+        segment = Mooncake(order["master"], SEGMENT_BYTES)
         print("ready", flush=True)
         sys.stdin.read()
-        del lent
+        del segment
         return
     store: Any = (
         Redis(order["socket"]) if order["role"] == "redis" else Mooncake(order["master"], 0)
