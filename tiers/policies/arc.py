@@ -1,4 +1,4 @@
-"""ARC: what was used once and what was used again, in a proportion that their ghosts decide.
+"""ARC: blocks used once and blocks used again, in a proportion that follows their ghosts.
 
 Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache" (FAST'03).
 """
@@ -14,18 +14,18 @@ from tiers.policies.lazy_heap import LazyHeap
 
 
 class Arc(EvictionPolicy[K]):
-    """Two orders of recency, T1 (seen once) and T2 (seen again); `_target` is the size that T1 should have.
+    """Two orders of recency, T1 (used once) and T2 (used again); `_target` is the intended size of T1.
 
-    A block that comes back though it was evicted from T1 says that T1 was too small, one from T2 that T2 was.
-    The paper's sizes are in blocks of a cache of fixed size; here a size is what stands in it, since a slot
-    size has no capacity of its own in a node. There is no telling which block a victim makes room for, so the
-    tie that the paper breaks in favour of a returning ghost of T2 goes the other way.
+    A block that returns after its eviction from T1 shows that T1 was too small; from T2, that T2 was. The paper
+    has a cache of fixed size. Here the size is the number of resident blocks, since a slot size has no capacity
+    of its own in a node. A policy does not know for which block it makes room. So where sizes are equal, it
+    does not favour a returning ghost of T2 as the paper does.
     """
 
     wants_uses: ClassVar[bool] = True
 
     def __init__(self, may_go: Callable[[K], bool] = always) -> None:
-        self._is_again: dict[K, bool] = {}  # whether it stands in T2
+        self._is_again: dict[K, bool] = {}  # True: in T2
         self._once: LazyHeap[K] = LazyHeap(lambda key: key.last_use, may_go)
         self._again: LazyHeap[K] = LazyHeap(lambda key: key.last_use, may_go)
         self._once_count = 0
@@ -35,14 +35,14 @@ class Arc(EvictionPolicy[K]):
         self._again_ghosts: OrderedDict[Hashable, None] = OrderedDict()
 
     def offer(self, key: K) -> None:
-        """See `EvictionPolicy`; a newcomer that left not long ago goes to T2."""
+        """Add the block, or offer it again; a new one that was evicted recently enters T2."""
         if key not in self._is_again:
             self._is_again[key] = is_again = self._is_back(key.ident)
             self._once_count += not is_again
         (self._again if self._is_again[key] else self._once).offer(key)
 
     def used(self, key: K) -> None:
-        """Seen again: from now on in T2."""
+        """Move the block to T2."""
         if self._is_again.get(key) is False:
             self._is_again[key] = True
             self._once_count -= 1
@@ -51,7 +51,7 @@ class Arc(EvictionPolicy[K]):
                 self._again.offer(key)
 
     def discard(self, key: K) -> None:
-        """See `EvictionPolicy`."""
+        """Remove the block from T1 or T2."""
         is_again = self._is_again.pop(key, None)
         if is_again is None:
             return
@@ -60,7 +60,7 @@ class Arc(EvictionPolicy[K]):
         self._again.discard(key)
 
     def evicted(self, key: K) -> None:
-        """Leave a ghost; as many are kept as blocks stand here, so that twice the cache is remembered."""
+        """Remove the block and keep its ghost. There are at most as many ghosts as resident blocks."""
         is_again = self._is_again.get(key)
         if is_again is None:
             return
@@ -73,7 +73,7 @@ class Arc(EvictionPolicy[K]):
             (self._again_ghosts or self._once_ghosts).popitem(last=False)
 
     def victim(self) -> K | None:
-        """The least recent of T1 while it is larger than its target, else of T2."""
+        """The least recent block of T1 if T1 is larger than its target, else of T2."""
         first, second = self._again, self._once
         if self._once_count and self._once_count > self._target:
             first, second = second, first
@@ -86,7 +86,7 @@ class Arc(EvictionPolicy[K]):
     # ------------------------------------------------------------ within
 
     def _is_back(self, ident: Hashable) -> bool:
-        """Whether it is a ghost's; the target moves by what that says."""
+        """True for a ghost; adapts the target."""
         once, again = len(self._once_ghosts), len(self._again_ghosts)
         if ident in self._once_ghosts:
             self._target += max(1.0, again / once)

@@ -1,8 +1,8 @@
-"""What an eviction policy is: an order over the blocks of one cache, asked who goes next.
+"""The contract of eviction policies: an order over the blocks of one cache.
 
-A policy decides the order alone. Whether a block may go at all (nobody reads it, no descendant needs it) is
-its owner's to say, through `may_go`; so the same policies serve every tier of a node and, driven by
-`BlockCache`, a replayed trace. No I/O, no clock, no randomness.
+A policy decides the order only. Its owner decides through `may_go` whether a block may leave at all (nobody
+reads it, no descendant needs it). So the same policies serve every tier of a node and, through `BlockCache`, a
+replayed trace.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 
 
 class Candidate(Protocol):
-    """What a policy may know of a block that stands in the cache; hashed by identity."""
+    """What a policy knows of a block in the cache; hashed by identity."""
 
     @property
     def ident(self) -> Hashable:
-        """Names the block also after it left and came back."""
+        """Identifies the block, also after it left and came back."""
 
     @property
     def last_use(self) -> int:
-        """Tick of the last use, kept up by the owner: unique, larger is more recent."""
+        """Tick of the last use, updated by the owner: unique, larger is more recent."""
 
     @property
     def size_bytes(self) -> int:
@@ -29,57 +29,57 @@ class Candidate(Protocol):
 
     @property
     def cost(self) -> float:
-        """What it would take to have the block again, in any unit of time."""
+        """Time to compute the block again, in any unit."""
 
 
 K = TypeVar("K", bound=Candidate)
 
 
 def always(_: Candidate) -> bool:
-    """Everything may go."""
+    """Every block may leave."""
     return True
 
 
 class EvictionPolicy(ABC, Generic[K]):
     """The order in which blocks leave one cache; every call is O(log n) amortised.
 
-    A block that may not go when its turn comes is set aside and costs nothing until it is offered again;
-    it keeps its rank meanwhile. So the owner offers a block whenever it may have become free to go.
+    A block that may not leave when its turn comes is set aside until it is offered again, and keeps its rank.
+    So the owner offers a block whenever it may have become free to leave.
 
     Args:
-        may_go: asked when a block's turn has come.
+        may_go: called when a block's turn has come; False sets the block aside.
     """
 
     is_by_recency: ClassVar[bool] = False
-    """The order is that of `last_use` and nothing else."""
+    """The order is that of `last_use`."""
     wants_uses: ClassVar[bool] = False
-    """The owner must call `used`; where false it may save itself the call."""
+    """The owner must call `used`."""
     is_leaves_only: ClassVar[bool] = False
-    """A cache of its own (`BlockCache`) keeps parents until their children are gone. A node always does,
-    whatever the policy (invariant 6)."""
+    """A `BlockCache` keeps parents until their children are gone. A node does so with every policy
+    (invariant 6)."""
 
     @abstractmethod
     def __init__(self, may_go: Callable[[K], bool] = always) -> None: ...
 
     @abstractmethod
     def offer(self, key: K) -> None:
-        """The block may go; the first offer is its arrival. Offering twice changes nothing."""
+        """The block may leave; the first offer is its arrival. A second offer changes nothing."""
 
     def used(self, key: K) -> None:
-        """The block was read; unknown ones are ignored."""
+        """The block was read. Unknown blocks are ignored."""
 
     @abstractmethod
     def discard(self, key: K) -> None:
-        """The block left, for a reason that says nothing of its worth; unknown ones are ignored."""
+        """The block left for another reason than eviction. Unknown blocks are ignored."""
 
     def evicted(self, key: K) -> None:
-        """The block left to make room."""
+        """The block was evicted."""
         self.discard(key)
 
     @abstractmethod
     def victim(self) -> K | None:
-        """The block to go next, None when none may. It stays until the owner says that it left."""
+        """The next block to evict; None if none may leave. It stays until `evicted` or `discard`."""
 
     @abstractmethod
     def __contains__(self, key: K) -> bool:
-        """The block's turn will come without another offer."""
+        """The block's turn comes without another offer."""

@@ -1,16 +1,14 @@
-"""How much prefill time a block saves, as far as its place in the chain tells."""
+"""How much prefill time a block saves, estimated from its place in the chain."""
 
 from __future__ import annotations
 
-CONTEXT_TOKENS = (
-    8192  # where attention to the context costs as much as the rest; 7B models, roughly
-)
+CONTEXT_TOKENS = 8192  # attention to so much context costs as much as the rest: 7B models, roughly
 
 
 def prefill_cost(depth: int, block_tokens: int, context_tokens: int = CONTEXT_TOKENS) -> float:
     """Cost of computing block number `depth` of a chain, in units of one token without context.
 
-    Linear in its tokens, and in their attention to all before them. Only ratios matter to a policy.
+    Linear in its tokens and in their attention to all tokens before them. Policies use ratios only.
 
     Args:
         depth: blocks before this one.

@@ -9,7 +9,7 @@ from tiers.policies.lazy_heap import LazyHeap
 
 
 class Fifo(EvictionPolicy[K]):
-    """In the order of arrival, whatever was used since: the yardstick for all others."""
+    """In the order of arrival, whatever was used since: the baseline for all others."""
 
     def __init__(self, may_go: Callable[[K], bool] = always) -> None:
         self._arrivals: dict[K, int] = {}
@@ -17,19 +17,19 @@ class Fifo(EvictionPolicy[K]):
         self._heap: LazyHeap[K] = LazyHeap(self._arrivals.__getitem__, may_go)
 
     def offer(self, key: K) -> None:
-        """See `EvictionPolicy`."""
+        """Add the block at the end of the queue, or offer it again."""
         if key not in self._arrivals:
             self._arrived += 1
             self._arrivals[key] = self._arrived
         self._heap.offer(key)
 
     def discard(self, key: K) -> None:
-        """See `EvictionPolicy`."""
+        """Forget the block and its arrival."""
         self._heap.discard(key)
         self._arrivals.pop(key, None)
 
     def victim(self) -> K | None:
-        """The one that has been here longest."""
+        """The block that arrived first."""
         return self._heap.lowest()
 
     def __contains__(self, key: K) -> bool:

@@ -1,4 +1,4 @@
-"""A heap whose entries are checked when they reach the top, so that uses and holds cost nothing."""
+"""A heap that checks its entries when they reach the top, so that uses and pins need no update."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ T = TypeVar("T")
 
 
 class LazyHeap(Generic[T]):
-    """Items by `priority`, lowest first, each in it at most once. O(log n) amortised.
+    """Items by `priority`, lowest first, each at most once. O(log n) amortised.
 
     Args:
-        priority: current value of an item; it may grow while the item is here, never shrink.
-        may_go: asked when an item reaches the top; one that fails leaves until it is offered again.
+        priority: current value of an item; it may grow while the item is in the heap, never fall.
+        may_go: called when an item reaches the top; False removes the item until it is offered again.
     """
 
     def __init__(self, priority: Callable[[T], Any], may_go: Callable[[T], bool]) -> None:
@@ -34,13 +34,13 @@ class LazyHeap(Generic[T]):
         return item in self._members
 
     def offer(self, item: T) -> None:
-        """Take the item in, unless it is here."""
+        """Add the item unless it is here."""
         if item not in self._members:
             self._members.add(item)
             self._push(item)
 
     def discard(self, item: T) -> None:
-        """Forget the item; its entry goes when it reaches the top, or with the next compaction."""
+        """Remove the item. Its entry is removed when it reaches the top or at the next compaction."""
         if item in self._members:
             self._members.remove(item)
             if len(self._heap) > 64 and len(self._heap) > 2 * len(self._members):
@@ -48,7 +48,7 @@ class LazyHeap(Generic[T]):
                 heapify(self._heap)
 
     def lowest(self, excluded: Callable[[T], bool] | None = None) -> T | None:
-        """The first item that may go and is not excluded from this one question; it stays here."""
+        """The first item that may leave and that this call does not exclude; it stays in the heap."""
         aside: list[T] = []
         lowest: T | None = None
         while self._heap:

@@ -10,7 +10,7 @@ from tiers.policies.lazy_heap import LazyHeap
 
 
 class Lfu(EvictionPolicy[K]):
-    """By uses since arrival, the less recent first among equals. What was hot once stays long."""
+    """By uses since arrival, then by recency. Formerly hot blocks stay long."""
 
     wants_uses: ClassVar[bool] = True
 
@@ -19,22 +19,22 @@ class Lfu(EvictionPolicy[K]):
         self._heap: LazyHeap[K] = LazyHeap(lambda key: (self._uses[key], key.last_use), may_go)
 
     def offer(self, key: K) -> None:
-        """See `EvictionPolicy`."""
+        """Add the block without uses, or offer it again."""
         self._uses.setdefault(key, 0)
         self._heap.offer(key)
 
     def used(self, key: K) -> None:
-        """One use more."""
+        """Count a use."""
         if key in self._uses:
             self._uses[key] += 1
 
     def discard(self, key: K) -> None:
-        """See `EvictionPolicy`."""
+        """Forget the block and its uses."""
         self._heap.discard(key)
         self._uses.pop(key, None)
 
     def victim(self) -> K | None:
-        """The one with the fewest uses."""
+        """The block with the fewest uses."""
         return self._heap.lowest()
 
     def __contains__(self, key: K) -> bool:

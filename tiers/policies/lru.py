@@ -10,7 +10,7 @@ from tiers.policies.lazy_heap import LazyHeap
 
 
 class Lru(EvictionPolicy[K]):
-    """Recency alone. A long scan flushes it, and by itself it does not know that blocks form chains."""
+    """By recency alone. A long scan flushes it, and it ignores that blocks form chains."""
 
     is_by_recency: ClassVar[bool] = True
 
@@ -18,15 +18,15 @@ class Lru(EvictionPolicy[K]):
         self._heap: LazyHeap[K] = LazyHeap(lambda key: key.last_use, may_go)
 
     def offer(self, key: K) -> None:
-        """See `EvictionPolicy`."""
+        """Add the block, or offer it again."""
         self._heap.offer(key)
 
     def discard(self, key: K) -> None:
-        """See `EvictionPolicy`."""
+        """Forget the block."""
         self._heap.discard(key)
 
     def victim(self) -> K | None:
-        """The one whose last use is the longest ago."""
+        """The block whose last use is the oldest."""
         return self._heap.lowest()
 
     def __contains__(self, key: K) -> bool:

@@ -1,4 +1,4 @@
-"""Least recently used first, leaves of chains before what they build on: the default."""
+"""Least recently used first, children before their parents: the default."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from tiers.policies.lru import Lru
 
 
 class PrefixLru(Lru[K]):
-    """LRU that never lets a parent go before its child: a suffix without its prefix is dead weight.
+    """LRU that evicts no parent before its child, since a suffix without its prefix is useless.
 
-    Inside a node it is the same as `Lru`, because there every policy respects chains (invariant 6).
+    In a node it equals `Lru`, because there every policy respects chains (invariant 6).
     """
 
     is_leaves_only: ClassVar[bool] = True

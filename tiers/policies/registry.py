@@ -1,4 +1,4 @@
-"""The policies by name, and a fresh one of each."""
+"""The eviction policies by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def policy_class(name: str) -> type[EvictionPolicy[Any]]:
     """The policy of that name.
 
     Raises:
-        ConfigError: there is none; the text names the nearest.
+        ConfigError: there is none; the hint names the most similar.
     """
     found = POLICIES.get(name)
     if found is None:
@@ -43,7 +43,7 @@ def policy_class(name: str) -> type[EvictionPolicy[Any]]:
 
 
 def create(name: str, may_go: Callable[[K], bool] = always) -> EvictionPolicy[K]:
-    """A fresh policy, which knows no block yet.
+    """A new policy without blocks.
 
     Raises:
         ConfigError: no policy has that name.

@@ -1,7 +1,7 @@
-"""S3-FIFO: a small queue for newcomers, a main one for what was used, and a memory of what left.
+"""S3-FIFO: a small queue for new blocks, a main one for used blocks, and ghosts of evicted ones.
 
-Yang et al., "FIFO Queues Are All You Need for Cache Eviction" (SOSP'23). Most blocks of a scan are never seen
-again and leave through the small queue, without costing the main one anything.
+Yang et al., "FIFO Queues Are All You Need for Cache Eviction" (SOSP'23). Most blocks of a scan are never used
+again. They leave through the small queue and do not touch the main one.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import ClassVar
 from tiers.policies.base import EvictionPolicy, K, always
 from tiers.policies.lazy_heap import LazyHeap
 
-SMALL_SHARE = 0.1  # of the bytes that stand here; the paper's choice
+SMALL_SHARE = 0.1  # of the resident bytes, as in the paper
 MOST_USES = 3
 WORTHY_USES = 2  # in the small queue, to enter the main one
 
 
 class _Place:
-    """Where a block stands in the queues."""
+    """The place of a block in the queues."""
 
     __slots__ = ("is_main", "size_bytes", "turn", "uses")
 
@@ -26,14 +26,14 @@ class _Place:
         self.is_main = is_main
         self.turn = turn
         self.size_bytes = size_bytes
-        self.uses = 0  # since it stands at this place, MOST_USES at most
+        self.uses = 0  # at this place, MOST_USES at most
 
 
 class S3Fifo(EvictionPolicy[K]):
-    """Quick demotion of newcomers, second chances for what was used.
+    """New blocks leave quickly; used blocks get a second chance.
 
-    The queues are heaps by turn, so that a block that was held back keeps its turn. The small queue's bound
-    is a share of what stands here, because a slot size has no capacity of its own in a node.
+    The queues are heaps by turn, so that a block that was set aside keeps its turn. The small queue is bounded
+    by a share of the resident bytes, because a slot size has no capacity of its own in a node.
     """
 
     wants_uses: ClassVar[bool] = True
@@ -45,10 +45,10 @@ class S3Fifo(EvictionPolicy[K]):
         self._main: LazyHeap[K] = LazyHeap(lambda key: self._places[key].turn, may_go)
         self._small_bytes = 0
         self._total_bytes = 0
-        self._ghosts: dict[Hashable, None] = {}  # as many as blocks stand here, oldest first
+        self._ghosts: dict[Hashable, None] = {}  # as many as resident blocks, oldest first
 
     def offer(self, key: K) -> None:
-        """See `EvictionPolicy`; a newcomer that left not long ago goes to the main queue."""
+        """Add the block, or offer it again; a new one that was evicted recently enters the main queue."""
         place = self._places.get(key)
         if place is None:
             is_main = key.ident in self._ghosts
@@ -61,13 +61,13 @@ class S3Fifo(EvictionPolicy[K]):
         self._queue(place).offer(key)
 
     def used(self, key: K) -> None:
-        """One use more, up to a few."""
+        """Count a use, up to `MOST_USES`."""
         place = self._places.get(key)
         if place is not None and place.uses < MOST_USES:
             place.uses += 1
 
     def discard(self, key: K) -> None:
-        """See `EvictionPolicy`."""
+        """Remove the block from its queue."""
         place = self._places.get(key)
         if place is None:
             return
@@ -77,7 +77,7 @@ class S3Fifo(EvictionPolicy[K]):
         self._small_bytes -= 0 if place.is_main else place.size_bytes
 
     def evicted(self, key: K) -> None:
-        """One that left through the small queue is remembered."""
+        """Remove the block; one that left through the small queue becomes a ghost."""
         place = self._places.get(key)
         self.discard(key)
         if place is not None and not place.is_main:
@@ -86,7 +86,7 @@ class S3Fifo(EvictionPolicy[K]):
                 del self._ghosts[next(iter(self._ghosts))]
 
     def victim(self) -> K | None:
-        """The first newcomer without uses while newcomers are many, else the first of the main queue."""
+        """The first unused new block if the small queue is full, else the first unused of the main queue."""
         if self._is_small_full():
             newcomer = self._newcomer()
             return newcomer if newcomer is not None else self._unused_of_main()
@@ -102,7 +102,7 @@ class S3Fifo(EvictionPolicy[K]):
         return self._small_bytes >= SMALL_SHARE * self._total_bytes
 
     def _newcomer(self) -> K | None:
-        """The first of the small queue that was hardly used; those before it move to the main one."""
+        """The first block of the small queue with few uses; those before it move to the main queue."""
         while (key := self._small.lowest()) is not None:
             place = self._places[key]
             if place.uses < WORTHY_USES:
