@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from conductor.kv_events.events import Cleared, KvEvent, PageHash, Removed, Stored
+from conductor.kv_events.events import KvEvent, PageHash, PagesCleared, PagesRemoved, PagesStored
 from kvpool.blocks.hashing import hash_chain
 from kvpool.blocks.layout import Namespace
 
@@ -62,9 +62,9 @@ class EngineBlocks:
 
     def apply(self, event: KvEvent) -> None:
         """Apply one event."""
-        if isinstance(event, Cleared):
+        if isinstance(event, PagesCleared):
             self.clear()
-        elif isinstance(event, Removed):
+        elif isinstance(event, PagesRemoved):
             for page_hash in event.pages:
                 self._remove(page_hash)
         else:
@@ -75,7 +75,7 @@ class EngineBlocks:
         self._pages.clear()
         self._present.clear()
 
-    def _store(self, event: Stored) -> None:
+    def _store(self, event: PagesStored) -> None:
         before = event.parent
         tokens = np.array(event.token_ids, dtype=np.uint32)
         for index, page_hash in enumerate(event.pages):

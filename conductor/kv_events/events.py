@@ -38,7 +38,7 @@ PageHash = int | bytes
 
 
 @dataclass(slots=True, frozen=True)
-class Stored:
+class PagesStored:
     """Consecutive pages.
 
     `parent` is the page before the first one; None at the start of a prompt.
@@ -51,22 +51,22 @@ class Stored:
 
 
 @dataclass(slots=True, frozen=True)
-class Removed:
+class PagesRemoved:
     """Pages that left the engine's device memory."""
 
     pages: tuple[PageHash, ...]
 
 
 @dataclass(slots=True, frozen=True)
-class Cleared:
+class PagesCleared:
     """The engine's device memory holds no pages any more."""
 
 
-KvEvent = Stored | Removed | Cleared
+KvEvent = PagesStored | PagesRemoved | PagesCleared
 
 
 @dataclass(slots=True, frozen=True)
-class Batch:
+class EventBatch:
     """The content of one message. `ts` is by the publisher's clock."""
 
     ts: float
@@ -74,7 +74,7 @@ class Batch:
     ignored: int  # events of other memory, an adapter or a window, or of an unknown kind
 
 
-def parse_batch(payload: bytes) -> Batch:
+def parse_batch(payload: bytes) -> EventBatch:
     """Parse one message.
 
     Raises:
@@ -95,7 +95,7 @@ def parse_batch(payload: bytes) -> Batch:
                 ignored += 1
             else:
                 events.append(event)
-        return Batch(float(ts), tuple(events), ignored)
+        return EventBatch(float(ts), tuple(events), ignored)
     except ProtocolError:
         raise
     except (msgspec.DecodeError, KeyError, IndexError, TypeError, ValueError) as error:
@@ -110,12 +110,12 @@ def _event(item: Any) -> KvEvent | None:
         names = _STORED_FIELDS if kind == "BlockStored" else _REMOVED_FIELDS
         fields = dict(zip(names, item[1:], strict=False))
     if kind == "AllBlocksCleared":
-        return Cleared()
+        return PagesCleared()
     if kind not in ("BlockStored", "BlockRemoved") or not _is_here(fields):
         return None
     pages = tuple(_hash(page) for page in fields["block_hashes"])
     if kind == "BlockRemoved":
-        return Removed(pages)
+        return PagesRemoved(pages)
     if not _is_plain(fields):
         return None
     token_ids = tuple(fields["token_ids"])
@@ -127,7 +127,7 @@ def _event(item: Any) -> KvEvent | None:
     if not all(isinstance(token, int) and 0 <= token < 1 << 32 for token in token_ids):
         raise ProtocolError("token ids must be 32-bit numbers")
     parent = fields["parent_block_hash"]
-    return Stored(pages, None if parent is None else _hash(parent), token_ids, page_tokens)
+    return PagesStored(pages, None if parent is None else _hash(parent), token_ids, page_tokens)
 
 
 def _is_here(fields: Mapping[str, Any]) -> bool:

@@ -17,7 +17,7 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from conductor.kv_events.engine_blocks import EngineBlocks
-from conductor.kv_events.events import MAX_BATCH_BYTES, Batch, parse_batch
+from conductor.kv_events.events import MAX_BATCH_BYTES, EventBatch, parse_batch
 from kvpool.errors import ProtocolError
 
 log = structlog.get_logger(__name__)
@@ -156,14 +156,14 @@ class KvEventSubscriber:
             dealer.close(linger=0)
         return messages
 
-    def _apply(self, sequence: int, batch: Batch) -> None:
+    def _apply(self, sequence: int, batch: EventBatch) -> None:
         self._last, self._last_ts = sequence, batch.ts
         self._counters["kv_events:applied"] += len(batch.events)
         self._counters["kv_events:ignored"] += batch.ignored
         for event in batch.events:
             self.blocks.apply(event)
 
-    def _parsed(self, payload: bytes) -> Batch | None:
+    def _parsed(self, payload: bytes) -> EventBatch | None:
         try:
             return parse_batch(payload)
         except ProtocolError as error:

@@ -30,7 +30,7 @@ TTL_S = 86_400
 
 
 @dataclass(slots=True)
-class _Session:
+class _NodeSession:
     """One join of a node, as this conductor knows it."""
 
     epoch: int
@@ -65,7 +65,7 @@ class RedisIndex:
         self._pool = pool.encode()
         self._ttl_s = ttl_s
         self._misses = NegativeCache(max_misses)
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, _NodeSession] = {}
         self._counts: dict[bytes, int] = {}
         self._retired: set[bytes] = set()  # namespaces with blocks to reclaim
         self._holders: dict[tuple[bytes, ...], Holders] = {}
@@ -234,7 +234,7 @@ class RedisIndex:
             self._holders[values] = copies
         return copies
 
-    async def _session(self, node_id: str, epoch: int) -> _Session:
+    async def _session(self, node_id: str, epoch: int) -> _NodeSession:
         """The node's session at this epoch. One that began at another conductor is taken over."""
         session = self._sessions.get(node_id)
         if session is not None and session.epoch == epoch:
@@ -243,14 +243,14 @@ class RedisIndex:
 
     async def _open(
         self, node_id: str, epoch: int, *, is_new: bool, is_reporting: bool
-    ) -> _Session:
+    ) -> _NodeSession:
         keys = self._member_keys(node_id)
         number, fence, spaces = await self._redis.run(
             lua.JOIN, keys, (epoch, int(is_new), self._ttl_s)
         )
         if not number:
             raise StaleEpoch(f"node {node_id} is at epoch {int(fence)}, message is of {epoch}")
-        session = _Session(epoch, number, set(spaces), is_reporting)
+        session = _NodeSession(epoch, number, set(spaces), is_reporting)
         args = (node_id, epoch, number, int(is_reporting), self._ttl_s)
         known = sorted(session.spaces)
         if not all(await self._everywhere(lua.BEGIN, known, args)):
@@ -259,7 +259,7 @@ class RedisIndex:
         self._sessions[node_id] = session
         return session
 
-    async def _enter(self, node_id: str, session: _Session, namespace_id: bytes) -> None:
+    async def _enter(self, node_id: str, session: _NodeSession, namespace_id: bytes) -> None:
         """Record in Redis that the node has blocks in this namespace, before it stores any."""
         if namespace_id in session.spaces:
             return
@@ -270,7 +270,7 @@ class RedisIndex:
         session.spaces.add(namespace_id)
 
     async def _apply(
-        self, node_id: str, session: _Session, namespace_id: bytes, batch: Sequence[BlockEvent]
+        self, node_id: str, session: _NodeSession, namespace_id: bytes, batch: Sequence[BlockEvent]
     ) -> None:
         args: list[Any] = [node_id, session.epoch, session.number, int(session.is_reporting)]
         args += [self._ttl_s, self.max_blocks]
@@ -287,7 +287,7 @@ class RedisIndex:
         self._counted(namespace_id, entries)
         self.dropped += dropped
 
-    def _superseded(self, node_id: str, session: _Session) -> StaleEpoch:
+    def _superseded(self, node_id: str, session: _NodeSession) -> StaleEpoch:
         if self._sessions.get(node_id) is session:
             del self._sessions[node_id]
         return StaleEpoch(

@@ -30,7 +30,7 @@ R = TypeVar("R")
 Kind = Literal["node", "worker"]
 
 
-class Record(msgspec.Struct, array_like=True, frozen=True):
+class MemberRecord(msgspec.Struct, array_like=True, frozen=True):
     """One member, as its conductor reports it."""
 
     epoch: int
@@ -66,7 +66,7 @@ class ExchangeResult:
 
 
 _encode = msgspec.msgpack.encode
-_record = msgspec.msgpack.Decoder(Record)
+_record = msgspec.msgpack.Decoder(MemberRecord)
 _conductor = msgspec.msgpack.Decoder(ConductorRecord)
 _namespace = msgspec.msgpack.Decoder(Namespace)
 _layout = msgspec.msgpack.Decoder(Layout)
@@ -130,7 +130,7 @@ class _Group(Generic[D, R]):
                 out.gone.append((self.kind, member_id))
         self.present = present
 
-    def _mirror(self, member_id: str, record: Record, now: float) -> None:
+    def _mirror(self, member_id: str, record: MemberRecord, now: float) -> None:
         member = self.membership.get(member_id)
         if member is not None and (member.via, member.session, member.beat, member.epoch) == (
             record.via,
@@ -158,7 +158,7 @@ class _Group(Generic[D, R]):
                 member.descriptor,
                 _encode(member.descriptor),
             )
-        record = Record(
+        record = MemberRecord(
             member.epoch,
             member.session,
             int(member.last_seen * 1e6),

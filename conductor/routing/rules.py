@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from kvpool.config.strict_yaml import parse_yaml
 from kvpool.errors import ConfigError, did_you_mean
 
-Mode = Literal["", "local", "disaggregated"]
+RoutingMode = Literal["", "local", "disaggregated"]
 Tokens = Annotated[int, Field(ge=0, le=16_777_216)]
 Share = Annotated[float, Field(ge=0, le=1)]
 MAX_RULES = 256
@@ -29,7 +29,7 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class RemotePrefill(_Part):
+class RemotePrefillRules(_Part):
     """Conditions for a prefill on another worker. All must hold."""
 
     min_input_tokens: Tokens = Field(0, description="tokens left to compute after reuse")
@@ -44,7 +44,7 @@ class RemotePrefill(_Part):
     )
 
 
-class LocalPrefill(_Part):
+class LocalPrefillRules(_Part):
     """Conditions under which the decode worker always prefills. One is enough."""
 
     max_input_tokens: Tokens = Field(0, description="prompts up to this length, reuse included")
@@ -53,7 +53,7 @@ class LocalPrefill(_Part):
     )
 
 
-class Fallback(_Part):
+class FallbackRules(_Part):
     """When to give up a remote prefill."""
 
     transfer_timeout_s: Annotated[float, Field(gt=0, le=3600)] | None = Field(
@@ -91,11 +91,11 @@ class Rule(_Part):
         description="share of the matching requests, chosen by the hash of their key (sticky)",
     )
     mode: Literal["auto", "disaggregated", "aggregated"] = "auto"
-    remote_prefill: RemotePrefill | None = Field(
+    remote_prefill: RemotePrefillRules | None = Field(
         None, description="replaces the default of all rules"
     )
-    local_prefill: LocalPrefill | None = None
-    fallback: Fallback | None = None
+    local_prefill: LocalPrefillRules | None = None
+    fallback: FallbackRules | None = None
 
 
 class RoutingRules(_Part):
@@ -109,9 +109,9 @@ class RoutingRules(_Part):
     mode: Literal["auto", "disaggregated", "aggregated"] = Field(
         "auto", description="mode of the requests to which no rule applies"
     )
-    remote_prefill: RemotePrefill = RemotePrefill()
-    local_prefill: LocalPrefill = LocalPrefill()
-    fallback: Fallback = Fallback()
+    remote_prefill: RemotePrefillRules = RemotePrefillRules()
+    local_prefill: LocalPrefillRules = LocalPrefillRules()
+    fallback: FallbackRules = FallbackRules()
     rules: tuple[Rule, ...] = Field((), max_length=MAX_RULES, strict=False)
 
     @model_validator(mode="after")
@@ -153,7 +153,7 @@ class ThresholdCheck:
 class RoutingChoice:
     """What the rules choose for a request. `checks` are in the order in which they were made."""
 
-    mode: Mode
+    mode: RoutingMode
     rule: str  # "" if no rule applied
     reason: str
     transfer_timeout_s: float | None = None
@@ -200,7 +200,7 @@ def choose(rules: RoutingRules, facts: Facts) -> RoutingChoice:
 
 
 def _checks(
-    remote: RemotePrefill, local: LocalPrefill, fallback: Fallback, facts: Facts
+    remote: RemotePrefillRules, local: LocalPrefillRules, fallback: FallbackRules, facts: Facts
 ) -> list[ThresholdCheck]:
     """Every condition for a remote prefill. Thresholds that are not set are left out."""
     left = facts.prompt_tokens - facts.found_tokens
@@ -281,9 +281,9 @@ def _known_keys(path: tuple[Any, ...]) -> list[str]:
     parts: dict[str, type[_Part]] = {
         "rules": Rule,
         "match": Match,
-        "remote_prefill": RemotePrefill,
-        "local_prefill": LocalPrefill,
-        "fallback": Fallback,
+        "remote_prefill": RemotePrefillRules,
+        "local_prefill": LocalPrefillRules,
+        "fallback": FallbackRules,
     }
     names = [part for part in path if isinstance(part, str)]
     return list((parts[names[-1]] if names else RoutingRules).model_fields)

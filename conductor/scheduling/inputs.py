@@ -109,7 +109,7 @@ class NodeStatus:
     queued_read_bytes: int = 0
 
 
-Admission = Literal["none", "arrival", "predicted"]
+AdmissionMode = Literal["none", "arrival", "predicted"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -173,7 +173,7 @@ class SchedulerConfig:
     """
 
     strategy: str = "kv-centric"
-    admission: Admission = "predicted"
+    admission: AdmissionMode = "predicted"
     seed: int = 0
     min_remote_prefill_tokens: int = 0
     balancing_threshold: float = 1.5

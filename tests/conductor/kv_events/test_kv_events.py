@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conductor.kv_events.engine_blocks import EngineBlocks
-from conductor.kv_events.events import Cleared, Removed, Stored, parse_batch
+from conductor.kv_events.events import PagesCleared, PagesRemoved, PagesStored, parse_batch
 from conductor.kv_events.feeds import EngineFeeds
 from conductor.kv_events.subscriber import KvEventSubscriber
 from kvpool.blocks.hashing import hash_chain
@@ -67,14 +67,14 @@ def stored_map(pages: list[Any], parent: Any, tokens: list[int], **more: Any) ->
 )
 def test_every_form_of_a_batch_is_read_alike(batch: Any) -> None:
     parsed = parse_batch(encode(batch))
-    assert parsed.events == (Stored((1, 2), None, tuple(TOKENS[:32]), 16),)
+    assert parsed.events == (PagesStored((1, 2), None, tuple(TOKENS[:32]), 16),)
     assert parsed.ignored == 0
 
 
 def test_hashes_are_numbers_of_either_sign_or_bytes() -> None:
     events = [stored_array([-1, (1 << 64) - 2, b"h"], -3, TOKENS[:48])]
     [event] = parse_batch(encode([1.0, events])).events
-    assert isinstance(event, Stored)
+    assert isinstance(event, PagesStored)
     assert event.pages == ((1 << 64) - 1, (1 << 64) - 2, b"h")
     assert event.parent == (1 << 64) - 3
 
@@ -87,7 +87,7 @@ def test_removals_and_clearing_are_read() -> None:
         {"type": "AllBlocksCleared"},
     ]
     parsed = parse_batch(encode([1.0, events]))
-    assert parsed.events == (Removed((1,)), Removed((2,)), Cleared(), Cleared())
+    assert parsed.events == (PagesRemoved((1,)), PagesRemoved((2,)), PagesCleared(), PagesCleared())
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def pages_of(blocks: EngineBlocks, page: int, count: int, start: int = 0) -> lis
     for i, name in enumerate(names):
         at = (start + i) * page
         parent = name - 1 if start + i else None
-        blocks.apply(Stored((name,), parent, tuple(TOKENS[at : at + page]), page))
+        blocks.apply(PagesStored((name,), parent, tuple(TOKENS[at : at + page]), page))
     return names
 
 
@@ -163,9 +163,9 @@ def test_a_block_is_there_when_its_last_page_is_and_gone_when_any_of_them_is() -
         assert blocks.leading(CHAIN) == 1
         names += pages_of(blocks, PAGE, 1, start=7)
         assert blocks.leading(CHAIN) == 2
-        blocks.apply(Removed((names[4 + lost],)))
+        blocks.apply(PagesRemoved((names[4 + lost],)))
         assert blocks.leading(CHAIN) == 1
-        blocks.apply(Removed((names[lost],)))
+        blocks.apply(PagesRemoved((names[lost],)))
         assert blocks.leading(CHAIN) == 0
 
 
@@ -173,13 +173,13 @@ def test_a_large_page_takes_all_of_its_blocks_with_it() -> None:
     blocks = EngineBlocks(SPACE)
     names = pages_of(blocks, 128, 2)
     assert blocks.leading(CHAIN) == 4
-    blocks.apply(Removed((names[1],)))
+    blocks.apply(PagesRemoved((names[1],)))
     assert blocks.leading(CHAIN) == 2
 
 
 def test_pages_of_an_unknown_parent_are_not_believed() -> None:
     blocks = EngineBlocks(SPACE)
-    blocks.apply(Stored((5,), 4, tuple(TOKENS[:64]), 64))
+    blocks.apply(PagesStored((5,), 4, tuple(TOKENS[:64]), 64))
     assert blocks.leading(CHAIN) == 0
     assert blocks.unknown_parents == 1
 
@@ -195,7 +195,7 @@ def test_memory_is_bounded() -> None:
 def test_clearing_forgets_everything() -> None:
     blocks = EngineBlocks(SPACE)
     pages_of(blocks, 64, 5)
-    blocks.apply(Cleared())
+    blocks.apply(PagesCleared())
     assert (blocks.leading(CHAIN), blocks.pages, len(blocks)) == (0, 0, 0)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from conductor.index.contract import Holder
 from conductor.redis.client import RedisClient, RedisTarget
-from conductor.redis.index import RedisIndex, _Session
+from conductor.redis.index import RedisIndex, _NodeSession
 from kvpool.blocks.tier import Tier
 from kvpool.errors import StaleEpoch, Unavailable
 from tests.conductor.index.test_conformance import ALL, CHAIN, NS, NS2, event, stored
@@ -70,7 +70,7 @@ async def test_a_conductor_that_stood_still_cannot_undo_what_another_was_told(
 
 def _as_of(index: RedisIndex, number: int, *, is_reporting: bool = False) -> RedisIndex:
     """The index, believing that the node's session is still this one."""
-    index._sessions["node-a"] = _Session(1, number, {NS}, is_reporting)
+    index._sessions["node-a"] = _NodeSession(1, number, {NS}, is_reporting)
     return index
 
 
