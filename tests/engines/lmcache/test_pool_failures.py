@@ -90,7 +90,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 def test_without_a_pool_all_is_a_miss_at_once(world: World) -> None:
     assert world.late.looked_up == [[False] * 8] * 5
     assert world.late.stored == [False] * 5
-    assert max(world.late.seconds) < 1
+    assert max(world.late.seconds) < 3  # no call waits for lookup_timeout_s
     counters = world.late.status["counters"]
     assert not world.late.status["is_reachable"]
     assert counters["skipped_while_down"] >= 5

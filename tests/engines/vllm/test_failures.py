@@ -109,7 +109,7 @@ def test_a_node_that_dies_in_mid_load_costs_a_recomputation(
         worker._worker._loader._blocks = 1  # type: ignore[union-attr]  # four buffers
     second.add("a", PROMPT)
     second.step()
-    assert held.wait(5)
+    assert held.wait(30)
     fragile.kill("near")
     hold.set()
     second.drain()
@@ -157,7 +157,7 @@ def test_a_pool_lost_while_serving_is_done_without(engine: MakeEngine, fragile: 
 def test_a_pool_that_does_not_answer_holds_up_the_loop_until_the_deadline_and_no_longer(
     engine: MakeEngine, fragile: Cluster
 ) -> None:
-    deadline_s = 0.05
+    deadline_s = 0.3  # a busy machine wakes threads late
     one = engine({"conductor": fragile.conductor["wire"], "lookup_deadline_s": deadline_s})
     one.run("a", PROMPT)
     one.scheduler.reset_prefix_cache()

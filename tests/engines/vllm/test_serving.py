@@ -136,7 +136,7 @@ def test_an_aborted_request_gives_its_lease_back_and_its_pages_when_the_load_is_
     hold, held = gate(monkeypatch)
     second.add("a", PROMPT)
     second.step()
-    held.wait(5)
+    held.wait(30)
     assert leases(cluster) > 0
     used = second.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     second.abort("a")
@@ -243,7 +243,7 @@ def test_blocks_stay_in_vllm_until_they_are_copied(
     one.add("a", PROMPT, 1)
     while not one.outputs["a"]:
         one.step()
-    held.wait(5)
+    held.wait(30)
     pool = one.scheduler.kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() == 39 - 16  # the request is over, its full blocks are held
     one.add("b", [11] * 350, 1)  # would overwrite them
