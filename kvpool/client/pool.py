@@ -22,9 +22,6 @@ from kvpool.blocks.layout import Namespace
 from kvpool.client.async_pool import AsyncPool
 from kvpool.client.data.pinning import PinnedBlocks
 from kvpool.errors import DeadlineExceeded, Unavailable
-from kvpool.transports import TransportName
-from kvpool.wire import messages as m
-from kvpool.wire.credentials import NO_CREDENTIALS, Credentials
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -53,26 +50,40 @@ def _blocking(
     return call
 
 
+def _direct(
+    method: Callable[Concatenate[AsyncPool, P], T],
+) -> Callable[Concatenate[Pool, P], T]:
+    """A method of `AsyncPool` that does not wait, called in the caller's thread."""
+
+    @functools.wraps(method)
+    def call(pool: Pool, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return method(pool._pool, *args, **kwargs)
+
+    return call
+
+
+def _with_arguments_of(
+    method: Callable[Concatenate[AsyncPool, P], T],
+) -> Callable[[Callable[..., T]], Callable[Concatenate[Pool, P], T]]:
+    """Give a method the signature of a method of `AsyncPool`."""
+
+    def decorate(own: Callable[..., T]) -> Callable[Concatenate[Pool, P], T]:
+        return functools.wraps(method)(own)
+
+    return decorate
+
+
 class Pool:
-    """Blocking client of a pool; threads may share it. Use as `with
-    Pool(conductor="127.0.0.1:7800") as pool:`.
+    """Blocking client of a pool; threads may share it.
+
+    Use it as `with Pool(conductor="127.0.0.1:7800") as pool:`.
 
     Arguments, methods and errors are those of `AsyncPool`. Every call returns within its
     `timeout_s` and a small margin.
     """
 
-    def __init__(
-        self,
-        *,
-        conductor: str | None = None,
-        node: str | None = None,
-        host_label: str | None = None,
-        transport: TransportName = "auto",
-        timeout_s: float = 10.0,
-        verify_checksums: bool = True,
-        credentials: Credentials = NO_CREDENTIALS,
-        require_rdma: bool = False,
-    ) -> None:
+    @_with_arguments_of(AsyncPool.__init__)
+    def __init__(self, **options: Any) -> None:
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="kvpool-client", daemon=True
@@ -81,23 +92,14 @@ class Pool:
         self._is_closed = False
 
         async def make() -> AsyncPool:
-            return AsyncPool(
-                conductor=conductor,
-                node=node,
-                host_label=host_label,
-                transport=transport,
-                timeout_s=timeout_s,
-                verify_checksums=verify_checksums,
-                credentials=credentials,
-                require_rdma=require_rdma,
-            )
+            return AsyncPool(**options)
 
         try:
             self._pool = self._wait(make(), 10.0)
         except BaseException:
             self._stop()
             raise
-        self.timeout_s = timeout_s
+        self.timeout_s = self._pool.timeout_s
 
     def __enter__(self) -> Self:
         return self
@@ -139,17 +141,9 @@ class Pool:
     drain = _blocking(AsyncPool.drain, DRAIN_MARGIN_S)
     resize = _blocking(AsyncPool.resize)
 
-    def register_memory(self, data: Any) -> None:
-        """Register memory that many calls will use, as `AsyncPool.register_memory` does."""
-        self._pool.register_memory(data)
-
-    def deregister_memory(self, data: Any) -> None:
-        """Undo `register_memory` of the same buffer. No call may be using the buffer."""
-        self._pool.deregister_memory(data)
-
-    def peers(self) -> list[m.PeerRate]:
-        """For each node used so far: the transport, the bytes moved and the measured speed."""
-        return self._pool.peers()
+    register_memory = _direct(AsyncPool.register_memory)
+    deregister_memory = _direct(AsyncPool.deregister_memory)
+    peers = _direct(AsyncPool.peers)
 
     def release(self, pinned: PinnedBlocks) -> None:
         """End the leases of pinned blocks."""

@@ -98,12 +98,6 @@ class Staging:
         return buffer
 
     @property
-    def made(self) -> int:
-        """How many buffers exist."""
-        with self._lock:
-            return self._made
-
-    @property
     def free(self) -> int:
         """How many buffers `take` could return now."""
         with self._lock:

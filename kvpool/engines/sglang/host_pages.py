@@ -16,6 +16,7 @@ import torch
 
 from kvpool.blocks.layout import DTYPE_BYTES, Layout
 from kvpool.client import BlockSpans
+from kvpool.engines.shared.dtypes import DTYPE_NAMES
 from kvpool.errors import ConfigError, InvalidArgument, WrongByteCount
 from kvpool.transports.copy import Int64Array
 
@@ -31,15 +32,6 @@ MLA_ORDERS = {
     "layer_first": "kv,layer,token,head,dim",
     "page_first": "kv,token,layer,head,dim",
     "page_first_direct": "kv,layer,token,head,dim",
-}
-TORCH_DTYPES = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float8_e4m3fn: "fp8_e4m3",
-    torch.float8_e5m2: "fp8_e5m2",
-    torch.int8: "int8",
-    torch.uint8: "uint8",
 }
 
 
@@ -173,7 +165,7 @@ class HostPages:
         Raises:
             ConfigError: the format of 8-bit KV is unknown.
         """
-        name = TORCH_DTYPES.get(self.pool.dtype, "")
+        name = DTYPE_NAMES.get(self.pool.dtype, "")
         if name != "uint8":
             return name
         if kv_cache_dtype in ("", "auto"):

@@ -35,7 +35,6 @@ class CircuitBreaker:
         self._backoff_s = 0.0  # 0: the last call was answered
         self._closed_until = 0.0
         self._is_tried = False  # one caller is trying after a back-off
-        self.failures = 0
 
     @property
     def is_down(self) -> bool:
@@ -69,5 +68,4 @@ class CircuitBreaker:
                 self._is_tried = False
                 self._backoff_s = min(self._max_s, 2 * self._backoff_s or self._first_s)
                 self._closed_until = now + self._backoff_s
-            self.failures += 1
             return was_up

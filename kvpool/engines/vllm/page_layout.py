@@ -21,17 +21,9 @@ import msgspec
 import torch
 
 from kvpool.blocks.layout import MAX_ORDER_CHARS, Layout
+from kvpool.engines.shared.dtypes import DTYPE_NAMES
 from kvpool.errors import UnsupportedLayout
 
-_DTYPES = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float8_e4m3fn: "fp8_e4m3",
-    torch.float8_e5m2: "fp8_e5m2",
-    torch.int8: "int8",
-    torch.uint8: "uint8",
-}
 # Exact types only: a subclass may keep something else in its pages, or free them early.
 _FULL, _MLA = "FullAttentionSpec", "MLAAttentionSpec"
 # Only quantised caches whose scales are part of the weights; others keep scales outside the pages.
@@ -143,10 +135,10 @@ def read_page_layout(
     tensors = _owners(kv_caches, group.layer_names)
     pages = kv_cache_config.num_blocks
     first = next(iter(tensors.values()))
-    dtype = _DTYPES.get(first.dtype)
+    dtype = DTYPE_NAMES.get(first.dtype)
     if dtype is None:
         raise UnsupportedLayout(
-            f"KV of {first.dtype}", hint=f"one of {', '.join(_DTYPES.values())}"
+            f"KV of {first.dtype}", hint=f"one of {', '.join(DTYPE_NAMES.values())}"
         )
     shape = _read_axes(first, spec, pages)
     for name, tensor in tensors.items():

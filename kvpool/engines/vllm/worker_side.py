@@ -70,7 +70,6 @@ class WorkerSide:
         self._prefault = Prefault(paged.regions()) if is_prefaulted else None
         self._report = WorkerReport()
         self._failed_pages: set[int] = set()
-        self._failed_requests: set[str] = set()
 
     def close(self) -> None:
         """End the threads. Waits for jobs under way, within their deadlines."""

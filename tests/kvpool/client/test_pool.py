@@ -21,7 +21,7 @@ atexit.register(pool.close)
 """
 ASYNC_ONLY: set[str] = set()
 BLOCKING_ONLY = {"release", "submit"}
-WRITTEN_TWICE = {"close", "pinned", "peers", "register_memory", "deregister_memory"}
+WRITTEN_TWICE = {"close", "pinned"}
 
 
 def public_methods(kind: type) -> dict[str, Callable[..., Any]]:
@@ -41,6 +41,10 @@ def test_a_blocking_method_keeps_signature_and_docstring(name: str) -> None:
     if name not in WRITTEN_TWICE:
         assert inspect.signature(blocking) == inspect.signature(original)
         assert blocking.__doc__ == original.__doc__
+
+
+def test_both_clients_take_the_same_settings() -> None:
+    assert inspect.signature(Pool) == inspect.signature(AsyncPool)
 
 
 def test_a_pool_can_be_closed_while_the_interpreter_exits() -> None:
