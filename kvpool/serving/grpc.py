@@ -1,4 +1,4 @@
-"""What the gRPC sides of conductor and node share: conversions, errors, reflection, start and stop."""
+"""The gRPC server that conductor and node share: conversions, errors, authentication, reflection."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvpool.security.scopes import METHODS
 from kvpool.security.tls import ServerTls
 from kvpool.wire.principal import Scope
 
-MAX_MESSAGE = 1000  # characters: a status travels in headers, and those have a limit
+MAX_MESSAGE = 1000  # characters: a status is sent in headers, which have a limit
 _STATUS = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
@@ -34,7 +34,7 @@ _STATUS = {
 
 
 def typed_errors(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Turn a `KvpoolError` into a gRPC status; its code travels as the trailer `kvpool-code`."""
+    """Turn a `KvpoolError` into a gRPC status, with its code in the trailer `kvpool-code`."""
 
     @functools.wraps(method)
     async def wrapper(self: Any, request: Any, context: grpc.aio.ServicerContext) -> Any:
@@ -53,7 +53,7 @@ async def _abort(error: KvpoolError, context: grpc.aio.ServicerContext) -> None:
 
 
 class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Finds the caller of each call (`CALLER`), and refuses it where its token does not allow the method."""
+    """Sets the caller of each call (`CALLER`), and refuses a call whose token does not allow its method."""
 
     def __init__(self, authorizer: Authorizer) -> None:
         self._authorizer = authorizer
@@ -76,7 +76,11 @@ async def _refuse(error: KvpoolError, _request: Any, context: grpc.aio.ServicerC
 
 
 def namespace_from_proto(message: pb.Namespace) -> Namespace:
-    """Raises InvalidArgument as `Namespace` and `Layout` do."""
+    """Convert a namespace.
+
+    Raises:
+        InvalidArgument: as `Namespace` and `Layout`.
+    """
     shape = message.layout
     layout = Layout(
         dtype=shape.dtype,
@@ -104,10 +108,10 @@ class GrpcServer:
 
     Args:
         add: registers the servicer, e.g. `lambda server: add_NodeServicer_to_server(servicer, server)`.
-        service: its name without the package, e.g. "Node".
-        max_message_bytes: limit on requests and replies.
-        authorizer: looks at the token of every call; default: everybody may do everything.
-        tls: None: connections are not encrypted.
+        service: name of the service without its package, e.g. "Node".
+        max_message_bytes: limit of requests and replies.
+        authorizer: checks the token of every call; None: all callers may do everything.
+        tls: None: no encryption.
     """
 
     def __init__(
@@ -136,7 +140,7 @@ class GrpcServer:
         """Listen; port 0 picks a free one. Returns the port.
 
         Raises:
-            PortInUse: another process has it.
+            PortInUse: the port is taken.
         """
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
@@ -153,21 +157,21 @@ class GrpcServer:
         return int(bound)
 
     async def close(self) -> None:
-        """Let calls under way end, for a second at most."""
+        """Stop. Running calls may end, for a second at most."""
         await self._server.stop(grace=1.0)
 
 
 def quiet_grpc() -> None:
-    """Keep the C core's own log off stderr, unless the user asked for it."""
+    """Keep the log of gRPC's C core off stderr, unless the environment asks for it."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")  # we start processes, and fork none
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")  # kvpool never forks
 
 
 def hashes_from(values: Sequence[bytes], limit: int = 65_536) -> list[bytes]:
     """Checked copies of repeated hash fields.
 
     Raises:
-        InvalidArgument: too many, or one has not 16 bytes.
+        InvalidArgument: there are too many, or one does not have 16 bytes.
     """
     if len(values) > limit:
         raise InvalidArgument(f"{len(values)} hashes in one call", hint=f"at most {limit}")

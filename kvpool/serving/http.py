@@ -1,7 +1,4 @@
-"""The HTTP side that every process has: health, metrics, errors, and running it in our own loop.
-
-The limit on bodies stands in `kvpool.serving.http_body`.
-"""
+"""The HTTP server of every process: health, metrics, errors, authentication, and uvicorn in our event loop."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ from kvpool.serving.openapi import OBJECT, add_errors, answers
 from kvpool.wire.principal import ANYBODY, NOBODY, Principal
 from kvpool.wire.principal import Scope as TokenScope
 
-MAX_MESSAGE = 1000  # characters of an error's text; what it quotes is cut shorter where it is made
+MAX_MESSAGE = 1000  # characters of an error's text; quoted values are already cut shorter
 
 
 def base_app(
@@ -46,11 +43,11 @@ def base_app(
 
     Args:
         title: shown in the OpenAPI page.
-        not_ready: returns why the process is not ready, or "" when it is.
-        max_body_bytes: a longer request body is answered 413.
-        notice: what is not well although the process is ready; "" when all is.
-        body_timeout_s: a body that comes slower than `BodyLimit` allows is answered 408.
-        authorizer: looks at the token of every request; default: everybody may do everything.
+        not_ready: returns why the process is not ready; "" if it is ready.
+        max_body_bytes: a longer request body gets status 413.
+        body_timeout_s: seconds for a body, as in `BodyLimit`; a slower one gets status 408.
+        notice: returns a problem of a process that is ready; "" if there is none.
+        authorizer: checks the token of every request; None: all callers may do everything.
     """
     app = FastAPI(title=title, docs_url="/docs", redoc_url=None)
     add_errors(app)
@@ -59,14 +56,14 @@ def base_app(
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
-    # Not ready is an answer, too, and has the shape of one.
+    # A process that is not ready answers with the same shape.
     ready = answers(application_json=OBJECT)
 
     @app.get("/readyz", responses=ready | {503: {**ready[200], "description": "Not ready"}})
     async def readyz() -> Response:
         reason = not_ready()
-        told = "; ".join(filter(None, (notice(), authorizer.notice if authorizer else "")))
-        content = {"status": reason or "ready"} | ({"notice": told} if told else {})
+        notices = "; ".join(filter(None, (notice(), authorizer.notice if authorizer else "")))
+        content = {"status": reason or "ready"} | ({"notice": notices} if notices else {})
         return JSONResponse(content, status_code=503 if reason else 200)
 
     @app.get("/metrics", response_class=PlainTextResponse)
@@ -89,7 +86,7 @@ def base_app(
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http")
         return plain_error(error.status_code, code, str(error.detail), dict(error.headers or {}))
 
-    @app.exception_handler(Exception)  # uvicorn logs it; what it says stays here
+    @app.exception_handler(Exception)  # uvicorn logs it; the client does not see its text
     async def unforeseen(_request: Request, error: Exception) -> Response:
         text = f"internal error ({type(error).__name__}); see the server's log"
         return plain_error(500, "internal", text)
@@ -100,7 +97,7 @@ def base_app(
     app.add_middleware(
         BodyLimit, max_bytes=max_body_bytes, timeout_s=body_timeout_s, refuse=refuse_body
     )
-    # Added last, so that it comes first: of a caller who is refused no body is read.
+    # Added last, so that it runs first: the body of a refused request is not read.
     app.add_middleware(
         Authentication, authorizer=authorizer or Authorizer(), routes=app.router.routes
     )
@@ -108,22 +105,22 @@ def base_app(
 
 
 class Authentication:
-    """Finds the caller of each request (`CALLER`), and refuses it where its token does not allow the route.
+    """Sets the caller of each request (`CALLER`), and refuses a request whose token does not allow its route.
 
     Args:
-        routes: of the app; those of them that `kvpool.security.scopes` does not list need admin.
+        routes: the app's routes. Those that `kvpool.security.scopes` does not list need admin.
     """
 
     def __init__(self, app: ASGIApp, authorizer: Authorizer, routes: Sequence[BaseRoute]) -> None:
         self._app = app
         self._authorizer = authorizer
         self._routes = routes
-        self._calls: dict[_Call, Principal] = {}  # under way, of callers with a token
+        self._calls: dict[_Call, Principal] = {}  # requests that run, of callers with a token
         authorizer.on_change.append(self._send_away)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            if scope["type"] == "websocket":  # none is served, and what is not asked is refused
+            if scope["type"] == "websocket":  # no route serves websockets
                 await send({"type": "websocket.close"})
             return
         try:
@@ -143,7 +140,7 @@ class Authentication:
             del self._calls[call]
 
     def _send_away(self) -> None:
-        """To the handlers of those whose token was taken back it looks as if they had left."""
+        """Disconnect callers whose token was revoked; their handlers see a client that left."""
         for call, caller in self._calls.items():
             if not self._authorizer.is_current(caller):
                 call.is_over.set()
@@ -168,14 +165,14 @@ class Authentication:
 
 
 class _Call:
-    """A request under way whose caller may have to leave."""
+    """A running request, whose caller may be disconnected."""
 
     def __init__(self, receive: Receive) -> None:
         self.is_over = asyncio.Event()
         self._receive = receive
 
     async def receive(self) -> Message:
-        """What the client says next; that it is gone when it has to be."""
+        """The next message of the client, or a disconnect once `is_over` is set."""
         said = asyncio.ensure_future(self._receive())
         over = asyncio.ensure_future(self.is_over.wait())
         try:
@@ -187,7 +184,7 @@ class _Call:
 
 
 def error_response(error: KvpoolError) -> Response:
-    """An error in the shape that OpenAI's clients understand."""
+    """A response with the error in OpenAI's format."""
     headers = {}
     if isinstance(error, Unauthenticated):
         headers["WWW-Authenticate"] = "Bearer"
@@ -201,20 +198,21 @@ def error_response(error: KvpoolError) -> Response:
 def plain_error(
     status: int, code: str, message: str, headers: dict[str, str] | None = None
 ) -> Response:
-    """The same shape for what is no `KvpoolError`."""
-    # A lone surrogate that somebody sent must not keep the answer from being encoded.
+    """A response in OpenAI's format for an error that is not a `KvpoolError`."""
+    # The text may quote a lone surrogate, which cannot be encoded.
     text = brief(message, MAX_MESSAGE).encode("utf-8", "replace").decode()
     body = {"error": {"message": text, "type": code, "code": code, "param": None}}
     return JSONResponse(body, status_code=status, headers=headers)
 
 
 class HttpServer:
-    """Runs an app with uvicorn inside the caller's event loop.
-
-    Signals stay with the caller: uvicorn installs no handlers.
+    """Runs an app with uvicorn in the caller's event loop. uvicorn installs no signal handlers.
 
     Args:
-        tls: None: connections are not encrypted.
+        tls: None: no encryption.
+
+    Raises:
+        PortInUse: the port is taken.
     """
 
     def __init__(self, app: FastAPI, host: str, port: int, tls: ServerTls | None = None) -> None:
@@ -240,7 +238,7 @@ class HttpServer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Begin to serve; returns when requests are accepted."""
+        """Start serving. Returns when requests are accepted."""
         self._task = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         while not self._server.started:
             if self._task.done():
@@ -248,7 +246,7 @@ class HttpServer:
             await asyncio.sleep(0.005)
 
     async def close(self, grace_s: float = 2.0) -> None:
-        """Let answers under way end, for `grace_s` at most."""
+        """Stop. Running responses may end, for `grace_s` seconds at most."""
         self._server.should_exit = True
         if self._task is not None:
             _, pending = await asyncio.wait([self._task], timeout=grace_s)

@@ -1,8 +1,8 @@
-"""A limit on request bodies: how long they may be and how slowly they may come. Pure ASGI.
+"""Limit the size and the duration of request bodies, as ASGI middleware.
 
-The whole body is taken in before the application begins, so that a body which is too long or never ends
-costs an answer and no handler. Afterwards the application's `receive` is the server's own: it hears at
-once when the client leaves. (Starlette's `BaseHTTPMiddleware` would hide that.)
+The middleware reads the whole body before the application starts, so a body that is too long or never ends reaches
+no handler. After that the application has the server's own `receive`, and learns at once when the client leaves.
+(Starlette's `BaseHTTPMiddleware` hides that.)
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 BODY_TIMEOUT_S = 30.0
-MIN_BYTES_PER_S = 64 << 10  # a body that comes faster may take longer than the timeout
-LINGER_S = 1.0  # an answer sent while the client still writes may be lost to a reset
+MIN_BYTES_PER_S = 64 << 10  # a faster body may take longer than the timeout
+LINGER_S = 1.0  # if the client still writes, a reset may destroy the response
 
 
 class BodyLimit:
-    """Answers 413, 408 or 400 in the application's place.
+    """Responds with 413, 408 or 400 instead of the application.
 
     Args:
-        max_bytes: of the body, whether it was announced or comes in chunks.
-        timeout_s: for the whole body, and a second more for each `MIN_BYTES_PER_S` that came.
-        refuse: builds the answer from status and text.
+        max_bytes: limit of a body, with a Content-Length or in chunks.
+        timeout_s: seconds for the whole body, plus one for each `MIN_BYTES_PER_S` bytes received.
+        refuse: builds the response from status and text.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class BodyLimit:
         problem: tuple[int, str] | None = None
         body: bytes | None = b""
         if length is not None and not (length.isascii() and length.isdigit()):
-            problem = (400, "Content-Length is no number")
+            problem = (400, "Content-Length is not a number")
         elif length is not None and int(length[:20]) > self._max_bytes:
             problem = (413, f"body over {self._max_bytes} bytes")
         else:
@@ -58,7 +58,7 @@ class BodyLimit:
             except _TooLong:
                 problem = (413, f"body over {self._max_bytes} bytes")
             except TimeoutError:
-                problem = (408, "the body came too slowly")
+                problem = (408, "the body arrived too slowly")
         if problem is not None:
             if "expect" not in headers and problem[0] == 413:
                 await _discard(receive)
@@ -67,7 +67,7 @@ class BodyLimit:
             await self._app(scope, _replay(body, receive), send)
 
     async def _read(self, receive: Receive) -> bytes | None:
-        """The body; None when the client left before its end."""
+        """The body; None if the client left before its end."""
         body = bytearray()
         started = asyncio.get_running_loop().time()
         async with asyncio.timeout_at(started + self._timeout_s) as limit:
@@ -84,11 +84,11 @@ class BodyLimit:
 
 
 class _TooLong(Exception):
-    """More bytes came than may."""
+    """The body is longer than the limit."""
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives `body` first, then whatever the server says."""
+    """A `receive` that returns `body` first, then the server's messages."""
     is_given = False
 
     async def replay() -> Message:
@@ -102,7 +102,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 async def _discard(receive: Receive) -> None:
-    """Read on for a moment, so that the client has written all before it is answered."""
+    """Read and drop the body for a moment, so that the client finishes writing before the response."""
     try:
         async with asyncio.timeout(LINGER_S):
             while True:

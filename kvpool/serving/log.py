@@ -1,7 +1,7 @@
-"""Structured logging for every process: one set-up, always to stderr, so that stdout stays for results.
+"""Structured logging for every process. Logs go to stderr, results to stdout.
 
-The standard library's loggers (uvicorn, grpc, ...) go through the same renderer. Lines about a request carry
-its `request_id`.
+The standard library's loggers (uvicorn, grpc, ...) use the same renderer. Lines about a request have its
+`request_id`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 def setup_logging(level: LogLevel, format: LogFormat, process: str) -> None:
-    """Configure structlog and the standard library's logging; calling it again replaces the set-up.
+    """Configure structlog and the standard library's logging. A second call replaces the first.
 
     Args:
-        level: lowest level that is written.
-        format: `json` writes one object a line; `console` is for people, coloured on a terminal.
-        process: name of this process, e.g. "node"; stands on every line.
+        level: lowest level that is logged.
+        format: `json` writes one object a line; `console` is for people, with colours on a terminal.
+        process: name of this process on every line, e.g. "node".
     """
 
     def add_process(
@@ -42,8 +42,8 @@ def setup_logging(level: LogLevel, format: LogFormat, process: str) -> None:
     if format == "json":
         render = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     else:
-        # Plain: the default draws every local variable of every frame, which takes seconds of the event
-        # loop, and gigabytes where one of them is large, and shows what users sent.
+        # The default prints every local variable of every frame. That takes seconds of the event loop, and
+        # gigabytes if one is large, and shows what users sent.
         plain = structlog.dev.plain_traceback
         render = [
             structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)
@@ -58,7 +58,7 @@ def setup_logging(level: LogLevel, format: LogFormat, process: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    # It writes a line for each request, and engine servers are asked every second.
+    # httpx logs a line for each request, and the conductor polls engine servers every second.
     logging.getLogger("httpx").setLevel("DEBUG" if level == "debug" else "WARNING")
     structlog.configure(
         processors=[

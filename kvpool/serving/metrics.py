@@ -1,4 +1,4 @@
-"""What every process's metrics share: names, bucket edges, and the registry of its own."""
+"""Prometheus metrics: bucket edges and a registry for each process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LATENCY_BUCKETS = (
 
 
 def new_registry() -> CollectorRegistry:
-    """A registry with the process's own figures in it; one a process, never the global one."""
+    """A registry with the process's own metrics. Each process has one; the global registry is not used."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)

@@ -1,7 +1,6 @@
-"""What the OpenAPI pages say beyond what FastAPI finds out by itself: bodies, kinds of answers, errors.
+"""Describe bodies, responses and errors in OpenAPI documents, for conductor and node.
 
-Bodies are decoded by msgspec, not by FastAPI, and errors are made from the one tree of `kvpool.errors`; so
-both are described here, once for conductor and node.
+FastAPI cannot find them: msgspec decodes the bodies, and `kvpool.errors` defines the errors.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ ERROR = {
     },
 }
 ERRORS = {
-    "4XX": "The request cannot be served as it is; `error.code` and `error.message` say why.",
-    "429": "Refused early: come back after `Retry-After` seconds; `X-Kvpool-Reason` says why.",
-    "503": "Nobody can serve this now, or whoever could went away.",
-    "504": "It was not done within its deadline.",
-    "507": "There is no room, and none can be made now.",
+    "4XX": "The request is refused; `error.code` and `error.message` say why.",
+    "429": "Refused because of load: try again after `Retry-After` seconds. `X-Kvpool-Reason` says why.",
+    "503": "No process can serve this now.",
+    "504": "The deadline passed.",
+    "507": "There is no room, and nothing can be evicted now.",
 }
 OBJECT: dict[str, Any] = {"type": "object"}
-EVENTS: dict[str, Any] = {}  # a stream of them; readers differ in what they hold a schema against
+EVENTS: dict[str, Any] = {}  # a stream; tools differ in what they validate against its schema
 BINARY: dict[str, Any] = {"type": "string", "format": "binary"}
 
 
 def answers(**kinds: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
-    """For a route's `responses`: schema by media type, written `application_json=OBJECT`."""
+    """A route's `responses`. Write a media type with underscores: `answers(application_json=OBJECT)`."""
     content = {
         name.replace("_", "/", 1).replace("_", "-"): {"schema": schema}
         for name, schema in kinds.items()
@@ -49,7 +48,7 @@ def answers(**kinds: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
 
 
 def add_bodies(app: FastAPI, *shapes: type) -> dict[type, dict[str, Any]]:
-    """Describe bodies that msgspec decodes; by shape, the `openapi_extra` of its route."""
+    """Describe bodies that msgspec decodes. Returns the `openapi_extra` of each body's route."""
     references, components = msgspec.json.schema_components(
         shapes, ref_template="#/components/schemas/{name}"
     )
@@ -68,12 +67,12 @@ def add_bodies(app: FastAPI, *shapes: type) -> dict[type, dict[str, Any]]:
 
 
 def body(media_type: str, schema: dict[str, Any]) -> dict[str, Any]:
-    """The `openapi_extra` of a route that reads its body itself."""
+    """The `openapi_extra` of a route that decodes its body itself."""
     return {"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}}
 
 
 def add_errors(app: FastAPI) -> None:
-    """Say of every route how it fails, in place of the shape that FastAPI would have used."""
+    """Describe the errors of every route, in place of FastAPI's own."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Running one server process: event loop, signals, and telling whoever started it that it is ready."""
+"""Run a server process: event loop, signals, and the announcement that it is ready."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ Main = Callable[[Ready, asyncio.Event], Awaitable[None]]
 
 
 def announce(facts: dict[str, Any]) -> None:
-    """One JSON line on stdout: addresses and ids, for scripts and for `kvpool up`."""
+    """Print one JSON line with addresses and ids to stdout, for scripts and `kvpool up`."""
     sys.stdout.write(json.dumps({"ready": True, "pid": os.getpid(), **facts}) + "\n")
     sys.stdout.flush()
 
 
 def run_process(main: Main) -> None:
-    """Run `main(ready, stop)` until it returns; SIGINT and SIGTERM set `stop`.
+    """Run `main(ready, stop)` until it returns. SIGINT and SIGTERM set `stop`; a second signal exits at once.
 
-    A second signal ends the process at once. A process started by `kvpool up` also stops when its parent
-    is gone, so that nothing is left behind when that one is killed.
+    A process that `kvpool up` started also stops when its parent is gone.
     """
 
     async def body() -> None:
@@ -54,13 +53,13 @@ def run_process(main: Main) -> None:
 
 
 async def _watch_parent(parent: int, stop: asyncio.Event) -> None:
-    while os.getppid() == parent:  # noqa: ASYNC110 - nothing tells us, we have to look
+    while os.getppid() == parent:  # noqa: ASYNC110 - there is no event for it
         await asyncio.sleep(0.5)
     stop.set()
 
 
 async def wait_for_stop(stop: asyncio.Event, tasks: list[asyncio.Task[Any]]) -> None:
-    """Wait until `stop` is set, or raise what killed one of `tasks`: no background task dies unseen."""
+    """Wait until `stop` is set. Raises the error of a task that ends before; cancels all tasks at the end."""
     waiter = asyncio.create_task(stop.wait())
     try:
         done, _ = await asyncio.wait([waiter, *tasks], return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""A set of kvpool processes on this machine, started and stopped together: what `up` and `demo` run."""
+"""Start and stop several kvpool processes on this machine together, as `kvpool up` and `kvpool demo` do."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ LOG_TAIL_LINES = 15
 
 
 class ProcessFailed(KvpoolError):
-    """A process of ours ended, or did not become ready in time."""
+    """A child process ended, or was not ready in time."""
 
     code = "process_failed"
 
 
 @dataclass(slots=True)
 class Member:
-    """One process; `facts` is what it announced when it was ready."""
+    """One child process; `facts` is its announcement when it was ready."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -38,7 +38,7 @@ class Member:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def log_tail(self) -> str:
-        """The end of its log."""
+        """The last lines of its log."""
         try:
             lines = self.log_path.read_text(errors="replace").splitlines()
         except OSError:
@@ -47,13 +47,12 @@ class Member:
 
 
 class Supervisor:
-    """Starts `kvpool ...` processes and makes sure that none is left.
+    """Starts `kvpool ...` processes and stops them all at the end. Use it as a context manager.
 
-    Each child is told its parent's pid and stops by itself when that is gone, so that even kill -9 of the
-    parent leaves nothing behind. Use as a context manager.
+    Each child has its parent's pid in the environment and stops when the parent is gone, even by kill -9.
 
     Args:
-        log_dir: one log file a process goes there.
+        log_dir: directory of the logs, one file for each process.
         env: added to the environment of every process.
     """
 
@@ -79,23 +78,23 @@ class Supervisor:
         log_path = self._log_dir / f"{name}.log"
         with log_path.open("wb") as log:
             process = subprocess.Popen(
-                # -P: a workers.py or a tiers/ in the current folder must not hide ours.
+                # -P: a workers.py or a tiers/ in the current folder must not hide kvpool's.
                 [sys.executable, "-P", "-m", "kvpool", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=self._env,
-                start_new_session=True,  # Ctrl-C reaches us alone; we stop them in order
+                start_new_session=True,  # Ctrl-C reaches the parent only, which stops them in order
             )
         member = Member(name, process, log_path)
         self.members.append(member)
         return member
 
     def wait_ready(self, member: Member, timeout_s: float) -> dict[str, Any]:
-        """Wait for a member's announcement; returns its facts.
+        """Wait until a process is ready; returns its facts.
 
         Raises:
-            ProcessFailed: it ended or stayed silent; the text holds the end of its log.
+            ProcessFailed: it ended, or was not ready in time. The message has the end of its log.
         """
         assert member.process.stdout is not None
         deadline = time.monotonic() + timeout_s
@@ -120,14 +119,18 @@ class Supervisor:
         return self.wait_ready(self.launch(name, arguments), timeout_s)
 
     def check(self) -> None:
-        """Raises ProcessFailed if a member has ended."""
+        """Check that all processes run.
+
+        Raises:
+            ProcessFailed: one has ended.
+        """
         for member in self.members:
             code = member.process.poll()
             if code is not None:
                 raise ProcessFailed(f"{member.name} ended with status {code}\n{member.log_tail()}")
 
     def stop(self) -> None:
-        """Stop all, the last started first; kill what does not stop in time."""
+        """Stop all processes, the last started first. Kill those that do not stop in time."""
         for member in reversed(self.members):
             if member.process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):

@@ -1,7 +1,7 @@
-"""The calling side of the wire protocol: one pipelined connection that reconnects by itself.
+"""The client of the wire protocol: one pipelined connection that reconnects by itself.
 
-Every call has a deadline. A call that was sent and not answered when the connection broke fails with
-`Unavailable`; it is not repeated here, since only the caller knows whether that is safe.
+Every call has a deadline. If the connection breaks before the reply, the call fails with `Unavailable`. It is not
+repeated here, since only the caller knows whether that is safe.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from kvpool.wire.messages import (
 )
 
 CONNECT_BACKOFF_S = 0.2  # after a refused connection, fail fast for this long
-MAX_UNDO = 1024  # calls given up whose late answers are remembered to be taken back
+MAX_UNDO = 1024  # abandoned calls whose late replies can still be undone
 Undo = Callable[[Any], Message | None]
 
 
 class WireClient:
-    """A connection to one server, opened on first use and again after it broke.
+    """A connection to one server. It opens on first use, and again after it broke.
 
     Args:
         address: "host:port" or "unix:/path".
         client_id: UUID of this process's client; servers tie leases and reservations to it.
         kind: "client", "node", "worker" or "conductor".
-        expected_epoch: the epoch that the server must have; None: any. A server that was restarted
-            since is refused with `StaleEpoch`, each time anew.
-        connect_timeout_s: limit for connecting and the hello.
+        expected_epoch: the epoch that the server must have; None: any. Each call to a server with another
+            epoch fails with `StaleEpoch`.
+        connect_timeout_s: limit for connecting and Hello.
         credentials: token and TLS.
     """
 
@@ -85,23 +85,23 @@ class WireClient:
 
     @property
     def is_connected(self) -> bool:
-        """Whether a connection stands now."""
+        """Whether a connection is open now."""
         return self._protocol is not None and self._protocol.is_open
 
     async def call(self, request: Message, timeout_s: float, undo: Undo | None = None) -> Any:
         """Send `request` and return its reply (the type that `REPLIES` names).
 
         Args:
-            undo: what to send when the reply comes after the call was given up: of what it grants, nobody
-                would know.
+            undo: makes the message that undoes a reply. It is sent if the reply arrives after the call was
+                abandoned, since no caller holds what the reply grants.
 
         Raises:
-            DeadlineExceeded: no answer within `timeout_s`.
-            Unavailable: no connection, or it broke before the answer.
-            Unauthenticated: the server does not know our token.
-            StaleEpoch: the server is not of the expected epoch.
-            ProtocolError: the answer cannot be read.
-            KvpoolError: what the server raised.
+            DeadlineExceeded: no reply within `timeout_s`.
+            Unavailable: there is no connection, or it broke before the reply.
+            Unauthenticated: the server does not accept the token.
+            StaleEpoch: the server does not have the expected epoch.
+            ProtocolError: the reply cannot be read.
+            KvpoolError: the error that the server raised.
         """
         protocol = self._protocol
         if protocol is None or not protocol.is_open:
@@ -109,14 +109,14 @@ class WireClient:
         return await protocol.call(request, timeout_s, undo)
 
     async def send(self, request: Message) -> None:
-        """Send one-way: no answer, no guarantee. Needs a standing connection or opens one."""
+        """Send one-way: no reply, no guarantee. Opens a connection if there is none."""
         protocol = self._protocol
         if protocol is None or not protocol.is_open:
             protocol = await self._connect(self._connect_timeout_s)
         protocol.write(0, Kind.ONE_WAY, request)
 
     def send_nowait(self, request: Message) -> bool:
-        """Send one-way if a connection stands; False if none does."""
+        """Send one-way over an open connection. Returns False if there is none."""
         if self._protocol is None or not self._protocol.is_open:
             return False
         self._protocol.write(0, Kind.ONE_WAY, request)
@@ -125,8 +125,8 @@ class WireClient:
     async def stream(self, request: Message, timeout_s: float) -> AsyncGenerator[Any, None]:
         """Send `request`; yield its items, then its reply as the last one.
 
-        Leaving the iteration early cancels the call at the server. `timeout_s` bounds the time to each
-        next item.
+        If the iteration ends early, the call is cancelled at the server. `timeout_s` is the limit for each
+        item.
         """
         protocol = self._protocol
         if protocol is None or not protocol.is_open:
@@ -142,7 +142,7 @@ class WireClient:
                 return self._protocol
             if time.monotonic() < self._refused_until:
                 raise Unavailable(
-                    f"no connection to {self.address}", hint="it was refused just now"
+                    f"no connection to {self.address}", hint="the last attempt was refused just now"
                 )
             limit = min(timeout_s, self._connect_timeout_s)
             try:
@@ -161,7 +161,7 @@ class WireClient:
             return protocol
 
     async def _greet(self, protocol: _Protocol, limit: float) -> HelloReply:
-        """Say hello on a new connection; it is closed unless all is well."""
+        """Send Hello on a new connection. Closes it if the server refuses or has another epoch."""
         is_welcome = False
         try:
             server: HelloReply = await protocol.call(self._hello, limit)
@@ -170,7 +170,7 @@ class WireClient:
             if self._expected_epoch is not None and server.epoch != self._expected_epoch:
                 raise StaleEpoch(
                     f"{self.address} has epoch {server.epoch}, not {self._expected_epoch}",
-                    hint="it was restarted; what it said before is void",
+                    hint="it was restarted, and its leases and reservations are void",
                 )
             is_welcome = True
             return server
@@ -190,7 +190,7 @@ class WireClient:
             host, _, port = self.address.rpartition(":")
             if not host or not port.isdigit():
                 raise Unavailable(
-                    f"{self.address!r} is no address",
+                    f"{self.address!r} is not an address",
                     hint='use "host:port" or "unix:/path"',
                 )
             tls = self._credentials.tls
@@ -200,7 +200,7 @@ class WireClient:
         return protocol
 
     async def close(self) -> None:
-        """Close the connection; calls in flight fail with `Unavailable`."""
+        """Close the connection. Calls that run fail with `Unavailable`."""
         self._closed = True
         if self._protocol is not None:
             self._protocol.close()
@@ -208,7 +208,7 @@ class WireClient:
 
 
 class _Protocol(asyncio.Protocol):
-    """One connection as the caller sees it."""
+    """One open connection."""
 
     def __init__(self, address: str, max_frame_bytes: int) -> None:
         self._address = address
@@ -216,7 +216,7 @@ class _Protocol(asyncio.Protocol):
         self._ids = itertools.count(1)
         self._calls: dict[int, tuple[asyncio.Future[Any], Any]] = {}
         self._streams: dict[int, tuple[asyncio.Queue[Any], Any, Any]] = {}
-        self._undo: dict[int, tuple[Any, Undo]] = {}  # of calls that were given up, with decoders
+        self._undo: dict[int, tuple[Any, Undo]] = {}  # abandoned calls, with decoders
         self._transport: asyncio.Transport | None = None
         self.is_open = False
 
@@ -248,7 +248,7 @@ class _Protocol(asyncio.Protocol):
             if future.cancelled():
                 self._give_up(request_id, decoder, undo)
             elif undo is not None and future.exception() is None:
-                self._take_back(undo, future.result())  # it came in the same turn
+                self._take_back(undo, future.result())  # it arrived in the same turn of the loop
             raise
         finally:
             timer.cancel()
@@ -265,7 +265,7 @@ class _Protocol(asyncio.Protocol):
     def _give_up(self, request_id: int, decoder: Any, undo: Undo | None) -> None:
         if undo is not None:
             self._undo[request_id] = (decoder, undo)
-        while len(self._undo) > MAX_UNDO:  # of calls that the server cancelled there is no answer
+        while len(self._undo) > MAX_UNDO:  # a call that the server cancelled gets no reply
             del self._undo[next(iter(self._undo))]
         self._cancel(request_id)
 
@@ -325,18 +325,18 @@ class _Protocol(asyncio.Protocol):
             queue.put_nowait((not is_item, answer))
         elif request_id == 0 and kind == Kind.ERROR:
             self._fail(self._decode(kind, body, None))
-        elif request_id in self._undo:  # the answer to a call that was given up
+        elif request_id in self._undo:  # the reply to an abandoned call
             decoder, undo = self._undo.pop(request_id)
             self._take_back(undo, self._decode(kind, body, decoder))
 
     def _take_back(self, undo: Undo, answer: Any) -> None:
-        """Nobody waits for this answer any more: have what it grants, if it does, taken back."""
+        """Undo a reply that no caller waits for."""
         message = undo(answer) if isinstance(answer, Reply) else None
         if message is not None and self.is_open:
             self.write(0, Kind.ONE_WAY, message)
 
     def _decode(self, kind: int, body: memoryview, decoder: Any) -> Any:
-        """What a frame carries. An unreadable one is the error of its own call, not of its neighbours."""
+        """The content of a frame. If it cannot be read, that is the error of its call alone."""
         try:
             return decode_error(body) if kind == Kind.ERROR else decode_reply(decoder, body)
         except ProtocolError as error:

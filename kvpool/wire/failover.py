@@ -1,7 +1,7 @@
-"""A client of several equal servers: it stays with one that answers, and turns to the next when it does not.
+"""A client of several equal servers. It uses one, and switches to the next if that one does not reply.
 
-For conductors that share their state. A call that was lost with its server is sent again to the next one,
-which is right for every message that a conductor takes: doing it twice does no harm.
+It serves conductors that share their state. A call that fails with its server is sent to the next server. That is
+safe, since every message to a conductor may be handled twice.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from kvpool.wire.client import WireClient
 from kvpool.wire.credentials import NO_CREDENTIALS, Credentials
 from kvpool.wire.messages import Message
 
-PATIENCE_S = 2.0  # longest wait for a server's answer while there is another to ask
+PATIENCE_S = 2.0  # longest wait for one server while there is another
 
 
 def split_addresses(text: str) -> list[str]:
-    """The addresses of "host:port,host:port".
+    """Split "host:port,host:port" into addresses.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no address.
     """
     addresses = [address.strip() for address in text.split(",") if address.strip()]
     if not addresses:
@@ -30,10 +30,10 @@ def split_addresses(text: str) -> list[str]:
 
 
 class FailoverClient:
-    """Speaks to the first of several servers that answers; with a single one, much like `WireClient`.
+    """Calls the first of several servers that replies. With one server it is like `WireClient`.
 
     Args:
-        addresses: "host:port" of each, with commas between them, in the order in which they are tried.
+        addresses: "host:port" of each server, separated by commas, in the order in which they are tried.
         client_id, kind, epoch, credentials: as for `WireClient`.
 
     Raises:
@@ -57,15 +57,15 @@ class FailoverClient:
 
     @property
     def address(self) -> str:
-        """Of the server that is spoken to now."""
+        """The address of the server in use."""
         return self._clients[self._at].address
 
     async def call(self, request: Message, timeout_s: float) -> Any:
-        """Send `request` and return its reply, of whichever server gives it first.
+        """Send `request` and return the reply of the first server that gives one.
 
         Raises:
-            DeadlineExceeded, Unavailable: no server answered within `timeout_s`; of the last one tried.
-            KvpoolError: what the server raised.
+            DeadlineExceeded, Unavailable: no server replied within `timeout_s`; the error of the last one.
+            KvpoolError: the error that a server raised.
         """
         deadline = time.monotonic() + timeout_s
         for others in range(len(self._clients) - 1, -1, -1):
@@ -76,18 +76,18 @@ class FailoverClient:
                 return await self._clients[at].call(request, limit_s)
             except (Unavailable, DeadlineExceeded) as error:
                 if type(error) not in (Unavailable, DeadlineExceeded):
-                    raise  # a server's own word, such as `StaleEpoch`
-                if self._at == at:  # else a neighbouring call has turned already
+                    raise  # a subclass, such as `StaleEpoch`, is the server's own reply
+                if self._at == at:  # else another call has switched already
                     self._at = (at + 1) % len(self._clients)
                 if not others or time.monotonic() >= deadline:
                     raise
         raise AssertionError("unreachable")
 
     def send_nowait(self, request: Message) -> bool:
-        """Send one-way if a connection stands; False if none does."""
+        """Send one-way over an open connection. Returns False if there is none."""
         return self._clients[self._at].send_nowait(request)
 
     async def close(self) -> None:
-        """Close all connections; calls in flight fail with `Unavailable`."""
+        """Close all connections. Calls that run fail with `Unavailable`."""
         for client in self._clients:
             await client.close()

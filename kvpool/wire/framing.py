@@ -1,8 +1,8 @@
-"""Frames of the wire protocol: cutting a byte stream into them and putting them together.
+"""Frames of the wire protocol: encode them, and cut a byte stream into them.
 
     | body length: u32 | request id: u32 | kind: u8 | body: msgpack |      (little-endian)
 
-Not here: what bodies mean (`messages`), sockets (`server`, `client`).
+`messages` defines the bodies; `server` and `client` have the sockets.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ DEFAULT_MAX_FRAME_BYTES = 64 << 20
 
 
 class Kind(IntEnum):
-    """What a frame is."""
+    """The kind of a frame."""
 
     REQUEST = 0
     REPLY = 1
     ERROR = 2
     ONE_WAY = 3
     ITEM = 4  # one item of a streamed reply
-    CANCEL = 5  # the caller of this request id wants no more
+    CANCEL = 5  # stop the call with this request id
 
 
 class ErrorBody(Reply, frozen=True):
-    """How an error travels."""
+    """The body of an ERROR frame."""
 
     code: str
     message: str
@@ -51,7 +51,7 @@ _decoders: dict[type[Reply], msgspec.msgpack.Decoder[Any]] = {}
 
 
 def encode_frame(request_id: int, kind: Kind, body: msgspec.Struct | None) -> bytearray:
-    """One frame, ready to be written."""
+    """Encode one frame."""
     buffer = bytearray(HEADER.size)
     if body is not None:
         _encoder.encode_into(body, buffer, HEADER.size)
@@ -60,10 +60,10 @@ def encode_frame(request_id: int, kind: Kind, body: msgspec.Struct | None) -> by
 
 
 def decode_error(body: bytes | memoryview) -> KvpoolError:
-    """The error that an ERROR frame carries.
+    """Decode the body of an ERROR frame.
 
     Raises:
-        ProtocolError: it cannot be read.
+        ProtocolError: the body cannot be read.
     """
     fields: ErrorBody = decode_reply(_errors, body)
     error = from_code(fields.code, fields.message)
@@ -73,21 +73,20 @@ def decode_error(body: bytes | memoryview) -> KvpoolError:
 
 
 def error_body(error: BaseException) -> ErrorBody:
-    """What may be told of an error to a peer; the text of an unforeseen one stays here."""
+    """The error as a peer may see it. The text of an unexpected error is not sent."""
     if isinstance(error, KvpoolError):
         return ErrorBody(error.code, str(error), getattr(error, "retry_after_s", 0.0))
     return ErrorBody("internal", f"internal error ({type(error).__name__}); see the server's log")
 
 
 class FrameReader:
-    """Cuts a stream into frames, in time linear in what arrives however it is cut.
+    """Cuts a stream into frames, in time linear in its bytes.
 
-    `push` takes what arrived, `next_frame` gives one frame at a time, so that its user may stop between
-    two; `feed` does both for a user who never stops.
+    `push` adds bytes, and `next_frame` returns one frame, so that the caller may stop between two. `feed` does both.
 
     Args:
-        max_frame_bytes: a longer body is a `ProtocolError` as soon as its header arrives, before any of
-            it is buffered. May be changed between two frames.
+        max_frame_bytes: limit of a body. A longer one raises `ProtocolError` when its header arrives, before it
+            is buffered. It may be changed between two frames.
     """
 
     def __init__(self, max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES) -> None:
@@ -96,12 +95,12 @@ class FrameReader:
         self._start = 0  # of the next frame in `_buffer`
 
     def push(self, data: bytes) -> None:
-        """Take what arrived. It is copied only while a frame is incomplete, and then once."""
+        """Add bytes. They are copied once if a frame is incomplete, else not at all."""
         if self._start == len(self._buffer):
             self._buffer = data
             self._start = 0
         elif self._start == 0 and isinstance(self._buffer, bytearray):
-            # No frame was cut from this one yet, so no view of it exists that forbids growing it.
+            # No frame was cut from this buffer, so no view of it keeps it from growing.
             self._buffer += data
         else:
             self._buffer = bytearray(memoryview(self._buffer)[self._start :])
@@ -109,7 +108,7 @@ class FrameReader:
             self._start = 0
 
     def next_frame(self) -> tuple[int, int, memoryview] | None:
-        """The next complete frame as (request id, kind, body), or None if more must arrive first.
+        """The next frame as (request id, kind, body); None if it is incomplete.
 
         Raises:
             ProtocolError: a body is longer than the limit or the kind is unknown.
@@ -130,15 +129,15 @@ class FrameReader:
         body = memoryview(self._buffer)[start:end]
         self._start = end
         if end == len(self._buffer):
-            self._buffer = b""  # the body keeps it alive for as long as anyone wants it
+            self._buffer = b""  # the view `body` keeps it alive
             self._start = 0
         return request_id, kind, body
 
     def feed(self, data: bytes) -> Iterator[tuple[int, int, memoryview]]:
-        """The frames completed by `data`.
+        """Add bytes and iterate over the complete frames.
 
         Raises:
-            ProtocolError: as `next_frame` does, when the iteration gets there.
+            ProtocolError: as `next_frame`, during the iteration.
         """
         self.push(data)
         return iter(self.next_frame, None)
@@ -153,10 +152,10 @@ def decoder_for(reply_type: type[Reply]) -> msgspec.msgpack.Decoder[Any]:
 
 
 def decode_reply(decoder: msgspec.msgpack.Decoder[Any], body: bytes | memoryview) -> Any:
-    """A reply, an item or an error body.
+    """Decode a reply, an item or an error.
 
     Raises:
-        ProtocolError: it is not msgpack, or not what `decoder` wants, or a value in it is impossible.
+        ProtocolError: the body is not msgpack, not of the decoder's type, or has an invalid value.
     """
     try:
         return decoder.decode(body)
@@ -165,15 +164,15 @@ def decode_reply(decoder: msgspec.msgpack.Decoder[Any], body: bytes | memoryview
 
 
 def decode_request(body: memoryview) -> Message:
-    """A request from its body.
+    """Decode a request.
 
     Raises:
-        ProtocolError: it is not msgpack, or not a known message, or a field has the wrong type.
-        KvpoolError: all of that is right, but a value in it refuses its fields (a `Layout`, say).
+        ProtocolError: the body is not msgpack or not a known message, or a field has the wrong type.
+        KvpoolError: a struct in it rejects its values, e.g. `Layout`.
     """
     try:
         return _requests.decode(body)  # type: ignore[no-any-return]
-    except KvpoolError:  # msgspec lets what `__post_init__` raises through, but for two types
+    except KvpoolError:  # raised by a `__post_init__`
         raise
     except Exception as error:
         raise ProtocolError(f"bad message: {error}") from error

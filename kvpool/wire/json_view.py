@@ -1,4 +1,4 @@
-"""Wire structs as plain JSON values with field names, for people and for HTTP."""
+"""Convert wire structs to JSON values with field names, for people and for HTTP."""
 
 from __future__ import annotations
 

@@ -202,10 +202,9 @@ class _Connection(asyncio.Protocol):
         self._server = server
         self._reader = FrameReader(min(server.max_frame_bytes, MAX_FRAME_BYTES_BEFORE_HELLO))
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._one_way: set[asyncio.Task[None]] = set()  # they have no id and cannot be cancelled
-        self._answered: set[asyncio.Task[None]] = (
-            set()
-        )  # over for the peer, which may use the id again
+        self._one_way: set[asyncio.Task[None]] = set()  # without an id, so they cannot be cancelled
+        # The peer has the reply and may use the id again.
+        self._answered: set[asyncio.Task[None]] = set()
         self._has_dropped = False
         self._transport: asyncio.Transport | None = None
         self._can_write = asyncio.Event()
@@ -269,7 +268,7 @@ class _Connection(asyncio.Protocol):
                 task.cancel()
             return
         if kind not in (Kind.REQUEST, Kind.ONE_WAY):
-            raise ProtocolError(f"a server takes no frames of kind {kind}")
+            raise ProtocolError(f"a server accepts no frames of kind {kind}")
         one_way = kind == Kind.ONE_WAY
         try:
             request = decode_request(body)
@@ -293,7 +292,7 @@ class _Connection(asyncio.Protocol):
         if handler is None:
             kind = self._server.identity.kind
             error = InvalidArgument(
-                f"a {kind} does not answer {type(request).__name__}",
+                f"a {kind} does not serve {type(request).__name__}",
                 hint="check which address belongs to which kind of process",
             )
             self._answer(request_id, one_way, Kind.ERROR, error_body(error))
@@ -316,11 +315,11 @@ class _Connection(asyncio.Protocol):
 
     def _hello(self, request_id: int, hello: Hello) -> None:
         if self.session.client_id:
-            raise ProtocolError("Hello was said already")
+            raise ProtocolError("Hello was sent twice")
         if hello.protocol != PROTOCOL_VERSION:
             raise ProtocolError(
-                f"protocol {hello.protocol} is not spoken here",
-                hint=f"this side speaks {PROTOCOL_VERSION}; install the same kvpool on both sides",
+                f"protocol {hello.protocol} is not supported",
+                hint=f"this side has protocol {PROTOCOL_VERSION}; install the same kvpool on both sides",
             )
         if not hello.client_id or len(hello.client_id) > 64:
             raise ProtocolError("Hello.client_id must be 1 to 64 characters")
@@ -347,9 +346,7 @@ class _Connection(asyncio.Protocol):
     def _start(self, request_id: int, one_way: bool, result: Any) -> None:
         """Await or iterate the result of a handler in a new task."""
         if one_way:
-            if (
-                len(self._one_way) >= MAX_ONE_WAY
-            ):  # its sender cannot know, and was promised nothing
+            if len(self._one_way) >= MAX_ONE_WAY:  # one-way calls have no guarantee
                 _discard(result)
                 if not self._has_dropped:
                     log.warning("dropping one-way calls: too many run", peer=self.session.peer)
@@ -394,8 +391,10 @@ class _Connection(asyncio.Protocol):
             self._end(request_id, one_way, Kind.ERROR, error_body(error))
 
     def _end(self, request_id: int, one_way: bool, kind: Kind, body: Reply) -> None:
-        """The last answer of a task; whoever reads it may send the next request with the same id at once."""
-        frame = encode_frame(request_id, kind, body)  # may fail, and then it is not the last
+        """Send the last reply of a task. The peer may use its id again at once."""
+        frame = encode_frame(
+            request_id, kind, body
+        )  # before the pop: if it fails, an error follows
         if not one_way:
             task = self._tasks.pop(request_id, None)
             if task is not None:
@@ -416,14 +415,14 @@ class _Connection(asyncio.Protocol):
             self._transport.write(frame)
 
     def _refuse(self, error: Exception) -> None:
-        """Say why, and close."""
+        """Send the error and close the connection."""
         log.warning("closing the connection", peer=self.session.peer, error=str(error))
         self._write(encode_frame(0, Kind.ERROR, error_body(error)))
         if self._transport is not None:
             self._transport.close()
 
     def pause_writing(self) -> None:
-        # A peer that does not read gets no more of its requests read, nor those served that were read.
+        # While the peer does not read, its requests are neither read nor served.
         self._can_write.clear()
         if self._transport is not None:
             self._transport.pause_reading()
@@ -442,7 +441,7 @@ class _Connection(asyncio.Protocol):
             task.cancel()
         for callback in self.session.closing:
             callback()
-        self.session.closing.clear()  # they know the session: no cycle is left to be collected
+        self.session.closing.clear()  # they refer to the session; this breaks the cycle
         self._transport = None
 
     def tasks(self) -> list[asyncio.Task[None]]:

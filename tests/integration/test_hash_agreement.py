@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvpool import AsyncPool, Namespace, Pool
-from kvpool.blocks import hash_check
 from kvpool.blocks.hash_check import HashProof, proof_of
+from kvpool.client.node import directory, node_link
 from kvpool.errors import HashMismatch
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
@@ -46,7 +46,8 @@ async def test_a_client_that_hashes_otherwise_is_refused_at_registration(
     }[at]
     async with AsyncPool(host_label="here", **where) as pool:
         await pool.put(NAMESPACE, hashes, data)
-    monkeypatch.setattr(hash_check, "proof_of", wrong)
+    for module in (directory, node_link):
+        monkeypatch.setattr(module, "proof_of", wrong)
     fresh = msgspec.structs.replace(NAMESPACE, revision=f"revision-{at}")
     async with AsyncPool(host_label="here", **where) as pool:
         with pytest.raises(HashMismatch, match=r"xxhash 2\.0\.0 \(0\.6\) there, "):
@@ -74,7 +75,8 @@ def test_clients_without_proof_are_served(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashes, data = prompt(2, 2), contents(prompt(2, 2))
-    monkeypatch.setattr(hash_check, "proof_of", lambda _namespace: None)
+    for module in (directory, node_link):
+        monkeypatch.setattr(module, "proof_of", lambda _namespace: None)
     with Pool(conductor=cluster.conductor["wire"], host_label="here") as pool:
         pool.put(NAMESPACE, hashes, data)
         wait_until(lambda: pool.lookup(NAMESPACE, hashes).found == 2, "the index hears of it")
