@@ -1,4 +1,4 @@
-"""Eviction policies against naive versions of themselves, as caches of their own, and in what they cost."""
+"""Eviction policies: compared with naive versions, driven as caches, and counted in operations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ steps = st.lists(
 
 
 class Pair:
-    """A policy and its naive twin, told the same; every victim must be the same."""
+    """A policy and its naive twin get the same calls; every victim must be the same."""
 
     def __init__(self, name: str) -> None:
         self.held: set[int] = set()
@@ -121,7 +121,7 @@ CHAINS = [[f"{name}{i}" for i in range(5)] for name in "abcd"] + [["a0", "a1", "
     requests=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 5)), max_size=40),
     capacity=st.integers(1, 12),
 )
-def test_where_chains_count_no_parent_goes_before_its_child(
+def test_where_chains_count_no_parent_is_evicted_before_its_child(
     name: str, requests: list[tuple[int, int]], capacity: int
 ) -> None:
     cache: BlockCache[str] = BlockCache(name, capacity, is_leaves_only=True)
@@ -164,7 +164,7 @@ def test_a_block_larger_than_the_cache_evicts_nothing() -> None:
 
 
 def _zipf_and_scans(requests: int, seed: int = 7) -> Iterator[int]:
-    """A thousand ids by Zipf's law, and between them long runs of ids that never come again."""
+    """A thousand ids by Zipf's law, with long runs of ids that never return in between."""
     rng = random.Random(seed)
     weights = list(accumulate(1 / rank for rank in range(1, 1001)))
     fresh = 1_000_000
@@ -239,7 +239,7 @@ def test_the_cost_of_a_block_grows_with_its_depth_and_can_be_given() -> None:
 def test_the_work_of_a_step_does_not_grow_with_the_cache(
     name: str, held_share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counts heap operations, each of which is O(log n), and questions whether a block may go."""
+    """Counts heap operations, each O(log n), and calls of `may_go`."""
     work: Counter[str] = Counter()
     for operation in ("heappush", "heappop", "heapreplace", "heapify"):
         real = getattr(lazy_heap, operation)

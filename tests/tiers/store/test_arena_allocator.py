@@ -1,4 +1,4 @@
-"""Several arenas as one: where slots are placed, how arenas come and go, and that the sums stay right."""
+"""Several arenas behind one allocator: where slots are placed, how arenas come and go, and that the sums stay right."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_pool_of_a_pool_is_the_same() -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Any order of taking, freeing, adding, closing and removing, beside a plain record of it."""
+    """Any order of taking, freeing, adding, closing and removing, compared with a plain record."""
 
     @initialize(placement=st.sampled_from(["fill", "spread"]))
     def begin(self, placement: Placement) -> None:

@@ -1,4 +1,4 @@
-"""Arenas that come and go under a store: what moves, what stays until it may go, and that nothing is lost in vain."""
+"""Arenas that come and go: which blocks migrate, which stay until they may leave, and that none is lost without need."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def grow(s: Store, arena_id: int, slabs: int = 1) -> None:
 
 
 def empty(s: Store, now: float = 0.0, *, ok: bool = True) -> None:
-    """As the node does it, for as long as something happens."""
+    """Evacuate as the node does, until nothing happens any more."""
     for _ in range(100):
         before = s.evacuations.bytes_left()
         migrations = s.plan_evacuation(4, now)
@@ -64,7 +64,7 @@ def test_a_block_that_fits_in_what_remains_is_never_lost() -> None:
     assert tiers_of(s, run) == [Tier.DRAM] * 4
 
 
-def test_blocks_move_with_their_checksums_and_without_an_event() -> None:
+def test_blocks_migrate_with_their_checksums_and_without_an_event() -> None:
     s = store(dram=2)
     grow(s, 1, slabs=2)
     put(s, names(3))
@@ -78,7 +78,7 @@ def test_blocks_move_with_their_checksums_and_without_an_event() -> None:
     assert s.counters.get("lost", 0) == 0
 
 
-def test_both_parts_of_a_block_move_and_readers_get_the_new_places() -> None:
+def test_both_parts_of_a_block_migrate_and_readers_get_the_new_places() -> None:
     s = store(dram=1)
     run = names(1)
     put(s, run, space=B)
@@ -93,7 +93,7 @@ def test_both_parts_of_a_block_move_and_readers_get_the_new_places() -> None:
     ]
     assert [m.source for m in migrations] == before.places
     s.finish_migration(migrations[0].migration_id, True, 0.0)
-    assert places_of(s, run, B) == before.places  # not before all of it is there
+    assert places_of(s, run, B) == before.places  # not before both parts are there
     s.finish_migration(migrations[1].migration_id, True, 0.0)
     assert places_of(s, run, B) == [m.target for m in migrations]
     assert s.pin(B, run, "c", 1.0, 0.0).checksums == before.checksums
@@ -101,7 +101,7 @@ def test_both_parts_of_a_block_move_and_readers_get_the_new_places() -> None:
     s.check_integrity()
 
 
-def test_what_was_used_last_stays_and_what_is_cold_goes() -> None:
+def test_recently_used_blocks_stay_and_cold_ones_are_evicted() -> None:
     s = store(dram=1)
     put(s, names(4, b"c"))
     grow(s, 1)
@@ -125,7 +125,7 @@ def test_cold_blocks_of_the_arena_go_before_warmer_ones_elsewhere_and_tails_befo
     assert [e.block_hash for e in s.take_events()] == names(4, b"c")[::-1]
 
 
-def test_what_finds_no_room_in_dram_goes_down_to_nvme() -> None:
+def test_blocks_that_find_no_room_in_dram_are_demoted_to_nvme() -> None:
     s = store(dram=1, nvme=4, config=replace(CONFIG, dram_high_watermark=1.0))
     put(s, names(4, b"c"))
     grow(s, 1)
@@ -164,7 +164,7 @@ def test_new_readers_of_a_leased_block_find_it_elsewhere() -> None:
     old = s.pin(A, run, "c", 5.0, 0.0)
     s.evacuations.begin(0)
     empty(s)
-    assert places_of(s, run) == old.places  # it may end soon; but then another one comes
+    assert places_of(s, run) == old.places  # the lease may end soon; but then another one comes
     empty(s)
     new = s.pin(A, run, "d", 9.0, 0.0)
     assert {place.arena_id for place in new.places} == {1}
@@ -195,7 +195,7 @@ def test_leased_blocks_that_fit_nowhere_else_stay_until_they_are_released() -> N
     assert tiers_of(s, names(4, b"h")) == ["gone"] * 4
 
 
-def test_a_lease_that_begins_while_its_block_moves_keeps_the_old_place() -> None:
+def test_a_lease_that_begins_while_its_block_migrates_keeps_the_old_place() -> None:
     s = store(dram=1)
     run = names(1)
     put(s, run)
@@ -246,7 +246,7 @@ def test_reserved_and_quarantined_slots_hold_the_arena() -> None:
     assert tiers_of(s, names(2)) == [Tier.DRAM] * 2
 
 
-def test_a_block_whose_bytes_could_not_be_moved_stays_readable_and_is_tried_again() -> None:
+def test_a_block_whose_migration_fails_stays_readable_and_is_tried_again() -> None:
     s = store(dram=1)
     put(s, names(2))
     grow(s, 1)
@@ -259,7 +259,7 @@ def test_a_block_whose_bytes_could_not_be_moved_stays_readable_and_is_tried_agai
     assert s.evacuations.take_empty() == [0]
 
 
-def test_a_block_dropped_while_it_moves_is_gone_from_both_places() -> None:
+def test_a_block_dropped_while_it_migrates_is_gone_from_both_places() -> None:
     s = store(dram=1)
     put(s, names(1))
     grow(s, 1)
@@ -285,7 +285,7 @@ def test_pressure_elsewhere_takes_nothing_from_an_arena_on_its_way_out() -> None
 
 
 @pytest.mark.parametrize("until", [None, 100.0])
-def test_protected_blocks_take_room_from_warmer_ones(until: float | None) -> None:
+def test_retained_blocks_take_room_from_warmer_ones(until: float | None) -> None:
     s = store(dram=1)
     put(s, names(2, b"k"))
     s.retention.retain(A, names(2, b"k"), until, 0.0)
@@ -297,7 +297,7 @@ def test_protected_blocks_take_room_from_warmer_ones(until: float | None) -> Non
     assert tiers_of(s, names(2, b"k")) == [Tier.DRAM] * 2
 
 
-def test_what_may_be_protected_follows_the_capacity() -> None:
+def test_the_retention_share_follows_the_capacity() -> None:
     s = store(dram=1)
     put(s, names(4))
     with pytest.raises(NoRoom):
@@ -345,7 +345,7 @@ def test_the_last_arena_stays_and_unknown_ones_are_not_found() -> None:
     assert s.evacuations.take_empty() == [0]
 
 
-def test_no_call_takes_long_however_much_stands_in_the_arena() -> None:
+def test_no_call_takes_long_however_full_the_arena_is() -> None:
     slots = 4096
     config = StoreConfig(max_reservation_s=100.0)
     s = Store(SlabAllocator(slots * PAGE, 64 * SLAB, 0), None, config)

@@ -1,4 +1,4 @@
-"""Settings of eviction, protection and quotas: names, shares and sizes as users write them."""
+"""Settings of eviction, retention and quotas: names, shares and sizes as users write them."""
 
 from __future__ import annotations
 

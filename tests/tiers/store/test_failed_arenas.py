@@ -46,10 +46,10 @@ class Story:
         self.lost: set[int] = set()
         self.closed: set[int] = set()
         self.leases: list[int] = []
-        self.on_disk: set[tuple[bytes, bytes]] = set()  # as the index was told
+        self.on_disk: set[tuple[bytes, bytes]] = set()  # as reported to the index
         for i, space in enumerate(SPACES):
             self.store.namespaces.register(space)
-            # What an earlier life left, in the other encoding now and then.
+            # Blocks from before a restart, some of them in the other encoding.
             for device in range(DEVICES):
                 encoding: Encoding = self.random.choice(("as_is", "fp8"))
                 for part in range(space.layout.tp_size):

@@ -1,4 +1,4 @@
-"""fp8 on disk: every code and value against torch's, bounds per element, and what must not happen to odd input."""
+"""fp8 on disk: every code and value against torch's, bounds for each element, and odd input."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def layout(dtype: str, **sizes: Any) -> Layout:
 
 
 def part(shape: Layout, seed: int = 0, spread: float = 2.0) -> torch.Tensor:
-    """Normal values, each group of another size."""
+    """Normal values, each group with another magnitude."""
     random = torch.Generator().manual_seed(seed)
     groups = shape.layers * shape.kv_per_token * shape.heads_per_part
     values = torch.randn(groups, shape.block_tokens * shape.head_dim, generator=random)
@@ -59,7 +59,7 @@ def test_every_code_is_the_one_that_torch_makes(dtype: str) -> None:
     assert torch.equal(back, (expected.double() * scales).to(values.dtype))
 
 
-def test_a_code_of_its_own_stands_for_each_of_the_256_values() -> None:
+def test_each_of_the_256_values_has_its_own_code() -> None:
     values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     codes = to_e4m3(values.numpy())
     is_number = ~torch.isnan(values).numpy()
@@ -75,7 +75,7 @@ def test_the_error_of_each_element_is_bounded(dtype: str, spread: float) -> None
     back = there_and_back(shape, values).double()
     error = (back - values.double()).abs()
     largest = values.double().abs().amax(dim=1, keepdim=True)
-    # Half a step of three binary digits; below the 14 orders of normal codes, half the least one's.
+    # Half a step of three binary digits; below the 14 orders of normal codes, half the smallest step.
     bound = torch.maximum(values.double().abs() / 16, largest * 2.0**-17)
     assert (error <= bound).all()
     relative_rms = (error.square().sum() / values.double().square().sum()).sqrt()

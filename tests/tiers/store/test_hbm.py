@@ -1,4 +1,4 @@
-"""The hbm tier of the store, case by case; random interleavings are in test_store_properties."""
+"""The HBM tier of the store, case by case; random interleavings are in test_properties."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.tiers.store.test_store import EXISTS, GRANTED, IN_PROGRESS, NO_ROOM, 
 from tiers.store.slab_allocator import SlabAllocator
 from tiers.store.store import Migration, Store, StoreConfig
 
-EARLY = replace(CONFIG, hbm_high_watermark=0.0, hbm_low_watermark=0.0)  # demotes all it has
+EARLY = replace(CONFIG, hbm_high_watermark=0.0, hbm_low_watermark=0.0)  # demotes every block
 
 
 def store(hbm: int = 1, dram: int = 1, nvme: int = 0, config: StoreConfig = CONFIG) -> Store:
@@ -29,7 +29,7 @@ def store(hbm: int = 1, dram: int = 1, nvme: int = 0, config: StoreConfig = CONF
 
 
 def put(s: Store, run: list[bytes], parent: bytes = b"", tier: Tier = Tier.HBM) -> list[int]:
-    """Returns the arena of each block."""
+    """Store blocks; returns the arena of each."""
     granted = s.reserve(A, run, parent, 0, "w", 5.0, 0.0, tier)
     assert granted.statuses == [GRANTED] * len(run)
     s.commit(granted.reservation_id, list(range(len(run))), 0.0)
@@ -58,7 +58,7 @@ def test_blocks_are_granted_in_hbm_as_far_as_there_is_room_and_then_in_dram() ->
     assert usage(s, Tier.HBM) == (4, 4 * PAGE, 0)
 
 
-def test_who_does_not_ask_for_hbm_is_given_none() -> None:
+def test_a_writer_that_does_not_ask_for_hbm_gets_none() -> None:
     s = store()
     assert put(s, names(2), tier=Tier.DRAM) == [0, 0]
     assert put(s, names(1, b"m"), tier=Tier.DRAM) == [0]
@@ -74,17 +74,17 @@ def test_a_node_without_hbm_grants_in_dram() -> None:
     assert s.pin(A, names(2), "c", 1.0, 0.0, None, Tier.HBM).tiers == [Tier.DRAM] * 2
 
 
-def test_what_stands_in_hbm_exists_for_every_writer() -> None:
+def test_a_block_in_hbm_exists_for_every_writer() -> None:
     s = store()
     put(s, names(1))
     for tier in (Tier.DRAM, Tier.HBM):
         assert s.reserve(A, names(1), b"", 0, "w", 5.0, 0.0, tier).statuses == [EXISTS]
 
 
-def test_all_parts_of_a_block_stand_in_the_tier_of_the_first() -> None:
+def test_all_parts_of_a_block_are_in_the_tier_of_the_first() -> None:
     s = store(hbm=2, dram=2)
     first = s.reserve(B, names(1), b"", 0, "w", 5.0, 0.0, Tier.HBM)
-    # Who cannot write to hbm cannot join in.
+    # A writer that cannot write to HBM cannot add a part.
     assert s.reserve(B, names(1), b"", 1, "v", 5.0, 0.0, Tier.DRAM).statuses == [IN_PROGRESS]
     second = s.reserve(B, names(1), b"", 1, "v", 5.0, 0.0, Tier.HBM)
     assert [g.places[0].arena_id for g in (first, second)] == [HBM_ARENA] * 2
@@ -155,7 +155,7 @@ def test_a_block_pinned_in_hbm_stays_there_whatever_is_asked_for() -> None:
     s = store(config=EARLY)
     put(s, names(4))
     pinned = s.pin(A, names(4), "c", 1.0, 0.0, None, Tier.HBM)
-    finish(s, s.pin(A, names(4), "d", 1.0, 0.0).promote)  # clean now, and held all the same
+    finish(s, s.pin(A, names(4), "d", 1.0, 0.0).promote)  # clean now, and still leased
     s.drop(A, names(4)[0], "test", 0.0)
     assert put(s, names(1, b"m")) == [0]
     s.leases.release(pinned.lease_id)
@@ -203,18 +203,18 @@ def test_a_refused_block_that_is_used_again_stays() -> None:
     put(s, names(4, b"m"), tier=Tier.DRAM)
     s.migrations.plan_demotions(100, 0.0)
     s.leases.release(s.pin(A, names(4), "c", 1.0, 0.0, None, Tier.HBM).lease_id)
-    # The oldest of dram goes for it instead: it is the colder one now.
+    # The oldest block of DRAM is evicted instead: it is colder now.
     assert put(s, names(1, b"o")) == [0]
     assert s.lookup(A, names(4)) == [Tier.HBM] * 4
 
 
-def test_a_protected_block_leaves_hbm_only_for_the_tier_below() -> None:
+def test_a_retained_block_leaves_hbm_only_for_the_tier_below() -> None:
     s = store(dram=2, config=replace(EARLY, retention_share=1.0))
     put(s, names(1))
     s.retention.retain(A, names(1), None, 0.0)
     [retained] = [u for u in s.inspection.tiers() if u.tier == Tier.HBM]
     assert retained.retained_bytes == 0  # the promise is of the node, not of hbm
-    assert put(s, names(4, b"m"))[-1] == 0  # not for its sake, while it stands there alone
+    assert put(s, names(4, b"m"))[-1] == 0  # not in its place, while HBM has its only copy
     finish(s, s.migrations.plan_demotions(100, 0.0))
     put(s, names(3, b"o"))
     put(s, names(1, b"p"))
@@ -259,7 +259,7 @@ def test_a_failed_demotion_is_tried_again_also_when_its_last_part_ends_late() ->
         s.commit(granted.reservation_id, [part], 0.0)
     first, second = s.migrations.plan_demotions(1, 0.0)
     s.finish_migration(first.migration_id, False, 0.0)
-    assert s.migrations.plan_demotions(1, 1.5) == []  # the other part is under way
+    assert s.migrations.plan_demotions(1, 1.5) == []  # the other part is in flight
     s.finish_migration(second.migration_id, True, 2.0)
     s.check_integrity()
     assert len(s.migrations.plan_demotions(1, 3.1)) == 2
@@ -272,7 +272,7 @@ def test_prefetch_brings_a_run_into_hbm_from_dram_and_from_nvme() -> None:
     s = store(hbm=2, dram=1, nvme=2, config=replace(CONFIG, write_through=True))
     put(s, names(4), tier=Tier.DRAM)
     demote(s)
-    put(s, names(2, b"m"), tier=Tier.DRAM)  # two of the first ones stand on nvme alone now
+    put(s, names(2, b"m"), tier=Tier.DRAM)  # two of the first ones are on NVMe only now
     assert s.lookup(A, names(4)) == [Tier.DRAM, Tier.DRAM, Tier.NVME, Tier.NVME]
     migrations, reason = s.promote(A, names(4), 0.0, Tier.HBM)
     assert reason == ""
@@ -307,7 +307,7 @@ def test_quotas_hold_in_hbm() -> None:
     config = replace(CONFIG, quotas={A.hex(): 0.5, B.hex(): 0.5})
     s = store(hbm=4, dram=4, config=config)
     put(s, names(16))
-    finish(s, s.migrations.plan_demotions(100, 0.0))  # dispensable, and more than A's half
+    finish(s, s.migrations.plan_demotions(100, 0.0))  # reclaimable, and more than A's half
     granted = s.reserve(B, names(2, b"m"), b"", 0, "w", 5.0, 0.0, Tier.HBM)
     assert [place.arena_id for place in granted.places] == [HBM_ARENA] * 2
     used = {u.account: u.used_bytes for u in s.inspection.accounts() if u.tier == Tier.HBM}

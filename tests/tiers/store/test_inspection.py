@@ -1,4 +1,4 @@
-"""What a node tells of its blocks to people who look, and that no look is a use."""
+"""What a node shows of its blocks to people, and that showing them counts as no use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random interleavings of everything that can happen to a store, watched by an independent model.
+"""Random interleavings of everything that can happen to a store, checked by an independent model.
 
 After every step the store recomputes its own invariants (`check_integrity`), and the model compares who may
 use which page, what readers see, and what was evicted in which order.

@@ -1,4 +1,4 @@
-"""Quotas: guaranteed room for each tenant or namespace, and everything else for whoever asks."""
+"""Quotas: guaranteed room for each tenant or namespace, and free room for all."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def used(s: Store) -> dict[str, int]:
 
 
 def put_alone(s: Store, owner: Namespace, count: int, tag: bytes = b"x") -> int:
-    """Puts chains of one block each until one is refused; returns how many were granted."""
+    """Store chains of one block each until one is refused; returns how many were granted."""
     for i, name in enumerate(names(count, tag)):
         granted = s.reserve(owner.namespace_id, [name], b"", 0, "w", 5.0, 0.0)
         if not granted.reservation_id:
@@ -62,7 +62,7 @@ def test_without_contention_everybody_may_borrow_all() -> None:
         assert used(s)[owner.tenant if owner is not C else ""] == SLOTS
 
 
-def test_whoever_is_below_the_quota_takes_from_borrowers_down_to_theirs() -> None:
+def test_an_account_below_its_quota_takes_from_borrowers_down_to_theirs() -> None:
     s = store()
     put_alone(s, C, SLOTS)
     put_alone(s, A, 4)
@@ -71,7 +71,7 @@ def test_whoever_is_below_the_quota_takes_from_borrowers_down_to_theirs() -> Non
     assert used(s) == {"": 4, "a": 4, "b": 8}
 
 
-def test_whoever_is_at_the_quota_gives_of_its_own_when_nobody_borrows() -> None:
+def test_an_account_at_its_quota_evicts_its_own_blocks_when_nobody_borrows() -> None:
     s = store()
     put_alone(s, A, 4)
     put_alone(s, B, 8)
@@ -92,7 +92,7 @@ def test_borrowers_converge_on_equal_use_of_their_quotas() -> None:
     assert used(s) == after
 
 
-def test_a_borrower_that_is_refused_takes_from_nobody_below_its_quota() -> None:
+def test_a_refused_borrower_takes_from_no_account_below_its_quota() -> None:
     s = store()
     put_alone(s, B, 8)
     put_alone(s, A, 8)
@@ -185,7 +185,7 @@ def _account(namespace: Namespace) -> str:
     trace=[("put", *op) for op in [(0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1), (3, 0, 0)]]
     + [("put", *op) for op in [(3, 0, 1), (3, 0, 2), (4, 0, 0), (4, 0, 1), (0, 0, 2)]]
 )
-def test_nobody_above_a_quota_evicts_from_one_below_and_who_is_below_always_gets_room(
+def test_no_account_above_its_quota_takes_from_one_below_and_those_below_always_get_room(
     trace: list[tuple[str, int, int, int]],
 ) -> None:
     s = store()

@@ -1,4 +1,4 @@
-"""Protected blocks: soft ones go last, hard ones never, and neither beyond a bounded share of a tier."""
+"""Retention: soft pins are evicted last, hard pins never, and neither exceeds a share of a tier."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def put_alone(s: Store, count: int, tag: bytes = b"x", now: float = 0.0) -> None
         put(s, [names(count, tag)[i]], now=now)
 
 
-def test_a_softly_protected_block_goes_last() -> None:
+def test_a_soft_pinned_block_is_evicted_last() -> None:
     s = store()
     system = names(2)
     put(s, system)
@@ -35,7 +35,7 @@ def test_a_softly_protected_block_goes_last() -> None:
     assert s.counters.get("evicted:soft", 0) == 0
 
 
-def test_a_softly_protected_block_goes_when_nothing_else_can() -> None:
+def test_a_soft_pinned_block_is_evicted_when_nothing_else_can_be() -> None:
     s = store()
     system = names(2)
     put(s, system)
@@ -43,12 +43,12 @@ def test_a_softly_protected_block_goes_when_nothing_else_can() -> None:
     put(s, names(2, b"y"))
     s.pin(A, names(2, b"y"), "reader", 50.0, 0.0)
     put_alone(s, 1)
-    assert s.lookup(A, system) == [Tier.DRAM]  # the tail went
+    assert s.lookup(A, system) == [Tier.DRAM]  # the tail was evicted
     assert s.counters["evicted:soft"] == 1
-    assert retained_bytes(s) == PAGE  # what is gone is promised nothing
+    assert retained_bytes(s) == PAGE  # a block that is gone has no promise
 
 
-def test_a_hard_protected_block_never_goes() -> None:
+def test_a_hard_pinned_block_is_never_evicted() -> None:
     s = store()
     system = names(2)
     put(s, system)
@@ -62,7 +62,7 @@ def test_a_hard_protected_block_never_goes() -> None:
     assert s.lookup(A, system) == [Tier.DRAM, Tier.DRAM]
 
 
-def test_a_slab_with_a_hard_protected_block_is_not_reclaimed() -> None:
+def test_a_slab_with_a_hard_pinned_block_is_not_reclaimed() -> None:
     s = store()
     put(s, names(4))
     s.retention.retain(A, names(1), None, 0.0)
@@ -70,12 +70,12 @@ def test_a_slab_with_a_hard_protected_block_is_not_reclaimed() -> None:
     assert granted.statuses == [NO_ROOM]
     assert s.lookup(A, names(4)) == [Tier.DRAM] * 4
     s.retention.end(A, names(1), 0.0)
-    s.retention.retain(A, names(1), 50.0, 0.0)  # a soft one stands in nobody's way for ever
+    s.retention.retain(A, names(1), 50.0, 0.0)  # a soft pin does not block a slab for ever
     granted = s.reserve(OTHER.namespace_id, names(1), b"", 0, "w", 1.0, 0.0)
     assert granted.statuses == [GRANTED]
 
 
-def test_a_slab_without_protected_blocks_is_preferred() -> None:
+def test_a_slab_without_retained_blocks_is_preferred() -> None:
     s = store(dram=2)
     put(s, names(4))
     s.retention.retain(A, names(4), 50.0, 0.0)
@@ -85,19 +85,19 @@ def test_a_slab_without_protected_blocks_is_preferred() -> None:
     assert s.lookup(A, names(4, b"y")) == []
 
 
-def test_protection_ends_with_its_time() -> None:
+def test_retention_ends_with_its_time() -> None:
     s = store()
     put(s, names(2))
     s.retention.retain(A, names(2), 10.0, 0.0)
     s.expire(9.9)
     assert retained_bytes(s) == 2 * PAGE
-    put_alone(s, 4, now=10.0)  # a reservation looks at the clock, too
+    put_alone(s, 4, now=10.0)  # a reservation expires retentions as well
     assert retained_bytes(s) == 0
     assert s.lookup(A, names(2)) == []
     assert s.counters["retentions_expired"] == 2
 
 
-def test_protecting_again_prolongs_and_never_shortens() -> None:
+def test_a_second_retention_extends_and_never_shortens() -> None:
     s = store()
     put(s, names(1))
     s.retention.retain(A, names(1), 10.0, 0.0)
@@ -122,7 +122,7 @@ def test_more_than_the_share_is_refused_whole() -> None:
     s.retention.retain(A, names(2), None, 0.0)
     with pytest.raises(NoRoom):
         s.retention.retain(A, names(3), 9.0, 0.0)
-    s.retention.retain(A, names(2), None, 0.0)  # what is protected costs nothing more
+    s.retention.retain(A, names(2), None, 0.0)  # a retained block is not counted again
     assert s.counters["retention_refused"] == 2
 
 
@@ -148,7 +148,7 @@ def test_blocks_that_are_not_here_are_passed_over() -> None:
         s.retention.retain(bytes(16), names(1), None, 0.0)
 
 
-def test_a_tail_is_not_protected_without_its_head() -> None:
+def test_a_tail_is_not_retained_without_its_head() -> None:
     s = store()
     put(s, names(2))
     with pytest.raises(InvalidArgument, match="from its start"):
@@ -160,14 +160,14 @@ def test_a_tail_is_not_protected_without_its_head() -> None:
 
 
 @pytest.mark.parametrize("until", [1.0, 0.5, float("nan")])
-def test_a_protection_that_has_ended_is_refused(until: float) -> None:
+def test_a_retention_that_has_ended_is_refused(until: float) -> None:
     s = store()
     put(s, names(1))
     with pytest.raises(InvalidArgument):
         s.retention.retain(A, names(1), until, 1.0)
 
 
-def test_a_head_stays_protected_while_another_chain_builds_on_it() -> None:
+def test_a_head_stays_retained_while_another_chain_builds_on_it() -> None:
     s = store(dram=2)
     head, one, other = names(1), names(1, b"a"), names(1, b"b")
     put(s, head)
@@ -181,7 +181,7 @@ def test_a_head_stays_protected_while_another_chain_builds_on_it() -> None:
     assert retained_bytes(s) == 0
 
 
-def test_a_dropped_block_is_protected_no_more() -> None:
+def test_a_dropped_block_is_no_longer_retained() -> None:
     s = store()
     put(s, names(2))
     s.retention.retain(A, names(2), None, 0.0)
@@ -193,17 +193,17 @@ def test_a_dropped_block_is_protected_no_more() -> None:
     assert retained_bytes(s) == 0
 
 
-def test_protection_goes_with_the_block_through_the_tiers() -> None:
+def test_retention_follows_the_block_through_the_tiers() -> None:
     s = store(dram=1, nvme=1, config=HALF)
     put(s, names(2))
     demote(s)
     s.retention.retain(A, names(2), 50.0, 0.0)
     assert retained_bytes(s, 0) == retained_bytes(s, 1) == 2 * PAGE
-    put(s, names(4, b"y"))  # nothing else can go: the run shields itself
+    put(s, names(4, b"y"))  # nothing else can be evicted: the run shields itself
     assert s.lookup(A, names(2)) == [Tier.NVME, Tier.NVME]
     demote(s)
     demote(s)
-    assert s.lookup(A, names(2)) == [Tier.NVME, Tier.NVME]  # the disk lets others go first
+    assert s.lookup(A, names(2)) == [Tier.NVME, Tier.NVME]  # the disk evicts others first
     assert s.drop(A, names(2)[0], "test", 0.0)
     assert s.drop(A, names(2)[1], "test", 0.0)
     assert retained_bytes(s, 0) == retained_bytes(s, 1) == 0

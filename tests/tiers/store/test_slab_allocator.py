@@ -1,4 +1,4 @@
-"""The slot allocator: where slots lie, whose slabs are whose, and that nothing leaks."""
+"""The slab allocator: where slots are, which size a slab has, and that nothing leaks."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_known_place_can_be_claimed_once_and_only_on_a_slot() -> None:
     slots = allocator()
     assert slots.claim(Place(3, 2 * PAGE), PAGE)
     assert not slots.claim(Place(3, 2 * PAGE), PAGE)
-    assert not slots.claim(Place(3, 0), 2 * PAGE)  # the slab is of another size now
+    assert not slots.claim(Place(3, 0), 2 * PAGE)  # the slab has another size now
     assert not slots.claim(Place(3, 5 * PAGE), 2 * PAGE)  # between two slots
     assert not slots.claim(Place(3, 16 * PAGE), PAGE)  # outside
     assert not slots.claim(Place(0, 0), PAGE)

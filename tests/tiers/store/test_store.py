@@ -1,4 +1,4 @@
-"""The store's behaviour, case by case; random interleavings are in test_store_properties."""
+"""The store's behaviour, case by case; random interleavings are in test_properties."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_the_number_of_namespaces_is_bounded() -> None:
 
 
 def test_a_tenant_that_registers_without_end_leaves_room_for_others() -> None:
-    s = store(config=replace(CONFIG, max_namespaces=103))  # of which three are there
+    s = store(config=replace(CONFIG, max_namespaces=103))  # three of them are known
 
     def register_all(tenant: str) -> int:
         for number in range(200):
@@ -116,7 +116,7 @@ def test_a_tenant_that_registers_without_end_leaves_room_for_others() -> None:
     assert register_all("a") == 75
     assert register_all("b") == 19
     s.namespaces.register(Namespace("m", "r", SMALL.layout, "c"))
-    assert register_all("") == 5  # where nobody has a tenant, there is nobody to protect
+    assert register_all("") == 5  # without tenants there is nobody to leave room for
 
 
 def test_calls_that_name_an_unknown_namespace_are_refused() -> None:
@@ -192,7 +192,7 @@ def test_commits_may_be_partial_and_each_index_comes_once() -> None:
     assert s.commit(number, [5], 0.0, [1]) == [run[1]]
     with pytest.raises(ReservationGone):
         s.commit(number, [5, 5], 0.0, [0, 1])
-    assert s.lookup(A, run) == []  # all or nothing: index 0 was not committed either
+    assert s.lookup(A, run) == []  # all or none: index 0 was not committed either
     s.commit(number, [5, 5], 0.0, [0, 2])
     with pytest.raises(ReservationGone):
         s.commit(number, [5], 0.0, [0])
@@ -293,7 +293,7 @@ def test_expired_reservation_is_quarantined_until_its_writer_confirms_that_it_st
     assert (usage.quarantined_bytes, usage.free_bytes) == (PAGE, 3 * PAGE)
     assert (s.reservations.writer_of(first), s.reservations.writer_of(second)) == (None, "w2")
     s.reservations.abort(first, True, 1.0)
-    assert s.expire(1.0 + CONFIG.quarantine_s) == 1  # the second's slot alone is left
+    assert s.expire(1.0 + CONFIG.quarantine_s) == 1  # only the second's slot is left
     assert s.inspection.tiers()[0].free_bytes == 4 * PAGE
     s.check_integrity()
 
@@ -433,7 +433,7 @@ def test_numbers_start_where_the_epoch_says() -> None:
 # ---------------------------------------------------------------- eviction
 
 
-def test_the_least_recently_used_leaf_goes_first() -> None:
+def test_the_least_recently_used_leaf_is_evicted_first() -> None:
     s = store()
     chain = names(3)
     put(s, chain)
@@ -498,7 +498,7 @@ def test_a_slab_of_another_size_is_reclaimed_whole() -> None:
     other = OTHER.namespace_id
     put(s, names(2, b"x"), space=other)
     assert s.lookup(other, names(2, b"x")) == [Tier.DRAM, Tier.DRAM]
-    assert s.lookup(A, names(8)) == [Tier.DRAM] * 4  # the tail went, the head stayed
+    assert s.lookup(A, names(8)) == [Tier.DRAM] * 4  # the tail was evicted, the head stayed
     s.check_integrity()
 
 
@@ -683,7 +683,7 @@ def test_a_full_disk_is_not_rewritten_for_ever() -> None:
 
 def test_a_block_that_finds_no_colder_one_below_holds_up_no_hotter_one() -> None:
     s = store(dram=4, nvme=1, config=WRITE_THROUGH)  # 16 slots over 4
-    for name in names(12):  # in dram for good, and on nvme until hotter ones came
+    for name in names(12):  # in DRAM to stay, and on NVMe until hotter ones came
         put(s, [name])
         demote(s)
     assert [s.resident_tiers(A, name) for name in names(12)[-5:]] == [[Tier.DRAM]] + [
@@ -691,20 +691,20 @@ def test_a_block_that_finds_no_colder_one_below_holds_up_no_hotter_one() -> None
     ] * 4
     [newest] = names(1, b"x")
     put(s, [newest])
-    # Eight colder ones are asked again first. Each finds nothing colder, and none comes again at once.
+    # Eight colder ones are tried first. Each finds nothing colder, and none is tried again at once.
     retry_s = CONFIG.migration_retry_s
     assert [m.block_hash for m in demote(s, 9, retry_s)] == [newest]
     assert s.counters["demotion_refused"] == 8 + 8
     s.check_integrity()
 
 
-def test_a_block_of_another_slot_size_goes_down_while_one_finds_no_room() -> None:
+def test_a_block_of_another_slot_size_is_demoted_while_one_finds_no_room() -> None:
     s = store(dram=6, nvme=2, config=WRITE_THROUGH)
     space = OTHER.namespace_id
     for name in names(2, b"o"):
         put(s, [name], space=space)
         demote(s)
-    for name in names(5):  # the last of them takes the room of the first
+    for name in names(5):  # the last one takes the room of the first
         put(s, [name])
         demote(s)
     [newest] = names(1, b"x")
@@ -843,7 +843,7 @@ def test_a_state_that_contradicts_itself_is_noticed() -> None:
 
 
 def test_lookup_and_pin_fit_inside_a_scheduling_step() -> None:
-    # Generous, so that a busy machine does not fail it: it is there to notice something quadratic.
+    # Generous, for a busy machine: it must only notice quadratic work.
     s = Store(SlabAllocator(1024 * PAGE, SLAB), None, CONFIG)
     s.namespaces.register(SMALL)
     run = names(256)
@@ -861,11 +861,13 @@ def test_lookup_and_pin_fit_inside_a_scheduling_step() -> None:
 
 
 def test_chains_that_lie_across_slabs_give_way_to_another_slot_size() -> None:
-    """No slab can be emptied at once: each holds a block whose descendant stands in another one."""
+    """No slab can be emptied at once: each holds a block with a descendant in another slab."""
     s = store(dram=4)
     per_slab = SLAB // PAGE
     filler, chain = names(2 * per_slab, b"f"), names(4 * per_slab, b"c")
-    for i, name in enumerate(filler):  # chains of one block each, so that any of them may go
+    for i, name in enumerate(
+        filler
+    ):  # chains of one block each, so that any of them may be evicted
         put(s, [name], now=float(i))
     put(s, chain[: 2 * per_slab], now=100.0)
     for i, name in enumerate(filler[::2]):
@@ -878,5 +880,5 @@ def test_chains_that_lie_across_slabs_give_way_to_another_slot_size() -> None:
     put(s, names(1, b"z"), now=105.0, space=OTHER.namespace_id)
     s.check_integrity()
     left = len(s.lookup(A, chain))
-    assert left < 4 * per_slab  # tails went first, so that the head is still a run
+    assert left < 4 * per_slab  # tails were evicted first, so that the head is still a run
     assert s.inspection.tiers()[0].blocks == left + 1

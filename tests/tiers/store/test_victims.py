@@ -37,7 +37,7 @@ def put(s: Store, run: list[bytes], space: bytes = A) -> None:
 def test_an_eviction_asks_a_bounded_number_of_copies(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chains of eight blocks; a quarter is leased, an eighth protected, and the tier is full."""
+    """Chains of eight blocks; a quarter is leased, an eighth retained, and the tier is full."""
     asked: Counter[str] = Counter()
     is_takable = eviction.is_takable
 
@@ -67,7 +67,7 @@ def test_an_eviction_asks_a_bounded_number_of_copies(
     assert large < 1.5 * small + 1
 
 
-def test_a_look_for_slabs_is_bounded_and_goes_on_where_it_ended(
+def test_a_look_for_slabs_is_bounded_and_continues_where_it_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(victims, "SLABS_AT_MOST", 8)
@@ -89,7 +89,7 @@ def test_a_look_for_slabs_is_bounded_and_goes_on_where_it_ended(
         s.pin(A, [number.to_bytes(16, "big")], "reader", 1e6, 0.0).lease_id
         for number in range(0, 32 * SLAB // PAGE, 4)
     ]
-    s.leases.release(leases[29])  # the one slab that could be had is the 30th
+    s.leases.release(leases[29])  # the only slab that can be emptied is the 30th
     refusals = 0
     while not s.reserve(OTHER.namespace_id, names(1), b"", 0, "w", 5.0, 0.0).reservation_id:
         assert len(looked_at) <= 2 * 8
