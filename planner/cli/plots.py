@@ -30,7 +30,7 @@ def check_plot(path: Path) -> None:
 
 
 def draw_simulation(document: dict[str, Any], path: Path) -> None:
-    """Draw TTFT and goodput of each row; for a ratio sweep, TTFT and TPOT and the splits that meet both objectives.
+    """Draw TTFT and goodput of each row; for a ratio sweep, TTFT, TPOT and the splits that meet both objectives.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -106,7 +106,7 @@ def _bars(left: Any, right: Any, rows: list[dict[str, Any]]) -> None:
     left.set_xticks(list(where), labels, rotation=20, ha="right", fontsize=8)
     left.legend()
     right.bar(list(where), [row["goodput_per_s"] for row in rows], 0.5, color=GREEN)
-    right.set_ylabel("goodput, requests a second")
+    right.set_ylabel("goodput, requests per second")
     right.set_xticks(list(where), labels, rotation=20, ha="right", fontsize=8)
 
 

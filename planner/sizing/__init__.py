@@ -1,1 +1,1 @@
-"""Answers before buying: how large KV is, what moving it takes, what a deployment would do. Pure but for files read."""
+"""Sizes a deployment before it is bought: how large KV is, how long moving it takes, how fast a GPU is."""

@@ -1,8 +1,8 @@
-"""By length of the prompt: what a transfer adds to TTFT, against the interference that prefilling elsewhere removes.
+"""Compares, by prompt length, the TTFT that a transfer adds with the interference that a remote prefill removes.
 
-Coupled, a prompt is computed in chunks, each beside one token of every sequence that decodes there; apart, it
-is computed alone, then what shows of its transfer and the load are added. Closed forms over a machine's
-profile; queues are left out (the simulator has them). Pure.
+In coupled serving a prompt is computed in chunks, each beside one token of every decoding sequence. In disaggregated
+serving it is computed alone; then the exposed part of the transfer and the load are added. Closed forms over a
+machine's profile; the simulator also has queues.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from conductor.scheduling.cost_model import Profile, exposed_s
 from planner.sizing.hardware import GPU_COPY_BYTES_PER_S, Machine, NetworkLink
 
-LEAST, MOST = 1e6, 1e13  # bytes a second between which a crossover is looked for
+LEAST, MOST = 1e6, 1e13  # bytes per second between which a crossover is searched
 
 
 @dataclass(slots=True, frozen=True)
@@ -24,10 +24,10 @@ class Crossover:
     prompt_tokens: int
     link: str
     coupled_s: float  # TTFT without a queue, beside the batch
-    apart_s: float
-    transfer_s: float  # of it: what shows of the transfer, and the load
-    interference_s: float  # that is removed
-    slowed_s: float  # by which coupled serving delays each sequence of the batch
+    apart_s: float  # TTFT with a remote prefill
+    transfer_s: float  # part of `apart_s`: the exposed part of the transfer, and the load
+    interference_s: float  # removed by the remote prefill
+    slowed_s: float  # delay of each sequence of the batch in coupled serving
 
     @property
     def is_worth_it(self) -> bool:
@@ -57,7 +57,7 @@ def crossover(
     context: int = 4096,
     chunk_tokens: int = 2048,
 ) -> Crossover:
-    """One point: a prompt of `tokens` beside a batch, against the same prompt computed elsewhere."""
+    """One point: a prompt of `tokens` beside a batch, and the same prompt prefilled elsewhere."""
     cost = machine.profile()
     size = machine.model.kv_bytes(tokens, machine.kv_value_bytes)
     alone_s = machine.prefill_s(tokens)
@@ -78,7 +78,7 @@ def crossover(
 
 
 def least_bandwidth(machine: Machine, tokens: int, **beside: int) -> float | None:
-    """Bytes a second from which on prefilling elsewhere gives the better TTFT; None: no link suffices."""
+    """The least bytes per second with which a remote prefill gives the better TTFT; None: no link suffices."""
     low, high = LEAST, MOST
     if not crossover(machine, NetworkLink("", high), tokens, **beside).is_worth_it:
         return None
@@ -94,5 +94,5 @@ def least_bandwidth(machine: Machine, tokens: int, **beside: int) -> float | Non
 def curve(
     machine: Machine, links: Sequence[NetworkLink], lengths: Sequence[int], **beside: int
 ) -> list[Crossover]:
-    """Every length over every link."""
+    """Compare every length over every link."""
     return [crossover(machine, link, tokens, **beside) for tokens in lengths for link in links]

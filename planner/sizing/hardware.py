@@ -1,8 +1,8 @@
 """GPUs and network links: their figures, and how fast a model runs on them.
 
-Rates are a roofline with efficiencies: prefill at a share of the arithmetic peak (`mfu`), decode at a
-share of the memory bandwidth (`mbu`), tensor parallelism pays two all-reduces a layer. They are meant to be
-right within a factor of 1.5 or so; measure for more. Data and arithmetic; no decision.
+Rates are a roofline with efficiencies: prefill at a share of the arithmetic peak (`mfu`), decode at a share of
+the memory bandwidth (`mbu`); tensor parallelism adds two all-reduces per layer. They should be right within a
+factor of about 1.5. Measure to know more.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ STEP_OVERHEAD_S = 2e-3  # launching one step: scheduling and kernels
 SEQUENCE_OVERHEAD_S = 2e-5  # sampling and bookkeeping of one sequence in a step
 GPU_COPY_BYTES_PER_S = 25e9  # host memory to each GPU: half of PCIe 5's line rate, all GPUs at once
 SAME_HOST = LinkProfile(1e-4, 8 * GPU_COPY_BYTES_PER_S)
-OTHER_HOST = LinkProfile(2e-4, 100e9)  # 800 Gb/s of RDMA a host, as in Mooncake's testbed
-TYPICAL_BATCH = 32  # at which the experts that a step reads are counted
+OTHER_HOST = LinkProfile(2e-4, 100e9)  # 800 Gb/s of RDMA per host, as in Mooncake's testbed
+TYPICAL_BATCH = 32  # the batch for which the experts read by a step are counted
 
 
 @dataclass(slots=True, frozen=True)
 class Gpu:
-    """One accelerator. Dense arithmetic, without sparsity."""
+    """One accelerator. Its arithmetic is dense, without sparsity."""
 
     name: str
     tflops: float  # fp16 or bf16
     memory_bytes: float
     bytes_per_s: float
     peer_bytes_per_s: float  # to its peers in one host, one direction
-    dollars_per_hour: float  # an assumption, to be replaced by one's own
+    dollars_per_hour: float  # an assumption; replace it with your price
     source: str
 
 
@@ -73,7 +73,7 @@ _UNITS = {"GB/s": 1e9, "GBps": 1e9, "MB/s": 1e6, "TB/s": 1e12, "Tb": 1.25e11, "T
 
 @dataclass(slots=True, frozen=True)
 class NetworkLink:
-    """A network path by its name, `8x400Gb` say; bytes a second at line rate, all rails together."""
+    """A network path with a name such as `8x400Gb`, and its line rate over all rails."""
 
     name: str
     bytes_per_s: float
@@ -83,7 +83,7 @@ def link_named(text: str) -> NetworkLink:
     """A link from `400Gb`, `8x400Gb`, `100GbE`, `25GB/s`.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the text has another form.
     """
     found = _LINK.match(text.strip())
     rate = float(found["rate"]) if found else 0.0
@@ -96,12 +96,12 @@ def link_named(text: str) -> NetworkLink:
 
 
 def links_named(text: str) -> list[NetworkLink]:
-    """Links from a list with commas. Raises ConfigError: one is unknown, or there is none."""
+    """Links from a list separated by commas. Raises ConfigError: one is unknown, or there is none."""
     return [link_named(part) for part in text.split(",")]
 
 
 def gpu_named(name: str) -> Gpu:
-    """A GPU by its name. Raises ConfigError: there is none; the text names the nearest."""
+    """A GPU by its name. Raises ConfigError, which names the nearest, if it is unknown."""
     gpu = GPUS.get(name.lower())
     if gpu is None:
         raise ConfigError(f"unknown GPU {name!r}", hint=did_you_mean(name.lower(), GPUS))
@@ -109,7 +109,7 @@ def gpu_named(name: str) -> Gpu:
 
 
 def value_bytes(dtype: str) -> int:
-    """Bytes of one value. Raises ConfigError: the dtype is unknown."""
+    """Bytes per value. Raises ConfigError: the dtype is unknown."""
     found = VALUE_BYTES.get(dtype.lower())
     if found is None:
         raise ConfigError(f"unknown dtype {dtype!r}", hint=f"use one of {', '.join(VALUE_BYTES)}")
@@ -123,11 +123,12 @@ class Machine:
     Args:
         mfu: share of the arithmetic peak that prefill reaches.
         mbu: share of the memory bandwidth that decode reaches.
-        weight_bytes: per parameter. kv_bytes: per value of KV.
-        memory_share: of the GPU memory that weights and KV may have together.
+        weight_bytes: per parameter.
+        kv_value_bytes: per value of KV.
+        memory_share: share of the GPU memory for weights and KV together.
 
     Raises:
-        ConfigError: a share or size makes no sense, or the weights do not fit.
+        ConfigError: a share or size is invalid, or the weights do not fit.
     """
 
     model: ModelShape
@@ -141,7 +142,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         if not 1 <= self.tp <= 64 or not (0 < self.mfu <= 1 and 0 < self.mbu <= 1):
-            raise ConfigError("tp must be 1 to 64, and mfu and mbu shares of 1")
+            raise ConfigError("tp must be 1 to 64, mfu and mbu above 0 and at most 1")
         if self.kv_capacity_tokens < 1:
             weights = self.model.total_params * self.weight_bytes
             raise ConfigError(
@@ -153,16 +154,16 @@ class Machine:
     @property
     def kv_capacity_tokens(self) -> int:
         """Tokens whose KV fits beside the weights."""
-        room = self.gpu.memory_bytes * self.tp * self.memory_share
-        room -= self.model.total_params * self.weight_bytes
-        return int(room / self.model.bytes_per_token(self.kv_value_bytes))
+        free_bytes = self.gpu.memory_bytes * self.tp * self.memory_share
+        free_bytes -= self.model.total_params * self.weight_bytes
+        return int(free_bytes / self.model.bytes_per_token(self.kv_value_bytes))
 
     @property
     def dollars_per_hour(self) -> float:
         return self.gpu.dollars_per_hour * self.tp
 
     def prefill_s(self, new: int, reused: int = 0) -> float:
-        """Computing `new` tokens after `reused` ones."""
+        """Seconds to compute `new` tokens after `reused` ones."""
         p = self.profile()
         return (
             p.prefill_base_s
@@ -175,11 +176,11 @@ class Machine:
         same_host: LinkProfile = SAME_HOST,
         other_host: LinkProfile = OTHER_HOST,
     ) -> Profile:
-        """The rates as the scheduler's cost model takes them."""
+        """The rates as a profile of the scheduler's cost model."""
         model, gpu = self.model, self.gpu
         flops = gpu.tflops * 1e12 * self.tp * self.mfu
         bandwidth = gpu.bytes_per_s * self.tp * self.mbu
-        # Two all-reduces a layer, each of which moves twice (tp - 1) / tp of the activations (ring).
+        # Two all-reduces per layer. Each moves twice (tp - 1) / tp of the activations (ring).
         reduced = 2 * model.layers * model.hidden * 2.0 * 2 * (self.tp - 1) / self.tp
         token_s = (2.0 * model.active_params + model.windowed_flops) / flops
         token_s += reduced / gpu.peer_bytes_per_s
@@ -196,7 +197,7 @@ class Machine:
         )
 
     def _weights_read(self) -> float:
-        """Bytes of weights that a decode step reads: of the experts those that a typical batch meets."""
+        """Bytes of weights that a decode step reads: all but the experts that a typical batch does not use."""
         model = self.model
         rest = model.total_params - model.active_params
         if rest <= 0.05 * model.total_params:
@@ -216,10 +217,10 @@ def fitting(
     mfu: float = 0.5,
     mbu: float = 0.6,
 ) -> Machine:
-    """The model on `tp` GPUs; None: on the fewest, in powers of two, that leave 30 % of memory for KV.
+    """The model on `tp` GPUs; None: on the fewest, a power of two, that leave 30 % of memory for KV.
 
     Raises:
-        ConfigError: it does not fit.
+        ConfigError: the model does not fit.
     """
     if tp is None:
         weights = model.total_params * weight_bytes

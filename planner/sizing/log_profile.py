@@ -1,7 +1,7 @@
-"""The profile of a request log that one takes before disaggregating: lengths, turns, RAG, streaming, latencies.
+"""Profiles a request log before disaggregating: lengths, turns, RAG, streaming, latencies.
 
-Reads JSON lines with whatever of the usual fields they have: Mooncake's traces, vLLM's and OpenAI's logs. What
-a log does not say is reported as unknown, not guessed. Pure but for the lines it is given.
+It reads JSON lines with the usual fields of Mooncake's traces and of vLLM's and OpenAI's logs. What a log does not
+contain is reported as unknown, not guessed.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ TTFT = ("ttft", "time_to_first_token", "first_token_time")
 TPOT = ("tpot", "time_per_output_token", "itl", "inter_token_latency")
 TOTAL = ("latency", "e2e_latency", "request_time", "duration", "total_time")
 SESSION = ("session_id", "conversation_id", "chat_id", "session")
-CHARS_A_TOKEN = 4  # of text whose tokens nobody counted
+CHARS_A_TOKEN = 4  # of text without a count of its tokens
 MOST_SESSIONS = 1_000_000
 
 
 @dataclass(slots=True, frozen=True)
 class RagRule:
-    """What counts as retrieval-augmented: a long prompt with a short answer, named documents, or a pattern.
+    """What counts as retrieval-augmented: a long prompt with a short output, named documents, or a pattern.
 
     Args:
-        min_input, min_ratio: both must be reached: tokens of the prompt, and prompt over output.
-        pattern: regular expression looked for in the prompt's text; "": none.
+        min_input, min_ratio: tokens of the prompt, and prompt over output; a request must reach both.
+        pattern: regular expression searched in the prompt's text; "": none.
 
     Raises:
-        ConfigError: the pattern is none, or a bound is negative.
+        ConfigError: the pattern is invalid, or a bound is negative.
     """
 
     min_input: int = 2000
@@ -75,7 +75,7 @@ class RagRule:
 
 @dataclass(slots=True)
 class LogProfile:
-    """Counts over a log; see `profile_log` and `report`."""
+    """Counts over a log. `profile_log` fills it, and `report` makes figures of it."""
 
     rule: RagRule
     source: str = "log"
@@ -95,10 +95,10 @@ class LogProfile:
     _sessions: Counter[str] = field(default_factory=Counter)
 
     def add(self, row: Mapping[str, Any]) -> float | None:
-        """One request; returns its time in seconds, if it says one.
+        """Count one request. Returns its time in seconds, or None.
 
         Raises:
-            ConfigError, InvalidArgument: a field makes no sense; nothing of it was counted.
+            ConfigError, InvalidArgument: a field is invalid; nothing was counted.
         """
         for inner in ("body", "request", "usage", "response"):
             value = row.get(inner)
@@ -109,12 +109,12 @@ class LogProfile:
         if prompt is None:
             prompt = _listed(row) or -(-len(text) // CHARS_A_TOKEN)
         if prompt < 1:
-            raise ConfigError("no prompt, and no count of its tokens")
+            raise ConfigError("there is no prompt and no count of its tokens")
         output = _tokens(row, OUTPUT)
         at_s = _time(row)
         ids = row.get("hash_ids")
         if ids is not None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
-            raise ConfigError("hash_ids is no list of numbers")
+            raise ConfigError("hash_ids is not a list of numbers")
         if ids is not None:
             check_ids(prompt, len(ids), self.read.block_tokens)
         ttft, tpot, total = (_seconds(row, names) for names in (TTFT, TPOT, TOTAL))
@@ -132,7 +132,7 @@ class LogProfile:
         return at_s
 
     def _turn(self, row: Mapping[str, Any], ids: Sequence[int], prompt: int) -> int:
-        """Which turn of a conversation it is; 0 where nothing says so."""
+        """The number of the turn in its conversation; 0 if unknown."""
         turn = 0
         if ids:
             self.blocks += len(ids)
@@ -143,12 +143,12 @@ class LogProfile:
                 leading += 1
             self.blocks_seen += leading
             self._known_blocks.update(ids)
-            # A further turn begins with all full blocks of the one before it, as in `kvpool trace stats`;
-            # prompts that share less than that are conversations of their own.
+            # The next turn begins with all full blocks of the one before it, as in `kvpool trace stats`.
+            # Prompts that share less are conversations of their own.
             before = next((b for b in reversed(ids[:leading]) if b in self._last_turns), None)
             turn = 1 + (0 if before is None else self._last_turns.pop(before))
             full = min(len(ids), prompt // self.read.block_tokens)
-            if full > 1:  # the first block is often everybody's
+            if full > 1:  # many conversations share the first block
                 self._last_turns[ids[full - 1]] = turn
         session = next((str(row[name]) for name in SESSION if row.get(name)), "")
         if session and len(self._sessions) < MOST_SESSIONS:
@@ -167,12 +167,12 @@ def profile_log(
     *,
     is_strict: bool = False,
 ) -> LogProfile:
-    """Read a log; bad lines are skipped and counted, with their number, or end it with `is_strict`.
+    """Read a log. Bad lines and lines out of order are counted; bad lines are skipped.
 
-    Lines out of order are counted alike. A trace's `hash_ids` must be as many as its `input_length` implies.
+    A trace's `hash_ids` must be as many as its `input_length` implies.
 
     Raises:
-        ConfigError: no usable request, or a bad line and `is_strict`.
+        ConfigError: no request is usable, or a line is bad or out of order and `is_strict`.
     """
     found = LogProfile(rule or RagRule(), source)
     rows = _rows(lines, found.read, source, is_strict)
@@ -214,11 +214,11 @@ def _rows(
         if isinstance(row, dict):
             yield number, row
         else:
-            read.refuse(source, number, "no JSON object", is_strict)
+            read.refuse(source, number, "not a JSON object", is_strict)
 
 
 def report(profile: LogProfile) -> dict[str, Any]:
-    """The profile as figures; what the log does not say is None."""
+    """The profile as figures; None: the log does not say."""
     count = len(profile.inputs)
     inputs = np.array(profile.inputs, float)
     outputs = np.array([o for o in profile.outputs if o >= 0], float)
@@ -258,7 +258,7 @@ def _spread(values: Any) -> dict[str, float] | None:
 
 
 def _rates(times: Sequence[float]) -> dict[str, float] | None:
-    """Mean rate, and that of the busiest minute."""
+    """The mean rate, and the rate in the busiest minute."""
     if len(times) < 2:
         return None
     array = np.sort(np.array(times))
@@ -286,7 +286,7 @@ def _tokens(row: Mapping[str, Any], names: Sequence[str]) -> int | None:
 
 
 def _seconds(row: Mapping[str, Any], names: Sequence[str]) -> float | None:
-    """A duration under any of the names; with `_ms` it is milliseconds."""
+    """A duration under any of the names, in seconds; with the suffix `_ms` in milliseconds."""
     for name in names:
         for key, unit in ((name, 1.0), (f"{name}_s", 1.0), (f"{name}_ms", 1e-3)):
             value = row.get(key)
@@ -308,11 +308,11 @@ def _time(row: Mapping[str, Any]) -> float | None:
         try:
             moment = datetime.fromisoformat(value)
         except ValueError:
-            raise ConfigError(f"a time of {value[:40]!r}") from None
+            raise ConfigError(f"{value[:40]!r} is not a time") from None
         return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ConfigError(f"a time of {value!r}")
-    # Mooncake's traces count milliseconds, as do epochs of that size.
+        raise ConfigError(f"{value!r} is not a time")
+    # Mooncake's traces count milliseconds. So do numbers too large for seconds since 1970.
     return float(value) / (1e3 if "hash_ids" in row or value > 1e11 else 1.0)
 
 

@@ -12,7 +12,7 @@ from kvpool.config.profile_file import read_profile_file
 
 @dataclass(slots=True, frozen=True)
 class MeasuredProfile:
-    """Measured costs of one instance, and its room for KV in tokens (0: computed from its GPU's memory)."""
+    """Measured costs of one instance, and its KV capacity in tokens (0: computed from its GPU's memory)."""
 
     cost: Profile
     kv_capacity_tokens: int
@@ -20,7 +20,7 @@ class MeasuredProfile:
 
 
 def read_profile(path: Path, same_host: LinkProfile, other_host: LinkProfile) -> MeasuredProfile:
-    """Read a profile; the cluster's links apply unless the file names its own.
+    """Read a profile. The given links apply unless the file has its own.
 
     Raises:
         ConfigError: the file cannot be read or is not a profile.

@@ -1,7 +1,4 @@
-"""Common models by name: the numbers of their published `config.json`, with where they were published.
-
-Data only; what follows from the numbers is `planner.sizing.model_shape`' business.
-"""
+"""Common models by name: the numbers of their `config.json`, and where it was published."""
 
 from __future__ import annotations
 
@@ -183,10 +180,10 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def model_named(name: str) -> ModelShape:
-    """A preset, or the model of a `config.json` (a path to the file, or to the directory that holds it).
+    """A preset, or the model of a `config.json` (a path to the file or to its directory).
 
     Raises:
-        ConfigError: no such preset or file, or a file without the numbers needed.
+        ConfigError: the preset or file does not exist, or the file lacks a number.
     """
     preset = PRESETS.get(name.lower())
     if preset is not None:
@@ -198,7 +195,7 @@ def model_named(name: str) -> ModelShape:
     if path.is_file():
         return shape_of(_read(path), path.resolve().parent.name or str(path), str(path))
     if name.endswith(".json"):
-        raise ConfigError(f"cannot read {name}: there is no such file")
+        raise ConfigError(f"cannot read {name}: the file does not exist")
     hint = did_you_mean(name.lower(), PRESETS)
     raise ConfigError(f"unknown model {name!r}", hint=f"{hint}, or the path of a config.json")
 
@@ -209,5 +206,5 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{path}: a JSON object is expected, not {type(found).__name__}")
+        raise ConfigError(f"{path} holds {type(found).__name__}, not a JSON object")
     return found

@@ -1,8 +1,7 @@
-"""What a model keeps for each token and what computing one takes, from the numbers of its `config.json`.
+"""The KV and the arithmetic of a model per token, from the numbers of its `config.json`.
 
-Knows grouped and multi-query attention, MLA (one latent vector a token and layer), sliding windows, layers
-that keep a fixed state instead of KV, and mixtures of experts. It holds no model of its own
-(`planner.sizing.model_presets`) and knows no hardware.
+Supports grouped and multi-query attention, MLA (one latent vector per token and layer), sliding windows, layers
+that keep a fixed state instead of KV, and mixtures of experts.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ DSA_SCALE_BYTES = 4  # an fp32 scale beside each fp8 index key, as vLLM keeps it
 
 @dataclass(slots=True, frozen=True)
 class KeptLayers:
-    """Layers that keep the same: `values` of the cache's dtype and `fixed_bytes` of another, per token."""
+    """Equal layers. Each keeps per token `values` in the cache's dtype, and `fixed_bytes` in another."""
 
     layers: int
     values: int
@@ -30,13 +29,13 @@ class KeptLayers:
 
 @dataclass(slots=True, frozen=True)
 class ModelShape:
-    """A model as far as memory, traffic and arithmetic go.
+    """The memory, traffic and arithmetic of a model.
 
     Args:
-        pair_flops: floating-point operations for each pair of a new token and one that it may look at,
-            over all layers that look at everything.
+        pair_flops: floating-point operations for each pair of a new token and a token that it attends to,
+            over all layers with full attention.
         windowed_flops: the same for layers with a window, per new token once the window is full.
-        state_bytes: kept per sequence whatever its length, by layers without KV.
+        state_bytes: kept per sequence, independent of its length, by layers without KV.
     """
 
     name: str
@@ -44,7 +43,7 @@ class ModelShape:
     layers: int
     kept: tuple[KeptLayers, ...]
     total_params: int
-    active_params: int  # that a token meets, embeddings looked up not counted
+    active_params: int  # used by one token, without embedding look-ups
     hidden: int
     pair_flops: float
     windowed_flops: float = 0.0
@@ -55,7 +54,7 @@ class ModelShape:
         return round(sum(k.layers * (k.values * value_bytes + k.fixed_bytes) for k in self.kept))
 
     def kv_bytes(self, tokens: int, value_bytes: float) -> int:
-        """KV of one sequence of `tokens`, as far as its layers still look at it; fixed state included."""
+        """KV bytes of one sequence of `tokens` within its layers' windows, including fixed state."""
         total = 0.0
         for k in self.kept:
             held = min(tokens, k.window) if k.window else tokens
@@ -64,20 +63,15 @@ class ModelShape:
 
     @property
     def smallest_window(self) -> int:
-        """Tokens after which some layers keep no more; 0: never."""
+        """The smallest number of tokens that a layer keeps; 0: all layers keep all tokens."""
         return min((k.window for k in self.kept if k.window), default=0)
-
-    def prefill_flops(self, new: int, reused: int = 0) -> float:
-        """Operations for `new` tokens after `reused` ones whose KV is there; causal."""
-        pairs = new * (reused + new / 2)
-        return new * (2.0 * self.active_params + self.windowed_flops) + pairs * self.pair_flops
 
 
 def shape_of(config: Numbers, name: str, source: str) -> ModelShape:
     """The shape that a `config.json` describes.
 
     Raises:
-        ConfigError: a number is missing or makes no sense.
+        ConfigError: a number is missing or invalid.
     """
     reader = _Reader(config, source)
     layers = reader.number("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -93,7 +87,7 @@ def shape_of(config: Numbers, name: str, source: str) -> ModelShape:
         KeptLayers(count, values, window, fixed) for window, count in counts.items() if window >= 0
     )
     if not kept:
-        raise ConfigError(f"{source}: no layer of {name} keeps KV: there is nothing to size")
+        raise ConfigError(f"{source}: no layer of {name} keeps KV, so there is nothing to size")
     linear_params, state_values = _linear_layer(reader, hidden)
     in_mlp, in_active_mlp = _mlp(reader, layers, hidden)
     in_layers = attention * (layers - counts[-1]) + linear_params * counts[-1]
@@ -114,7 +108,7 @@ def shape_of(config: Numbers, name: str, source: str) -> ModelShape:
 
 
 class _Reader:
-    """Numbers of a config by any of their names; of a multimodal model those of its language part."""
+    """Numbers of a config by any of their names; of a multimodal model, those of its language part."""
 
     def __init__(self, config: Numbers, source: str) -> None:
         inner = next(
@@ -141,13 +135,13 @@ class _Reader:
             what = "is missing" if found is None else f"is {found!r}"
             raise ConfigError(
                 f"{self.source}: {names[0]} {what}",
-                hint="a config.json of a decoder model, as Hugging Face writes it, is expected",
+                hint="give a decoder model's config.json as Hugging Face writes it",
             )
         return found
 
 
 def _layer_kinds(reader: _Reader, layers: int) -> list[int]:
-    """For each layer the tokens that it keeps: 0 all, -1 none (a fixed state), else its window."""
+    """The tokens that each layer keeps: 0: all; -1: none, but a fixed state; otherwise its window."""
     window = reader.number("sliding_window", "attention_window_size", default=0)
     if reader.get("use_sliding_window") is False:
         window = 0
@@ -177,7 +171,7 @@ def _layer_kinds(reader: _Reader, layers: int) -> list[int]:
     pattern = reader.number("sliding_window_pattern", default=0)
     model_type = str(reader.get("model_type") or "")
     if not pattern and model_type.startswith(("gemma2", "gpt_oss")):
-        pattern = 2  # every second layer is full where the config does not say
+        pattern = 2  # without a pattern in the config, every second layer is full
     if window and pattern:
         return [window if (i + 1) % pattern else 0 for i in range(layers)]
     if window and model_type.startswith("qwen"):
@@ -187,7 +181,7 @@ def _layer_kinds(reader: _Reader, layers: int) -> list[int]:
 
 
 def _attention(reader: _Reader, hidden: int, heads: int) -> tuple[int, int, int]:
-    """Of one layer with KV: parameters, values kept per token, operations per pair of tokens."""
+    """Parameters, values kept per token, and operations per pair of tokens of one layer with KV."""
     rank = reader.number("kv_lora_rank", default=0)
     if rank:
         rope = reader.number("qk_rope_head_dim")
@@ -215,7 +209,7 @@ def _has_gated_queries(reader: _Reader) -> bool:
 
 
 def _linear_layer(reader: _Reader, hidden: int) -> tuple[int, int]:
-    """Of one layer of linear attention (gated delta net): parameters, and values of its state."""
+    """Parameters and state values of one layer of linear attention (gated delta net)."""
     value_heads = reader.number("linear_num_value_heads", default=0)
     if not value_heads:
         return 0, 0
@@ -228,7 +222,7 @@ def _linear_layer(reader: _Reader, hidden: int) -> tuple[int, int]:
 
 
 def _mlp(reader: _Reader, layers: int, hidden: int) -> tuple[int, int]:
-    """Parameters of all feed-forward layers: in total, and those that one token meets."""
+    """Parameters of all feed-forward layers: in total, and used by one token."""
     inner = reader.number("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", default=0)
     matrices = 2 if _is_plain_mlp(reader) else 3
     experts = reader.number("num_experts", "n_routed_experts", "num_local_experts", default=0)
@@ -250,6 +244,6 @@ def _mlp(reader: _Reader, layers: int, hidden: int) -> tuple[int, int]:
 
 
 def _is_plain_mlp(reader: _Reader) -> bool:
-    """Two matrices instead of the three of a gated one."""
+    """Whether a feed-forward layer has two matrices instead of the three of a gated one."""
     model_type = str(reader.get("model_type") or "")
     return model_type in ("gpt2", "falcon", "opt", "bloom", "gpt_neox", "gpt_bigcode", "starcoder2")

@@ -1,4 +1,4 @@
-"""How many bytes the KV of a prompt is, how long it takes over a link, and whether prefill hides that. Pure."""
+"""The size of a prompt's KV, the time to send it over a link, and whether prefill hides that time."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ MAX_TOKENS = 1 << 30
 class Transfer:
     """One prompt's KV over one link.
 
-    `exposed_s`: what remains after the prefill when each layer is sent while the next ones compute; "masked"
-    when a layer's transfer takes no longer than its computation, so that only the last one shows.
+    `exposed_s`: the part of the transfer after the prefill, if each layer is sent while the next ones compute.
+    `verdict`: "masked" if a layer's transfer takes no longer than its computation, so that only the last layer's
+    transfer is exposed.
     """
 
     link: NetworkLink
@@ -58,13 +59,13 @@ def size_report(
     links: Sequence[NetworkLink],
     machine: Machine,
 ) -> dict[str, Any]:
-    """What `kvpool plan size --json` prints.
+    """The document that `kvpool plan size --json` prints.
 
     Raises:
-        ConfigError: the number of tokens makes no sense.
+        ConfigError: the number of tokens is out of range.
     """
     if not 0 < tokens <= MAX_TOKENS:
-        raise ConfigError(f"--tokens is {tokens}", hint=f"1 to {MAX_TOKENS}")
+        raise ConfigError(f"--tokens {tokens} is out of range", hint=f"1 to {MAX_TOKENS}")
     rows = transfers(model, tokens, kv_value_bytes, links, machine)
     return {
         "model": model.name,

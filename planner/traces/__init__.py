@@ -1,7 +1,4 @@
-"""Traces of requests: when each came, how long it was, and which blocks its prompt had.
-
-They are read and checked here; who replays, simulates or describes them stands elsewhere.
-"""
+"""Reads and checks traces of requests: arrival times, lengths, and the blocks of each prompt."""
 
 from planner.traces.reader import (
     MOONCAKE_BLOCK_TOKENS,

@@ -1,11 +1,10 @@
-"""Requests from a file, one JSON object a line: Mooncake's trace format, or a log of requests.
+"""Reads requests from a file with one JSON object per line: Mooncake's trace format, or a log of requests.
 
-Mooncake: `timestamp` (ms), `input_length`, `output_length` (tokens), `hash_ids` (one id per block, equal ids
-mean an equal prefix up to there). A line without `hash_ids` is read as a logged request (`request_log`), or, where
-the caller can do without them, as a prompt that shares nothing.
+Mooncake: `timestamp` (ms), `input_length`, `output_length` (tokens), `hash_ids` (one id per block; equal ids
+mean an equal prefix up to there). A line without `hash_ids` is read as a logged request (`request_log`), or as a
+prompt that shares nothing if the caller does not need ids.
 
-Streaming: one line at a time, whatever the file's size. Lines that are wrong are skipped and counted by kind,
-or end the reading where it is strict.
+Lines are read one at a time. Bad lines are skipped and counted; with `is_strict` the first one ends the reading.
 """
 
 from __future__ import annotations
@@ -25,16 +24,15 @@ from planner.traces.request_log import RequestLog, Tokenize
 
 MOONCAKE_BLOCK_TOKENS = 512
 OTHER_BLOCK_TOKENS = (16, 32, 64, 128, 256, 1024)  # of other published traces
-ROWS_TO_TELL_BY = 32  # how many tokens a block of this trace has
+ROWS_TO_TELL_BY = 32  # the first rows, from which the tokens per block are derived
 _MOST_TOKENS = 1 << 40
-# Without ids, where no list of them holds a length to what a line can carry.
-_MOST_PLAIN_TOKENS = 1 << 27
+_MOST_PLAIN_TOKENS = 1 << 27  # of a line without ids, whose number would limit the length
 _SHOWN = 5
 
 
 @dataclass(slots=True, frozen=True)
 class TraceRequest:
-    """One request: the blocks of its prompt in order, by 64-bit ids that name all tokens up to there."""
+    """One request. Each 64-bit block id names all tokens of the prompt up to the block's end."""
 
     time_s: float
     input_tokens: int
@@ -44,20 +42,20 @@ class TraceRequest:
 
 @dataclass(slots=True)
 class TraceReport:
-    """What became known of a trace while it was read."""
+    """Counts and problems found while a trace was read."""
 
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
     skipped: int = 0  # lines
     unsorted: int = 0  # lines earlier than the one before; they are replayed in the order of time
-    first: list[str] = field(default_factory=list)  # "line 7: …", the first few of them
+    first: list[str] = field(default_factory=list)  # "line 7: …", the first few problems
 
     def note(self, line: int, what: str) -> None:
-        """Remember what was wrong with a line, if it is one of the first."""
+        """Remember the problem of a line, if it is one of the first."""
         if len(self.first) < _SHOWN:
             self.first.append(f"line {line}: {what}")
 
     def refuse(self, name: str, line: int, what: str, is_strict: bool) -> None:
-        """Skip a line and count it. Raises ConfigError: `is_strict`."""
+        """Count a line that is skipped. Raises ConfigError if `is_strict`."""
         what = brief(what)
         if is_strict:
             hint = "without --strict such lines are skipped and counted"
@@ -66,8 +64,8 @@ class TraceReport:
         self.note(line, what)
 
     def note_unsorted(self, name: str, line: int, time_s: float, is_strict: bool) -> None:
-        """Count a line earlier than one above it. Raises ConfigError: `is_strict`."""
-        what = f"its time, {time_s:.10g} s, lies before that of a line above it"
+        """Count a line with an earlier time than a line above it. Raises ConfigError if `is_strict`."""
+        what = f"its time, {time_s:.10g} s, is earlier than that of a line above it"
         if is_strict:
             hint = "without --strict such lines are counted"
             raise ConfigError(f"{name}, line {line}: {what}", hint=hint)
@@ -82,7 +80,7 @@ class EmptyTrace(ConfigError):
 
 
 class _Row(msgspec.Struct):
-    """Mooncake's; ids are 64-bit so that a compact trace holds them as they are."""
+    """A line in Mooncake's format. Ids have 64 bits, so that a compact trace holds them as they are."""
 
     timestamp: float
     input_length: int
@@ -104,19 +102,19 @@ def read_trace(
     """The requests of a trace, in the order of its lines.
 
     Args:
-        lines: see `open_trace`.
-        report: filled on the way.
+        lines: e.g. from `open_trace`.
+        report: is filled while lines are read.
         name: of the file, for messages.
-        block_tokens: tokens of a block; None: 512 as in Mooncake's traces, or another usual size where all
-            of the first lines imply it.
-        time_unit_s: seconds that a `timestamp` of 1 stands for; None: Mooncake's milliseconds, and in a
-            request log what `RequestLog` makes of it.
-        is_strict: the first wrong line ends it.
-        tokenize: of the texts of a request log.
-        needs_ids: a line of lengths alone is wrong; else it is a request without `block_ids`.
+        block_tokens: tokens per block; None: 512 as in Mooncake's traces, or another usual size if all of
+            the first lines imply it.
+        time_unit_s: the unit of `timestamp` in seconds; None: milliseconds in Mooncake's format, and in a
+            request log as `RequestLog` decides.
+        is_strict: end at the first bad line.
+        tokenize: tokenizes the texts of a request log.
+        needs_ids: a line with lengths alone is bad; otherwise it is a request without `block_ids`.
 
     Raises:
-        ConfigError: a line is wrong and `is_strict`.
+        ConfigError: a line is bad and `is_strict`.
     """
     rows = _rows(lines, report, name, is_strict)
     if block_tokens is None:
@@ -139,7 +137,7 @@ def read_trace(
             else:
                 request = TraceRequest(*log.read(row))
             if request.input_tokens < 1:
-                raise InvalidArgument("a prompt of no tokens")
+                raise InvalidArgument("the prompt has no tokens")
         except InvalidArgument as error:
             report.refuse(name, number, str(error), is_strict)
             continue
@@ -152,10 +150,10 @@ def read_trace(
 def load_requests(
     path: str, *, is_strict: bool = False, needs_ids: bool = False, limit: int | None = None
 ) -> tuple[list[TraceRequest], TraceReport]:
-    """The first `limit` requests of a file, by time, all in memory; see `read_trace`.
+    """The first `limit` requests of a file, sorted by time, all in memory.
 
     Raises:
-        ConfigError: it cannot be read, holds no request, or a line is wrong and `is_strict`.
+        ConfigError: the file cannot be read or holds no request, or a line is bad and `is_strict`.
     """
     report = TraceReport()
     lines = open_trace(path)
@@ -167,15 +165,15 @@ def load_requests(
 
 
 def why_empty(report: TraceReport) -> str:
-    """The end of the sentence that says so: what was wrong with the first line."""
+    """The end of an error message about an empty trace: the problem of the first line."""
     return f"; {report.skipped} lines were skipped, {report.first[0]}" if report.first else ""
 
 
 def open_trace(path: str) -> Iterator[bytes]:
-    """The lines of a file, of a gzipped one (`.gz`), or of standard input (`-`).
+    """The lines of a file, also gzipped (`.gz`), or of standard input (`-`).
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
     """
     if path == "-":
         yield from sys.stdin.buffer
@@ -214,10 +212,10 @@ def _rows(
 
 def _check_sizes(row: _Row) -> None:
     if not abs(row.timestamp) < 1e18:
-        raise InvalidArgument(f"timestamp {row.timestamp}")
+        raise InvalidArgument(f"timestamp {row.timestamp} is out of range")
     for what, count in (("input_length", row.input_length), ("output_length", row.output_length)):
         if not 0 <= count < _MOST_TOKENS:
-            raise InvalidArgument(f"{what} {count}")
+            raise InvalidArgument(f"{what} {count} is out of range")
 
 
 def _check(row: _Row, block_tokens: int) -> None:
@@ -226,7 +224,7 @@ def _check(row: _Row, block_tokens: int) -> None:
 
 
 def check_ids(input_length: int, ids: int, block_tokens: int) -> None:
-    """Raises InvalidArgument: more or fewer ids than a prompt of that length has blocks."""
+    """Raises InvalidArgument if a prompt of that length does not have so many blocks."""
     if not _implies(input_length, ids, block_tokens):
         implied = -(-input_length // block_tokens)
         raise InvalidArgument(
@@ -242,19 +240,19 @@ def _without_ids(row: dict[str, Any], time_unit_s: float) -> TraceRequest:
         raise InvalidArgument(str(error)) from None
     _check_sizes(plain)
     if plain.input_length > _MOST_PLAIN_TOKENS:
-        raise InvalidArgument(f"input_length {plain.input_length}")
+        raise InvalidArgument(f"input_length {plain.input_length} is out of range")
     return TraceRequest(plain.timestamp * time_unit_s, plain.input_length, plain.output_length, [])
 
 
 def _implies(input_length: int, ids: int, block_tokens: int) -> bool:
-    """As many ids as blocks, the last one, partly filled, named or not."""
+    """Whether there are as many ids as blocks, with or without an id for a partly filled last one."""
     full, rest = divmod(input_length, block_tokens)
     return full <= ids <= full + (rest > 0)
 
 
 def block_tokens_of(prompts: Sequence[tuple[int, int]]) -> int:
-    """Tokens of a block, told from `input_length` and the number of `hash_ids` of a trace's first lines."""
-    # One line alone may as well be wrong: it takes several of one mind to leave the usual size.
+    """Tokens per block, derived from `input_length` and the number of `hash_ids` of a trace's first lines."""
+    # A single line may be wrong, so another size than Mooncake's needs several lines that agree.
     telling = [prompt for prompt in prompts if prompt[1] > 1]
     if len(telling) >= 8 and not any(_implies(*p, MOONCAKE_BLOCK_TOKENS) for p in telling):
         for size in OTHER_BLOCK_TOKENS:

@@ -1,6 +1,6 @@
-"""Logged requests as vLLM, OpenAI clients and gateways write them: prompts as token ids or as text.
+"""Reads logged requests as vLLM, OpenAI clients and gateways write them: prompts as token ids or as text.
 
-Blocks are named with `kvpool.blocks.hashing`, as a pool would name them; a tail that fills no block has no name.
+Blocks are named with `kvpool.blocks.hashing`, as in a pool. A partly filled tail has no name.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ OUTPUT_KEYS = ("output_length", "output_tokens", "completion_tokens", "num_outpu
 OUTPUT_TEXT_KEYS = ("output", "completion", "generated_text")
 IDENTITY_KEYS = ("lora", "lora_name", "cache_salt")
 _BYTES_A_TOKEN = 4  # of text without a tokenizer
-_EPOCH_MS = 1e11  # a number above is no count of seconds since 1970 that a log holds
+_EPOCH_MS = 1e11  # larger numbers cannot be seconds since 1970
 
 
 class RequestLog:
-    """Reads one logged request after another; keeps only each model's namespace.
+    """Reads one logged request after another. It keeps only each model's namespace.
 
     Args:
-        block_tokens: tokens of a block.
-        time_unit_s: seconds that a time of 1 stands for; None: seconds, or milliseconds where the number can
-            only be milliseconds since 1970. Texts are ISO 8601.
-        tokenize: makes token ids of a text; None: each four bytes of UTF-8 count as a token.
+        block_tokens: tokens per block.
+        time_unit_s: the unit of times in seconds; None: seconds, or milliseconds if the number can only be
+            milliseconds since 1970. Texts are ISO 8601.
+        tokenize: makes token ids of a text; None: every four bytes of UTF-8 count as a token.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class RequestLog:
     def read(self, row: Mapping[str, Any]) -> tuple[float, int, int, list[int]]:
         """Time in seconds, input and output tokens, and block ids of a request.
 
-        `body` or `request` within the row, as OpenAI's batch files have them, are read as if they stood
-        in it. The model's name, a LoRA and a cache salt tell equal prompts apart.
+        Fields within `body` or `request`, as in OpenAI's batch files, are read like fields of the row. The
+        model's name, a LoRA and a cache salt distinguish equal prompts.
 
         Raises:
-            InvalidArgument: it has no prompt, or a field makes no sense.
+            InvalidArgument: there is no prompt, or a field is invalid.
         """
         for inner in ("body", "request"):
             if isinstance(row.get(inner), Mapping):
@@ -64,7 +64,7 @@ class RequestLog:
         space = self._spaces.get(model)
         if space is None:
             if len(model) > 512:
-                raise InvalidArgument(f"a model's name of {len(model)} characters")
+                raise InvalidArgument(f"the model's name has {len(model)} characters")
             space = self._spaces[model] = Namespace(model or "?", "trace", self._layout)
         extra = [f"{key}:{brief(row[key])}" for key in IDENTITY_KEYS if row.get(key)]
         ids = [
@@ -73,7 +73,7 @@ class RequestLog:
         return self._time_s(row), count, self._output_tokens(row), ids
 
     def _prompt(self, row: Mapping[str, Any]) -> tuple[Sequence[int] | npt.NDArray[Any], int]:
-        """Token ids to hash, and how many tokens there are."""
+        """The token ids to hash, and the number of tokens."""
         for key in TOKEN_KEYS:
             if isinstance(row.get(key), list):
                 return row[key], len(row[key])
@@ -85,7 +85,7 @@ class RequestLog:
                 return self._tokens_of(value if isinstance(value, str) else _text_of(value))
         raise InvalidArgument(
             "no prompt",
-            hint=f"one of hash_ids, {', '.join((*TOKEN_KEYS, *TEXT_KEYS))} is needed",
+            hint=f"give one of hash_ids, {', '.join((*TOKEN_KEYS, *TEXT_KEYS))}",
         )
 
     def _tokens_of(self, text: str) -> tuple[Sequence[int] | npt.NDArray[Any], int]:
@@ -103,12 +103,12 @@ class RequestLog:
             try:
                 moment = datetime.fromisoformat(value)
             except ValueError as error:
-                raise InvalidArgument(f"a time of {brief(value, 40)!r}") from error
+                raise InvalidArgument(f"{brief(value, 40)!r} is not a time") from error
             return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
         if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > 1e18:
-            raise InvalidArgument(f"a time of {brief(value, 40)}")
+            raise InvalidArgument(f"{brief(value, 40)} is not a time")
         if math.isnan(value):
-            raise InvalidArgument("a time that is no number")
+            raise InvalidArgument("the time is not a number")
         unit_s = self._time_unit_s or (1e-3 if value > _EPOCH_MS else 1.0)
         return float(value) * unit_s
 
@@ -120,7 +120,7 @@ class RequestLog:
             count = row.get(key)
             if isinstance(count, int) and not isinstance(count, bool):
                 if count < 0:
-                    raise InvalidArgument(f"{key} {count}")
+                    raise InvalidArgument(f"{key} {count} is negative")
                 return count
         for key in OUTPUT_TEXT_KEYS:
             if isinstance(row.get(key), str):
@@ -129,7 +129,7 @@ class RequestLog:
 
 
 def _text_of(messages: list[Any]) -> str:
-    """A conversation as one text; the same messages before give the same beginning."""
+    """A conversation as one text. Equal first messages give an equal beginning."""
     lines = []
     for message in messages:
         if isinstance(message, str):
@@ -139,5 +139,5 @@ def _text_of(messages: list[Any]) -> str:
             text = content if isinstance(content, str) else json.dumps(content, sort_keys=True)
             lines.append(f"<|{message.get('role', '')}|>\n{text}\n")
         else:
-            raise InvalidArgument(f"a message of {brief(message, 40)}")
+            raise InvalidArgument(f"{brief(message, 40)} is not a message")
     return "".join(lines)

@@ -1,8 +1,8 @@
-"""`kvpool demo`: the whole path on a real model, measured, in one command.
+"""`kvpool demo`: runs a pool with a real model on this machine, and measures a hit.
 
-One conductor, two pool nodes that stand for two hosts, one prefill and two decode workers, as separate
-processes on loopback. The same document is asked two questions; the second one, decoded by the other
-decode worker, finds the document's KV in the pool.
+One conductor, two pool nodes that pretend to be two hosts, one prefill worker and two decode workers, as separate
+processes on loopback. Two questions are asked about one document. The second is decoded by the other decode
+worker, which finds the document's KV in the pool.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvpool.serving.supervisor import Supervisor
 
 MODEL = "smollm2-135m"
 MAX_NEW_TOKENS = 48
-READY_TIMEOUT_S = 120.0
+READY_TIMEOUT_S = 300.0  # three workers load torch and the model at the same time
 REQUEST_TIMEOUT_S = 120.0
 REPORT_WIDTH = 150
 DOCUMENT_CHARS = 10_200  # about 2,000 tokens of the licence
@@ -40,22 +40,22 @@ QUESTIONS = (
     "What must somebody do who redistributes the work or derivative works of it?",
 )
 LABELS = {
-    "cold": "(a) cold: nothing in the pool",
-    "hit": "(b) second question, other worker",
-    "reference": "(c) pool off, recomputed in full",
-    "local": "(c) pool off, engine's own reuse",
+    "cold": "(a) first question: the pool is empty",
+    "hit": "(b) second question, other worker: hit in the pool",
+    "reference": "(c) the same without the pool: recomputed",
+    "local": "(d) the same without the pool: hit in the engine's own cache",
 }
 
 
 class DemoFailed(KvpoolError):
-    """The demo ran, and did not show what it must show."""
+    """The demo ran, but the pool did not work as it must."""
 
     code = "demo_failed"
 
 
 @dataclass(slots=True)
 class Answer:
-    """One streamed answer, as the caller saw it, with the gateway's report."""
+    """One streamed answer as the client saw it, with the gateway's report."""
 
     ttft_s: float
     text: str
@@ -63,24 +63,27 @@ class Answer:
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens generated."""
+        """The generated tokens."""
         ids: list[int] = self.report["token_ids"]
         return ids
 
 
 def demo(
-    result_file: Annotated[Path, typer.Option(help="Where the result goes.")] = Path(
+    result_file: Annotated[Path, typer.Option(help="File for the result.")] = Path(
         "demo-result.json"
     ),
-    log_dir: Annotated[Path | None, typer.Option(help="Logs of all processes.")] = None,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option(help="Directory for the logs of all processes; default: none are kept."),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as JSON on stdout.")
     ] = False,
 ) -> None:
-    """Serve one document to two questions through a pool on this machine, and measure it.
+    """Answer two questions about one document through a pool on this machine, and measure it.
 
-    Exit status 0 only if the second question found its prefix in the pool and the greedy outputs with
-    the pool and with the engine's own reuse are the same token ids.
+    The exit status is 0 only if the second question finds the document in the pool, and if the pool and the
+    engine's own cache give the same tokens.
     """
     out = _console(stderr=as_json)
     started = time.monotonic()
@@ -98,14 +101,14 @@ def demo(
             with _step(out, "stopping everything"):
                 supervisor.stop()
     result_file.write_text(json.dumps(result, indent=2) + "\n")
-    out.print(f"{time.monotonic() - started:.0f} s in all; result in {result_file}")
+    out.print(f"The demo took {time.monotonic() - started:.0f} s. The result is in {result_file}.")
     if as_json:
         print_json(result)
     _check(answers, result)
 
 
 def _console(*, stderr: bool) -> Console:
-    """Where progress and tables go: wide enough for the tables where there is no terminal to ask."""
+    """The console for progress and tables; wide enough for the tables if it is not a terminal."""
     is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
     return Console(stderr=stderr, highlight=False, width=None if is_terminal else REPORT_WIDTH)
 
@@ -125,7 +128,7 @@ def _model() -> Path:
 
 
 def _start(supervisor: Supervisor, out: Console, scratch: Path, model: Path) -> tuple[str, str]:
-    """The processes; returns the conductor's HTTP and wire addresses."""
+    """Start the processes. Returns the conductor's HTTP and wire addresses."""
     free = ["--wire-port", "0", "--http-port", "0"]
     with _step(out, "starting conductor and two pool nodes"):
         conductor = supervisor.start(
@@ -179,7 +182,7 @@ def _ask_all(out: Console, address: str) -> dict[str, Answer]:
     first, second = (f"{document}\n\nQuestion: {question}" for question in QUESTIONS)
     answers: dict[str, Answer] = {}
     with httpx.Client(base_url=address, timeout=REQUEST_TIMEOUT_S) as client:
-        with _step(out, "warming up every worker (short prompts, nothing kept)"):
+        with _step(out, "warming up every worker (short prompts, which the pool does not keep)"):
             _warm_up(client, address)
         with _step(out, LABELS["cold"]):
             answers["cold"] = _chat(client, first)
@@ -191,7 +194,7 @@ def _ask_all(out: Console, address: str) -> dict[str, Answer]:
             answers["reference"] = _chat(client, second, decode_worker=other, pool="off")
         hit_tokens = answers["hit"].report["pool_tokens"]
         with _step(out, LABELS["local"]):
-            # The engine computes the first prompt by itself, then reuses the same prefix of it.
+            # The engine computes the first prompt alone, then reuses the same prefix as from the pool.
             _chat(client, first, decode_worker=other, pool="local")
             answers["local"] = _chat(
                 client,
@@ -204,7 +207,7 @@ def _ask_all(out: Console, address: str) -> dict[str, Answer]:
 
 
 def _warm_up(client: httpx.Client, address: str) -> None:
-    """A few tokens on each decode worker through the plain completions endpoint."""
+    """Generate a few tokens on each decode worker."""
     for worker in _decode_workers(client):
         body = {
             "prompt": "The quick brown fox jumps over",
@@ -242,7 +245,7 @@ def _stream(client: httpx.Client, path: str, body: dict[str, Any]) -> Answer:
     answer = Answer(0.0, "")
     with client.stream("POST", path, json=body) as response:
         if response.status_code != 200:
-            raise DemoFailed(f"{path} answered {response.status_code}: {response.read().decode()}")
+            raise DemoFailed(f"{path} returned {response.status_code}: {response.read().decode()}")
         for line in response.iter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
@@ -259,12 +262,12 @@ def _stream(client: httpx.Client, path: str, body: dict[str, Any]) -> Answer:
 
 
 def _document() -> str:
-    """The Apache licence: a real document that everybody has, and that this package ships."""
+    """The Apache licence, a real document that comes with this package."""
     here = Path(__file__).resolve()
     for path in (here.parents[2] / "LICENSE", here.parent / "LICENSE"):
         if path.is_file():
             return path.read_text()[:DOCUMENT_CHARS]
-    raise DemoFailed("the file LICENSE is not where it was", hint="run the demo from a checkout")
+    raise DemoFailed("the file LICENSE is missing", hint="run the demo from a checkout")
 
 
 def _result(answers: dict[str, Answer]) -> dict[str, Any]:
@@ -317,13 +320,16 @@ def _show(out: Console, answers: dict[str, Answer], result: dict[str, Any]) -> N
     ratio = result["reference_ttft_s"] / result["hit_ttft_s"]
     verified = hit.report["verified_blocks"]
     out.print()
-    out.print(f"answer to (b): {hit.text.strip()[:300]}")
-    out.print(f"hit TTFT is 1/{ratio:.1f} of recomputation's")
+    out.print(f"The model's answer in (b): {hit.text.strip()[:300]}")
     out.print(
-        f"KV bytes read are the bytes written: {verified} blocks, each one's xxh3-64 as committed"
+        f"Time to first token: {result['hit_ttft_s']:.3f} s with the pool (b),"
+        f" {result['reference_ttft_s']:.3f} s without (c), {ratio:.1f} times as long."
     )
-    same = "the same" if result["outputs_equal"] else "NOT the same"
-    out.print(f"greedy token ids with the pool and with local reuse of the same split: {same}")
+    out.print(
+        f"All {verified} blocks read from the pool have the checksums with which they were written."
+    )
+    same = "the same" if result["outputs_equal"] else "DIFFERENT"
+    out.print(f"The pool (b) and the engine's own cache (d) give {same} tokens.")
 
 
 def _print_stats(out: Console, wire: str) -> None:
@@ -344,7 +350,7 @@ def _check(answers: dict[str, Answer], result: dict[str, Any]) -> None:
     if not result["hit_tokens"]:
         raise DemoFailed("the second question found nothing in the pool")
     if not result["outputs_equal"]:
-        raise DemoFailed("outputs with the pool and with local reuse differ")
+        raise DemoFailed("the pool and the engine's own cache give different tokens")
     blocks = answers["hit"].report["verified_blocks"]
     if not blocks:
         raise DemoFailed("no block was verified after the read")

@@ -71,9 +71,8 @@ def up(
                 for path in own.nvme_directories:
                     command += ["--nvme-directory", str(path / f"node-{i}")]
             node_facts = supervisor.start(f"node-{i}", command, READY_TIMEOUT_S)
-            out.print(
-                f"node       wire {node_facts['wire']}  transports {node_facts['transports']}"
-            )
+            transports = ", ".join(node_facts["transports"])
+            out.print(f"node       wire {node_facts['wire']}  transports {transports}")
         waiting = []
         roles = ["prefill"] * prefill + ["decode"] * decode
         for i, role in enumerate(roles):
@@ -86,10 +85,10 @@ def up(
         for member in waiting:
             worker_facts = supervisor.wait_ready(member, MODEL_TIMEOUT_S)
             out.print(f"{worker_facts['role']:<10} wire {worker_facts['wire']}")
-        out.print(f"logs in {log_dir}; Ctrl-C stops everything")
+        out.print(f"Logs are in {log_dir}. Ctrl-C stops all processes.")
         while not stop.wait(0.5):
             supervisor.check()
-        out.print("stopping")
+        out.print("Stopping all processes.")
 
 
 def _passed_on(options: Any) -> list[str]:

@@ -43,8 +43,8 @@ WRONG: dict[str, tuple[Any, str]] = {
     "binary": (b"\xff\xfe\x00\n", "not JSON"),
     "deep": (b"[" * 200_000 + b"\n", "not JSON"),
     "negative input": (row(0, -5, [1]), "input_length -5"),
-    "no input": (row(0, 0, []), "a prompt of no tokens"),
-    "empty prompt": ({"timestamp": 1, "prompt": ""}, "a prompt of no tokens"),
+    "no input": (row(0, 0, []), "the prompt has no tokens"),
+    "empty prompt": ({"timestamp": 1, "prompt": ""}, "the prompt has no tokens"),
     "negative output": (row(0, 5, [1], output=-1), "output_length -1"),
     "ids too few": (row(0, 5120, [1, 2, 3]), "3 hash_ids, but input_length 5120 implies 10"),
     "ids too many": (row(0, 512, [1, 2]), "2 hash_ids, but input_length 512 implies 1"),
@@ -53,10 +53,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no lengths": ({"timestamp": 1, "hash_ids": [1]}, "not a request"),
     "length of no number": ({**row(0, 512, [1]), "input_length": "512"}, "not a request"),
     "no prompt": ({"timestamp": 1}, "no prompt"),
-    "time is nonsense": ({"timestamp": [], "prompt": "x"}, "a time of"),
+    "time is nonsense": ({"timestamp": [], "prompt": "x"}, "is not a time"),
     "time too large": (row(1e300, 512, [1]), "timestamp 1e+300"),
     "tokens are nonsense": ({"prompt_token_ids": [1, -1] * 400}, "token ids must be"),
-    "messages are nonsense": ({"messages": [7, None]}, "a message of"),
+    "messages are nonsense": ({"messages": [7, None]}, "is not a message"),
 }
 
 

@@ -134,7 +134,7 @@ def test_the_command_tells_how_many_lines_were_wrong_and_where(tmp_path: Path) -
     done = run_kvpool(*command)
     assert done.returncode == 0
     assert "9 lines skipped" in done.stderr
-    assert "line 2: no JSON object" in done.stderr
+    assert "line 2: not a JSON object" in done.stderr
     assert "and 4 more" in done.stderr
     done = run_kvpool(*command, "--strict")
     assert done.returncode == 2

@@ -26,7 +26,7 @@ def test_unsorted_lines_are_counted_and_sorted(path: Path) -> None:
     requests, report = load_requests(str(path))
     assert [request.time_s for request in requests] == [4, 6, 9]
     assert report.unsorted == 2
-    with pytest.raises(ConfigError, match="lies before"):
+    with pytest.raises(ConfigError, match="is earlier than"):
         load_requests(str(path), is_strict=True)
 
 
@@ -34,7 +34,7 @@ def test_lengths_alone_are_a_prompt_that_shares_nothing_unless_ids_are_needed(pa
     path.write_text("\n".join([line(), line(hash_ids=None), line(hash_ids=None, input_length=-1)]))
     requests, report = load_requests(str(path))
     assert requests == [TraceRequest(0.005, 700, 3, [1, 2]), TraceRequest(0.005, 700, 3, [])]
-    assert report.first == ["line 3: input_length -1"]
+    assert report.first == ["line 3: input_length -1 is out of range"]
     requests, report = load_requests(str(path), needs_ids=True)
     assert (len(requests), report.skipped) == (1, 2)
 
