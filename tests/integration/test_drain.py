@@ -151,7 +151,7 @@ async def test_readers_finish_and_writers_are_sent_elsewhere(cluster: Cluster) -
         assert not draining.done()  # a lease is in force
         pinned.release()
         reply = await draining
-    assert (reply.moved, reply.leases_left, reply.elapsed_s < 15) == (4, 0, True)
+    assert (reply.moved, reply.leases_left, reply.elapsed_s < 18) == (4, 0, True)
     wait_ended(cluster, "a")
     assert cluster.node_stats("b")["tiers"][0]["blocks"] == 5
 
@@ -168,7 +168,7 @@ async def test_a_lease_that_never_ends_delays_no_longer_than_the_deadline(cluste
         first = asyncio.create_task(pool.drain("a", timeout_s=1.0))
         second = WireClient(cluster.nodes["a"]["wire"], "another")
         replies = await asyncio.gather(first, second.call(m.Drain(9.0), 5))  # joins the first
-        assert time.monotonic() - started < 4
+        assert time.monotonic() - started < 8
         assert [reply.leases_left for reply in replies] == [1, 1]
         await second.close()
     wait_ended(cluster, "a")

@@ -133,7 +133,7 @@ async def test_a_node_that_dies_between_pin_and_read_is_a_typed_error_or_right_b
                 # Mapped memory outlives its node: what is read is what was committed.
                 assert transport == "shm"
                 assert (out == data).all()
-            assert time.monotonic() - started < 4
+            assert time.monotonic() - started < 10
             cluster.supervisor.members.remove(cluster.member(name))
             wait_until(lambda: not cluster.stats()["node_states"], "the dead node is forgotten")
 
@@ -151,7 +151,7 @@ async def test_get_from_a_dead_node_is_a_miss_and_a_restarted_one_serves_again(
         cluster.kill("n0")
         started = time.monotonic()
         got = await pool.get(NAMESPACE, hashes, np.zeros_like(data), timeout_s=3)
-        assert (got.found, time.monotonic() - started < 4) == (0, True)
+        assert (got.found, time.monotonic() - started < 10) == (0, True)
         assert got.miss_reason in ("unavailable", "not_in_index")
         cluster.supervisor.members.remove(cluster.member("n0"))
         wait_until(lambda: not cluster.stats()["node_states"], "the dead node is forgotten")
@@ -208,7 +208,7 @@ def test_a_frozen_node_is_suspect_and_welcome_again(cluster: Cluster) -> None:
             wait_until(lambda: "suspect" in cluster.stats()["node_states"].values(), "suspicion")
             started = time.monotonic()
             assert pool.get(NAMESPACE, hashes, np.zeros_like(data), timeout_s=1).found == 0
-            assert time.monotonic() - started < 3
+            assert time.monotonic() - started < 10
         finally:
             cluster.kill("n0", signal.SIGCONT)
         wait_until(lambda: "live" in cluster.stats()["node_states"].values(), "welcome back")

@@ -80,7 +80,7 @@ async def test_groups_whose_node_is_gone_fail_within_the_deadline_and_leave_noth
             transport.read_and_sum(node, _pieces(memory), 3)
         with pytest.raises(KvpoolError):
             transport.write_and_sum(node, _pieces(memory), 3)
-        assert time.monotonic() - started < 12
+        assert time.monotonic() - started < 30
         assert not transport._thread._active  # what was begun has ended or is quarantined
     finally:
         transports.close()

@@ -49,7 +49,7 @@ def test_a_frozen_conductor_costs_a_deadline_and_forgets_nobody(cluster: Cluster
             started = time.monotonic()
             with pytest.raises((DeadlineExceeded, Unavailable)):
                 pool.lookup(NAMESPACE, hashes, timeout_s=1)
-            assert time.monotonic() - started < 3
+            assert time.monotonic() - started < 10
             # The node does not need it: it stores, serves, and notices nothing, for longer than any of
             # the conductor's patience lasts.
             until = time.monotonic() + 3
@@ -161,6 +161,6 @@ async def test_a_transport_that_is_slow_to_load_costs_no_call_more_than_its_dead
         assert (got.found, got.miss_reason) == (0, "deadline")
         with pytest.raises(DeadlineExceeded):
             await pool.put(NAMESPACE, prompt(7, 4), data, timeout_s=0.3)
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 10
         is_loaded.set()
         assert (await pool.get(NAMESPACE, hashes, np.zeros_like(data))).found == 4

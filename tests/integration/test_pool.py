@@ -233,7 +233,7 @@ def test_a_conductor_that_is_not_there_is_an_error_within_the_deadline() -> None
     started = time.monotonic()
     with Pool(conductor="127.0.0.1:9", timeout_s=2) as pool, pytest.raises(Unavailable):
         pool.lookup(NAMESPACE, chain(31, 1))
-    assert time.monotonic() - started < 4
+    assert time.monotonic() - started < 10
 
 
 def test_a_full_node_of_pinned_blocks_says_so_and_recovers(cluster: Cluster) -> None:

@@ -265,7 +265,7 @@ def test_a_body_of_many_mistakes_holds_nobody_up(cluster: Cluster) -> None:
     content = b'{"prompt":[' + b"{}," * 400_000 + b"1]}"
     started = time.monotonic()
     response = httpx.post(url, content=content, timeout=60)
-    assert time.monotonic() - started < 2.0  # each of them an error: seven seconds
+    assert time.monotonic() - started < 5.0  # each of them an error: seven seconds at least
     assert response.status_code == 400
     message = response.json()["error"]["message"]
     assert "the prompt has 400001 items" in message

@@ -18,13 +18,14 @@ from kvpool.serving.supervisor import Member, Supervisor
 from tests.support.fork_server import ForkedFleet
 from tests.support.sizes import IS_FULL
 
+START_S = 240.0  # a hang, even for a machine that has much else to do
 FREE_PORTS = ("--wire-port", "0", "--http-port", "0")
 # Three layers of two heads: 24 KiB a block, so that whole tests move a few MiB.
 LAYOUT = Layout("bfloat16", layers=3, kv_heads=2, head_dim=32, block_tokens=32)
 NAMESPACE = Namespace("tests/model", "revision-1", LAYOUT)
 
 
-def wait_until(claim: Callable[..., Any], what: str, timeout_s: float = 15.0) -> Any:
+def wait_until(claim: Callable[..., Any], what: str, timeout_s: float = 60.0) -> Any:
     """Poll until `claim()` is truthy; returns that value. Fails with `what` after the deadline."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -51,7 +52,7 @@ class Cluster:
     def start_conductor(self, *settings: str, port: str = "0", model: str = "") -> dict[str, Any]:
         arguments = [*_sets(settings), "conductor", "--wire-port", port, "--http-port", "0"]
         arguments += ["--grpc-port", "0", *(["--model", model] if model else [])]
-        self.conductor = self.supervisor.start(f"conductor-{time.time_ns()}", arguments)
+        self.conductor = self.supervisor.start(f"conductor-{time.time_ns()}", arguments, START_S)
         return self.conductor
 
     def launch_node(self, name: str, *settings: str, host: str = "here") -> Member:
@@ -62,7 +63,7 @@ class Cluster:
 
     def start_node(self, name: str, *settings: str, host: str = "here") -> dict[str, Any]:
         member = self.launch_node(name, *settings, host=host)
-        self.nodes[name] = self.supervisor.wait_ready(member, 60)
+        self.nodes[name] = self.supervisor.wait_ready(member, START_S)
         return self.nodes[name]
 
     def launch_worker(
@@ -75,7 +76,7 @@ class Cluster:
         return self.supervisor.launch(name, arguments)
 
     def ready_worker(self, name: str) -> dict[str, Any]:
-        self.workers[name] = self.supervisor.wait_ready(self.member(name), 60)
+        self.workers[name] = self.supervisor.wait_ready(self.member(name), START_S)
         return self.workers[name]
 
     def member(self, name: str) -> Member:

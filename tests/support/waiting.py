@@ -10,7 +10,7 @@ from typing import Any
 
 
 async def until(
-    claim: Callable[[], Any], what: str = "what is waited for", timeout_s: float = 20.0
+    claim: Callable[[], Any], what: str = "what is waited for", timeout_s: float = 60.0
 ) -> None:
     """Poll until `claim()`; fails with `what` after the deadline."""
     deadline = time.monotonic() + timeout_s

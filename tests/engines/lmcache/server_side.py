@@ -133,7 +133,7 @@ def read_back(manager: StorageManager, wanted: Sequence[ObjectKey], result: Any)
     manager.finish_read_prefetched(list(wanted), 1, result.l1_owners)
 
 
-def wait_signal(fd: int, timeout_s: float = 20.0) -> int:
+def wait_signal(fd: int, timeout_s: float = 60.0) -> int:
     """Wait for an event descriptor; returns how many signals it had, and takes them."""
     poller = select.poll()
     poller.register(fd, select.POLLIN)

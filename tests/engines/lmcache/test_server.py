@@ -83,7 +83,7 @@ def server(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             return False
 
     try:
-        wait_until(is_up, "the server is up", 60)
+        wait_until(is_up, "the server is up", 600)
         yield running
     finally:
         process.send_signal(signal.SIGTERM)

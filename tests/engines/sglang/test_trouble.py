@@ -26,7 +26,7 @@ from tests.support.process_cluster import Cluster, wait_until
 
 N = 3
 QUICK = {"lookup_timeout_s": 0.6, "load_timeout_s": 0.8, "store_timeout_s": 0.8, "backoff_s": 0.2}
-IN_TIME_S = 3.0  # of any call, with room for a busy machine
+IN_TIME_S = 8.0  # of any call, with room for a busy machine
 
 
 @pytest.fixture

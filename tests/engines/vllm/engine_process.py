@@ -57,11 +57,11 @@ class EngineProcess:
         self.log = log
         self._results = os.fdopen(results)
 
-    def wait_ready(self, timeout_s: float = 180) -> EngineProcess:
+    def wait_ready(self, timeout_s: float = 600) -> EngineProcess:
         self._read(timeout_s)
         return self
 
-    def call(self, command: str, timeout_s: float = 120, **arguments: Any) -> Any:
+    def call(self, command: str, timeout_s: float = 300, **arguments: Any) -> Any:
         self.send(command, **arguments)
         return self._read(timeout_s)
 
@@ -71,7 +71,7 @@ class EngineProcess:
         self.process.stdin.write(line.encode())
         self.process.stdin.flush()
 
-    def receive(self, timeout_s: float = 120) -> Any:
+    def receive(self, timeout_s: float = 300) -> Any:
         return self._read(timeout_s)
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, **more: Any) -> Any:

@@ -69,7 +69,7 @@ class Server:
     def complete(self, prompt: list[int], max_tokens: int) -> Any:
         body = {"model": "smol", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
         body |= {"ignore_eos": True, "return_token_ids": True}
-        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=60).json()
+        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=300).json()
         return answer["choices"][0]
 
     def metric(self, name: str) -> float:
@@ -113,7 +113,7 @@ def servers(
             assert all(server.process.poll() is None for server in started), logs
             return len(cluster.stats()["workers"]) == 2
 
-        wait_until(joined, "both servers joined", 240)
+        wait_until(joined, "both servers joined", 600)
         yield cluster, started[0], started[1]
     finally:
         for server in started:

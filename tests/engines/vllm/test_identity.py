@@ -205,7 +205,7 @@ def test_processes_started_apart_agree_whatever_their_hash_seed(model: Path) -> 
         )
         for seed in ("1", "2")
     ]
-    said = [process.communicate(timeout=120)[0] for process in running]
+    said = [process.communicate(timeout=600)[0] for process in running]
     lines = [[line for line in text.splitlines() if line.startswith("=")] for text in said]
     assert lines[0]
     assert lines[0] == lines[1]

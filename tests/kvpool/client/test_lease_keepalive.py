@@ -46,14 +46,14 @@ class Server:
 async def test_a_lease_is_renewed_at_a_third_of_its_life_and_for_no_longer_than_the_read_may_take() -> (
     None
 ):
-    server, lease = Server(0.3), a_lease(0.3)
+    server, lease = Server(1.2), a_lease(1.2)
     started = time.monotonic()
     first_end = lease.deadline
-    keepalive = LeaseKeepalive(lease, started + 1.0, MARGIN_S, server.renew)
+    keepalive = LeaseKeepalive(lease, started + 1.5, MARGIN_S, server.renew)
     await until(lambda: bool(server.asked))
-    assert 0.08 < time.monotonic() - started < 0.25
-    assert server.asked[0] < 2.0  # what the read may still take, and a second
-    await until(lambda: lease.deadline > started + 1.0 + MARGIN_S)
+    assert 0.3 < time.monotonic() - started < 1.2
+    assert server.asked[0] < 2.5  # what the read may still take, and a second
+    await until(lambda: lease.deadline > started + 1.5 + MARGIN_S)
     await until(lambda: keepalive._task is not None and keepalive._task.done())
     assert lease.deadline > first_end
     assert len(server.asked) < 20
@@ -103,5 +103,5 @@ async def test_an_answer_that_does_not_come_costs_the_deadline_and_no_more() -> 
     await until(lambda: time.monotonic() > lease.deadline)
     started = time.monotonic()
     await keepalive.end()
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < 4.0
     assert lease.deadline < time.monotonic()
