@@ -136,7 +136,7 @@ def fork_server() -> ForkServer:
     return server
 
 
-class ForkedFleet(Supervisor):
+class ForkedSupervisor(Supervisor):
     """A supervisor whose members are forks of the template."""
 
     def launch(self, name: str, arguments: Sequence[str]) -> Member:

@@ -15,7 +15,7 @@ import msgspec
 from kvpool import Pool, hash_chain
 from kvpool.blocks.layout import Layout, Namespace
 from kvpool.serving.supervisor import Member, Supervisor
-from tests.support.fork_server import ForkedFleet
+from tests.support.fork_server import ForkedSupervisor
 from tests.support.sizes import IS_FULL
 
 START_S = 240.0  # a hang, even for a machine that has much else to do
@@ -41,7 +41,7 @@ class Cluster:
     """A pool of real processes. Close it with `supervisor.stop()`."""
 
     def __init__(self, directory: Path, *, env: dict[str, str] | None = None) -> None:
-        self.supervisor = (Supervisor if IS_FULL else ForkedFleet)(directory / "logs", env)
+        self.supervisor = (Supervisor if IS_FULL else ForkedSupervisor)(directory / "logs", env)
         self.directory = directory
         self.conductor: dict[str, Any] = {}
         self.nodes: dict[str, dict[str, Any]] = {}
