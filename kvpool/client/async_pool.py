@@ -153,8 +153,9 @@ class AsyncPool(PoolAdmin):
     async def exists(
         self, namespace: Namespace, hashes: Sequence[bytes], *, timeout_s: float | None = None
     ) -> list[bool]:
-        """For each block, whether the pool has it. Unlike `lookup`, it continues after a gap. Takes
-        no lease.
+        """For each block, whether the pool has it.
+
+        Unlike `lookup`, it continues after a gap. Takes no lease.
 
         With a conductor this is one call; a single node is asked for each block, several at a time.
 
@@ -167,8 +168,7 @@ class AsyncPool(PoolAdmin):
     # ------------------------------------------------------------ memory
 
     def register_memory(self, data: Any) -> None:
-        """Register memory that many calls will use, so that NIXL pins it once instead of for every
-        transfer.
+        """Register memory that many calls will use. NIXL then pins it once, not for every transfer.
 
         Args:
             data: one contiguous buffer of host memory. The client keeps it alive until
@@ -276,8 +276,9 @@ class AsyncPool(PoolAdmin):
         is_guess: bool = False,
         timeout_s: float | None = None,
     ) -> PinnedBlocks:
-        """Lease the longest leading run of a chain, so that its blocks keep their place. End it
-        with `release`.
+        """Lease the longest leading run of a chain, so that its blocks keep their place.
+
+        End it with `release`.
 
         With a conductor this takes one look-up and one call to each node concerned. A single node,
         or a call with `segments`, needs no look-up.
@@ -360,8 +361,7 @@ class AsyncPool(PoolAdmin):
         tier: Tier = Tier.DRAM,
         timeout_s: float | None = None,
     ) -> PutResult:
-        """Write a run of a chain from the caller's memory, in two round trips for any number of
-        blocks.
+        """Write a run of a chain from the caller's memory. Takes two round trips.
 
         Args:
             hashes: n block hashes, in order.

@@ -78,8 +78,9 @@ class GroupedTransfers:
         timeout_s: float,
         unpack_by: Callable[[Pieces, Buffer], None] = unpack,
     ) -> Generator[Pieces, None, None]:
-        """Move groups in order, and yield each one when it has ended. A group in two kinds of
-        memory yields twice.
+        """Move groups in order, and yield each one when it has ended.
+
+        A group in two kinds of memory yields twice.
 
         When the generator ends, for whatever reason, no transfer touches memory any more, except
         for the quarantined ones.
@@ -194,8 +195,7 @@ class GroupedTransfers:
 
 
 def _runs_of_kind(node: NodeDescriptor, pieces: Pieces) -> list[Pieces]:
-    """The pieces in order, cut where the kind of memory at the node changes: a transfer has one
-    kind.
+    """The pieces in order, cut where the kind of memory changes: a transfer has only one kind.
 
     Rows that share a checksum belong to one part, and so to one kind.
     """

@@ -1,5 +1,4 @@
-"""The one thread that uses a process's NIXL agent, with the transfers, peers and registrations of
-that agent.
+"""The one thread that uses a NIXL agent, with the agent's transfers, peers and registrations.
 
 Callers hand over a job and wait for it. NIXL has neither a cancel nor time-outs: a transfer that
 outlives its deadline is quarantined, with the memory that it may still touch, until it ends
@@ -163,8 +162,9 @@ class NixlThread:
         future: Future[None],
         on_end: Callable[[], None] | None = None,
     ) -> bool:
-        """Begin a transfer; call it from a job. Returns whether it is over already, as within one
-        host.
+        """Begin a transfer; call it from a job.
+
+        Returns whether it is over already, as within one host.
 
         Args:
             operation: "READ" or "WRITE".

@@ -1,5 +1,6 @@
-"""Registered buffers between scattered memory and transfers of few large runs. Their number is
-bounded.
+"""Registered buffers between scattered memory and transfers of few large runs.
+
+Their number is bounded.
 
 A buffer is free when neither the caller, who packs into it or unpacks from it, nor a transfer holds
 it. If a transfer outlives its deadline, its buffer stays held, in quarantine, until the transfer
@@ -163,8 +164,7 @@ def _view(pieces: Pieces, buffer: Buffer) -> np.ndarray:
 
 
 def _rows(pieces: Pieces) -> tuple[np.ndarray, Int64Array] | None:
-    """The local runs as rows of one array, and their row numbers; None unless they have one length
-    and one grid.
+    """The local runs as rows of one array, and their row numbers; None if they fit no grid.
 
     numpy copies such rows in one call.
     """

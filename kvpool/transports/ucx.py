@@ -49,8 +49,7 @@ class _Params(ctypes.Structure):
 
 @lru_cache(maxsize=1)
 def available() -> tuple[str, ...]:
-    """UCX's transports in this process as "transport/device", e.g. "rc_mlx5/mlx5_0:1", "tcp/eth0",
-    "cma/memory".
+    """UCX's transports in this process as "transport/device", e.g. "tcp/eth0", "cma/memory".
 
     Call it after NIXL has loaded UCX. Empty, with a warning in the log, if UCX cannot be read.
     """
@@ -70,8 +69,7 @@ def is_rdma(resource: str) -> bool:
 
 
 def fabric(ours: Iterable[str], theirs: Iterable[str], *, is_same_host: bool) -> str:
-    """What carries bytes between two processes: "rdma", "host" (shared memory, CMA) or "tcp"; "" if
-    unknown.
+    """What carries bytes between two processes: "rdma", "host" or "tcp"; "" if unknown.
 
     A peer that lists no transports is assumed to have the same as this process.
     """

@@ -1,4 +1,4 @@
-"""The administrative calls of `AsyncPool`: nodes, namespaces, copies, retention, drain and resize."""
+"""The administrative calls of `AsyncPool`: nodes, namespaces, copies, retention, resizing."""
 
 from __future__ import annotations
 
@@ -91,8 +91,7 @@ class PoolAdmin:
         return await self.directory.nodes(self._deadline(timeout_s))
 
     async def connect(self, *, timeout_s: float | None = None) -> int:
-        """Connect to all live nodes now, so that the first read or write takes only the time of its
-        bytes.
+        """Connect to all live nodes now, so that the first read or write is as fast as later ones.
 
         Returns:
             How many nodes could be reached. An unreachable node is no error here; a later transfer
@@ -114,8 +113,7 @@ class PoolAdmin:
         return reply
 
     async def ask_conductor(self, request: m.Message, *, timeout_s: float | None = None) -> Any:
-        """Send any message to the conductor and return its reply (types:
-        `kvpool.wire.messages.REPLIES`).
+        """Send any message to the conductor and return its reply (`kvpool.wire.messages.REPLIES`).
 
         Raises:
             ConfigError: this client speaks to a single node.
@@ -193,8 +191,9 @@ class PoolAdmin:
         parent: bytes = b"",
         timeout_s: float | None = None,
     ) -> ReplicateResult:
-        """Copy a run of a chain to a node. The node pulls the blocks from their holders and
-        verifies them.
+        """Copy a run of a chain to a node.
+
+        The node pulls the blocks from their holders and verifies them.
 
         Args:
             hashes: n block hashes, in order.
@@ -224,8 +223,9 @@ class PoolAdmin:
         tier: Tier = Tier.DRAM,
         timeout_s: float | None = None,
     ) -> PrefetchResult:
-        """Have nodes bring the leading run of a chain into memory before a read. Returns before it
-        is there.
+        """Have nodes bring the leading run of a chain into memory before a read.
+
+        Returns before it is there.
 
         Args:
             tier: HBM brings the blocks into device memory; default: DRAM.

@@ -1,5 +1,4 @@
-"""Replication and prefetch as a client asks for them: which node to ask, and what to try when one
-fails.
+"""A client's replication and prefetch: which node to ask, and what to try when one fails.
 
 The nodes move the bytes (`tiers.service.replication`).
 """

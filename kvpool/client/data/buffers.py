@@ -15,8 +15,7 @@ from kvpool.transports.copy import Int64Array
 
 @dataclass(slots=True, frozen=True, eq=False)
 class BlockSpans:
-    """Blocks by address, each in one or several runs of bytes, as in the paged KV memory of an
-    engine.
+    """Blocks by address, each in one or several runs of bytes, as in an engine's paged KV memory.
 
     Block i consists of `lengths[j]` bytes at `addresses[i, j]` for every j, in order. The caller
     guarantees that every address is valid.
@@ -90,8 +89,7 @@ def memory_span(data: Any, *, writable: bool) -> tuple[int, int, Any]:
 def block_addresses(
     data: Any, count: int, plan: TransferPlan, *, writable: bool
 ) -> tuple[Int64Array, Any, TransferPlan]:
-    """Addresses of `count` blocks in the caller's memory, the owner of that memory, and a plan that
-    fits it.
+    """Addresses of `count` blocks in the caller's memory, its owner, and a plan that fits it.
 
     Args:
         data: as for `part_addresses`, or `BlockSpans` of `count` blocks.

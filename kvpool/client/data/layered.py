@@ -1,5 +1,4 @@
-"""Reads and writes blocks range by range: each of an engine's layers as soon as it is needed or
-final.
+"""Reads and writes blocks range by range: each layer as soon as it is needed or final.
 
 A reader holds its lease until it has all ranges, and then compares the checksums. A writer reserves
 slots, writes the ranges, and makes the blocks visible at the end.
@@ -71,8 +70,9 @@ class LayeredReader:
             )
 
     async def bad_blocks(self) -> list[int]:
-        """Indices of blocks whose bytes differ from the committed ones. Call it after all ranges
-        (invariant 5).
+        """Indices of blocks whose bytes differ from the committed ones.
+
+        Call it after all ranges (invariant 5).
 
         Raises:
             LeaseExpired: the blocks may have changed during the read.

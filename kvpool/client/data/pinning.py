@@ -55,8 +55,9 @@ class PinnedBlocks:
         self.waited_s += lease.waited_s
 
     async def renew(self, ttl_s: float, timeout_s: float) -> None:
-        """Extend the leases to `ttl_s` from now; nodes may grant less. Use it for blocks not yet
-        read.
+        """Extend the leases to `ttl_s` from now; nodes may grant less.
+
+        Use it for blocks not yet read.
 
         Raises:
             LeaseExpired: a lease had ended, or the blocks were released.

@@ -1,5 +1,4 @@
-"""One `get`: reads all segments at once, and tries another replica if a node fails or lacks a
-block.
+"""One `get`: reads all segments at once, and tries other replicas if a node fails.
 
 The directory remembers each failure and tells the conductor, so that no later request repeats it.
 """
@@ -172,7 +171,7 @@ class ChainReader:
         return is_broken
 
     def _without_failed(self, segments: Sequence[m.Segment]) -> tuple[list[m.Segment], bool]:
-        """The segments up to the first block that its node recently failed to give, and if any was cut."""
+        """The segments up to a block that its node recently failed to give; whether any was cut."""
         if not self._directory.has_conductor:
             return list(segments), False
         kept: list[m.Segment] = []

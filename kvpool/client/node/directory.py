@@ -1,5 +1,4 @@
-"""The nodes that one client knows: their list, a link to each, and what it learned about their
-blocks.
+"""The nodes that a client knows: their list, a link to each, and what it knows of their blocks.
 
 Reading, writing, pinning and administration take a `NodeDirectory`; `AsyncPool` builds it.
 """
@@ -187,7 +186,7 @@ class NodeDirectory:
     async def write_targets(
         self, namespace: Namespace, node_id: str | None, key: bytes, deadline: float
     ) -> AsyncIterator[NodeLink]:
-        """The nodes to try for a write, in order: `node_id` if given, else by placement of `key`."""
+        """The nodes to try for a write, in order: `node_id` if given, else by placement."""
         if node_id is not None:
             yield await self.link(node_id, deadline)
         elif self._conductor is None:
@@ -200,8 +199,9 @@ class NodeDirectory:
     async def call_node(
         self, node_id: str, deadline: float, call: Callable[[NodeLink], Awaitable[T]]
     ) -> tuple[NodeLink, T]:
-        """Run `call` on a node's link. If the node restarted, look it up again and run `call` once
-        more.
+        """Run `call` on a node's link.
+
+        If the node restarted, look it up again and run `call` once more.
 
         Returns:
             The link used last, and the result of `call`.
@@ -227,8 +227,7 @@ class NodeDirectory:
         return new_link, await call(new_link)
 
     async def call_apart(self, node_id: str, request: m.Message, timeout_s: float) -> Any:
-        """Send a long call to a node over a connection of its own, so that no other failure ends
-        it.
+        """Send a long call to a node over its own connection, so that no other failure ends it.
 
         Raises:
             NotFound: the pool has no such node.

@@ -14,8 +14,9 @@ from kvpool.wire import messages as m
 
 @dataclass(slots=True, eq=False)
 class ReadLease:
-    """A node's promise that some blocks keep their place until `deadline`. Renewing extends the
-    deadline.
+    """A node's promise that some blocks keep their place until `deadline`.
+
+    Renewing extends the deadline.
 
     The holder discards everything that it finished reading after `deadline` (invariant 3).
     """

@@ -26,8 +26,9 @@ async def lookup(
     *,
     exclude: Sequence[str] = (),
 ) -> m.LookupReply:
-    """Find the longest leading run of a chain in the pool. Arguments and errors are those of
-    `AsyncPool.lookup`.
+    """Find the longest leading run of a chain in the pool.
+
+    Arguments and errors are those of `AsyncPool.lookup`.
 
     Args:
         deadline: monotonic seconds.

@@ -91,8 +91,7 @@ class NodeLink:
     # ------------------------------------------------------------ control calls
 
     async def connect(self, timeout_s: float) -> None:
-        """Load the transport, connect it to the node and open the wire, so that the first transfer
-        need not.
+        """Load the transport, connect it to the node, and open the wire.
 
         Raises:
             StaleEpoch: the node restarted.
@@ -356,8 +355,9 @@ class NodeLink:
         writer_id: str = "",
         tier: Tier = Tier.DRAM,
     ) -> WriteReservation:
-        """Reserve slots for a run of a chain. Blocks that exist or are being written are not
-        granted.
+        """Reserve slots for a run of a chain.
+
+        Blocks that exist or are being written are not granted.
 
         Args:
             parent: hash of the block before the first; b"" at the start of a chain.

@@ -35,8 +35,9 @@ class NodeTransports:
 
     @functools.cached_property
     def dram(self) -> Transport:
-        """The transport to the node's DRAM. The first use chooses it and may load NIXL, so call it
-        from a thread.
+        """The transport to the node's DRAM.
+
+        The first use chooses it and may load NIXL, so call it from a thread.
 
         Raises:
             NoTransport: no transport reaches the node.
@@ -56,7 +57,7 @@ class NodeTransports:
 
     @property
     def peer_rate(self) -> m.PeerRate:
-        """Bytes moved to and from the node, how fast, and by which transport ("" before the first)."""
+        """Bytes moved to and from the node, how fast, and by which transport ("" before any)."""
         chosen = self.chosen
         return m.PeerRate(
             self.node.node_id,
@@ -103,7 +104,7 @@ class NodeTransports:
         return tier == Tier.DRAM and chosen is not None and chosen.name == "shm"
 
     async def usable_tier(self, tier: Tier) -> Tier:
-        """The tier to ask for if the caller wants `tier`: never HBM that this process cannot reach."""
+        """The tier to ask for if the caller wants `tier`: no HBM that this process cannot reach."""
         if tier != Tier.HBM or not self._hbm_arenas:
             return Tier.DRAM
         if "hbm" not in self.__dict__:

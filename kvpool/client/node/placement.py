@@ -1,5 +1,6 @@
-"""Which node a client writes blocks to, and which nodes hold replicas. Pure: callers pass ages and
-sizes.
+"""Which node a client writes blocks to, and which nodes hold replicas.
+
+Pure: callers pass ages and sizes.
 
 Weighted rendezvous hashing: each node draws a number from the key and its own id, scaled by its
 weight. While weights stay the same, equal keys go to the same node, so two writers of one prompt
@@ -41,7 +42,7 @@ def rank_nodes(nodes: Sequence[NodeInfo], key: bytes) -> list[NodeInfo]:
 
 
 def nodes_for_tenant(nodes: Sequence[NodeInfo], tenant: str) -> list[NodeInfo]:
-    """The nodes that may hold a tenant's blocks: its own if it has any, otherwise the shared ones."""
+    """The nodes that may hold a tenant's blocks: its own if it has any, else the shared ones."""
     own = [node for node in nodes if tenant and node.descriptor.tenant == tenant]
     return own or [node for node in nodes if not node.descriptor.tenant]
 

@@ -59,7 +59,7 @@ class RecentWrites:
         hashes: Sequence[bytes],
         now: float,
     ) -> m.LookupReply:
-        """Extend the reply to a look-up of `hashes` by the following blocks that this client wrote."""
+        """Extend the reply to a look-up of `hashes` by the next blocks that this client wrote."""
         self._expire(now)
         if not self._places or found.found == len(hashes):
             return found

@@ -18,8 +18,7 @@ T = TypeVar("T")
 async def run_transfer(
     transport: Transport, node: m.NodeDescriptor, size: int, work: Callable[..., T], *args: Any
 ) -> T:
-    """Run a transfer of `size` bytes in a thread, or directly if it ends sooner than a thread would
-    start.
+    """Run a transfer of `size` bytes in a thread; directly if that is faster than starting one.
 
     When the caller is cancelled, this still waits for the thread: until the thread ends it may
     touch the caller's memory and the node's slots. The thread ends by its own deadline. If that
@@ -56,8 +55,9 @@ async def close_in_thread(close: Callable[[], None]) -> None:
 async def load_transport(
     load: Callable[[], Transport], node_id: str, timeout_s: float
 ) -> Transport:
-    """Call `load` in a thread, because NIXL takes long to load. The thread continues after
-    `timeout_s`.
+    """Call `load` in a thread, because NIXL takes long to load.
+
+    The thread continues after `timeout_s`.
 
     Raises:
         DeadlineExceeded: loading did not end in time. A later call may find it loaded.

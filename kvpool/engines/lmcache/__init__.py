@@ -1,5 +1,4 @@
-"""LMCache backends: the L2 adapter of its multi-process server, and the remote connector of its
-in-process mode.
+"""LMCache backends: an L2 adapter (multi-process server) and a remote connector (in-process).
 
 LMCache's configuration names this module. Each backend imports its part of LMCache only when it is
 used.

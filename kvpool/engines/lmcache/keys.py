@@ -1,5 +1,4 @@
-"""Maps LMCache's keys to kvpool: a namespace for each model, revision and object layout, a hash for
-each key.
+"""Maps LMCache's keys to kvpool: to a namespace (model, revision, object layout) and a hash.
 
 LMCache stores opaque objects: the KV of one chunk of tokens on one rank. Each becomes one block of
 one part, kept byte for byte. Its layout (format, shapes, dtypes) is part of the namespace, so an

@@ -1,4 +1,5 @@
 """Finds, leases, reads and writes LMCache's objects in the pool: many at once, with a deadline.
+
 Never raises.
 
 Runs on one event loop. LMCache asks for arbitrary sets of objects, and the pool has chains: sets
@@ -151,8 +152,9 @@ class ObjectStore:
     async def read(
         self, items: Sequence[Item], buffers: Sequence[Any], timeout_s: float
     ) -> list[bool]:
-        """Read items into the caller's memory. Returns which ones were read; the memory of others
-        is undefined.
+        """Read items into the caller's memory.
+
+        Returns which ones were read; the memory of others is undefined.
 
         Nothing is written there after this returns: a NIXL read that may arrive late goes through
         the client's own memory.

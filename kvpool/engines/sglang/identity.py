@@ -34,8 +34,7 @@ class ModelIdentity:
 
 
 def identify(settings: SGLangSettings, config: HiCacheStorageConfig) -> ModelIdentity:
-    """Determine the identity from the settings, and otherwise from SGLang's published
-    configuration.
+    """The identity from the settings, and otherwise from SGLang's published configuration.
 
     Raises:
         ConfigError: this version of SGLang is not supported; or the model's name or revision is

@@ -1,5 +1,4 @@
-"""The backend's metrics: Prometheus counters in SGLang's own registry, and SGLang's
-`StorageMetrics`.
+"""The backend's metrics: Prometheus counters in SGLang's registry, and its `StorageMetrics`.
 
 SGLang's `/metrics` serves the default registry, or its files if there are several processes, so it
 shows these metrics, too.

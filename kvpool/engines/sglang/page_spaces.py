@@ -89,8 +89,7 @@ def page_space(
 
 
 def _sharing(host_pool: Any, name: str, config: HiCacheStorageConfig) -> Sharing:
-    """How ranks share a pool: each has its own part, except that with MLA all ranks hold the same
-    KV.
+    """How ranks share a pool: each has its own part, but with MLA all ranks hold the same KV.
 
     Even with MLA, each rank has its own state of linear layers, and SGLang has every rank store it.
     """

@@ -12,8 +12,7 @@ from kvpool.errors import REFUSALS, DeadlineExceeded, KvpoolError, Unavailable
 
 
 def says_pool_is_down(error: KvpoolError) -> bool:
-    """Whether `error` means that the whole pool does not answer, so that another call would fail,
-    too.
+    """Whether `error` means that the whole pool does not answer.
 
     Subclasses of `Unavailable` (a node drains, a transfer broke) concern one node only.
     """

@@ -25,8 +25,9 @@ class RateLimitedLog:
     def report(
         self, kind: str, text: str, now: float, *, error: BaseException | None = None
     ) -> bool:
-        """Log `kvpool: kind: text` unless this kind was logged within the period. Returns whether
-        it logged.
+        """Log `kvpool: kind: text` unless this kind was logged within the period.
+
+        Returns whether it logged.
 
         Args:
             kind: one of a few kinds; details belong in `text`.

@@ -78,7 +78,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             if transfer.kv_load_failure_policy != "recompute":
                 log.warning(
-                    "kv_load_failure_policy is not recompute: a request fails if a found block is lost;"
+                    "kv_load_failure_policy is not recompute: a request fails if a block is lost;"
                     ' add "kv_load_failure_policy": "recompute" next to kv_connector',
                     policy=transfer.kv_load_failure_policy,
                 )

@@ -1,5 +1,4 @@
-"""What identifies KV: the model's part goes into the namespace, the request's part into its chain
-of hashes.
+"""What identifies KV: the model, in the namespace, and the request, in its chain of hashes.
 
 This covers everything that changes a byte of KV besides the tokens. A request with KV that cannot
 be identified for sure shares nothing. The identity depends on content, never on a path, the process

@@ -65,8 +65,9 @@ class Loader(TransferThread[tuple[LoadJob, DeviceEvent, Progress | None, float],
         super().__init__("kvpool-load", rank.settings.load_timeout_s, rank)
 
     def submit(self, job: LoadJob) -> Progress | None:
-        """Submit a load. It begins when the device has done the work launched so far; its time-out
-        starts now.
+        """Submit a load.
+
+        It begins when the device has done the work launched so far; its time-out starts now.
 
         Returns:
             The progress of a layerwise job; None for others.

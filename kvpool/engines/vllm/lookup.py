@@ -32,8 +32,9 @@ NO_DISK_S = 1e-4
 
 
 class Lookup:
-    """One look-up. The owner polls it, and must release it. All methods except `wait` return at
-    once.
+    """One look-up.
+
+    The owner polls it, and must release it. All methods except `wait` return at once.
 
     Args:
         worth_s: how long a load of so many blocks is worth waiting for; 0 or less: not at all.

@@ -90,8 +90,9 @@ class PagedKV:
         return all(view.layer_axis in (None, 1) for view in self._by_layer)
 
     def gather(self, pages: Int64Array, out: torch.Tensor, layers: slice | None = None) -> None:
-        """Copy pages into the rows of `out`. If both are on a device, the copy runs on the current
-        stream.
+        """Copy pages into the rows of `out`.
+
+        If both are on a device, the copy runs on the current stream.
 
         Args:
             pages: page numbers, in any order.
@@ -110,8 +111,7 @@ class PagedKV:
                 rows.copy_(torch.index_select(memory, 0, index))
 
     def scatter(self, pages: Int64Array, source: torch.Tensor, layers: slice | None = None) -> None:
-        """Copy the rows of `source` to pages: the inverse of `gather`, with the same arguments and
-        errors.
+        """Copy the rows of `source` to pages. Arguments and errors are those of `gather`.
 
         If a page is named twice, it is undefined which row it gets.
         """

@@ -45,8 +45,9 @@ class PoolHealth:
         self._watching: Future[None] | None = None
 
     def start(self, timeout_s: float) -> None:
-        """Connect to the pool. If it does not answer within `timeout_s`, continue without it and
-        keep trying.
+        """Connect to the pool.
+
+        If it does not answer within `timeout_s`, continue without it and keep trying.
 
         Raises:
             LayoutMismatch, HashMismatch: the pool has the model in another layout, or computes
@@ -146,8 +147,7 @@ class PoolHealth:
 
 
 def differences(mine: Namespace, other: Namespace) -> str:
-    """How two configurations of one model and tenant differ; "" if they do not, or are of another
-    model or tenant.
+    """How two configurations of one model and tenant differ; "" if they do not.
 
     Salts are secret and not compared.
     """

@@ -143,8 +143,7 @@ class SchedulerSide:
         self._loras.close()
 
     def reset(self) -> None:
-        """Stop sharing with blocks stored before, and with other instances, unless `fixed_weights`
-        is set.
+        """Stop sharing blocks with the past and with other instances, unless `fixed_weights`.
 
         vLLM resets its caches when its weights are updated, but does not say why it resets. The
         namespace names the old weights. So from now on this instance shares only with itself.

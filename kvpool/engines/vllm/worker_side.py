@@ -101,8 +101,7 @@ class WorkerSide:
                 self._awaited.append(progress)
 
     def wait_for_layer(self, name: str) -> None:
-        """Wait until the loads of this step have read a layer, or have failed
-        (`wait_for_layer_load`).
+        """Wait until this step's loads have read a layer or failed (`wait_for_layer_load`).
 
         The step's results tell of failures, and vLLM discards their tokens. The only deadline is
         the load's own: without it, a layer could arrive after the model used its bytes, and the
