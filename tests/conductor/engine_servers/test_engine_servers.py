@@ -157,7 +157,7 @@ async def test_a_worker_and_a_server_of_one_namespace_share_the_work() -> None:
     assert on_worker.json()["kvpool"]["decode_worker"] == "w"
 
 
-async def test_events_pass_as_they_come() -> None:
+async def test_events_are_streamed_one_by_one() -> None:
     server = ScriptedServer()
     server.hangs_at = 1
     async with serving((server, "both")) as running:
@@ -212,7 +212,7 @@ async def test_a_stop_string_ends_the_work_at_the_server() -> None:
 # ---------------------------------------------------------------- health and load
 
 
-async def test_a_server_that_is_not_well_gets_nothing_until_it_is() -> None:
+async def test_an_unhealthy_server_gets_no_request_until_it_is_healthy() -> None:
     sick, well = ScriptedServer(), ScriptedServer()
     sick.health = 503
     async with serving((sick, "both"), (well, "both")) as running:
@@ -366,7 +366,7 @@ async def test_a_prefill_server_that_dies_leaves_the_prompt_to_the_decode_server
     assert (len(prefill.seen), len(decode.seen)) == (1, 1)
 
 
-async def test_a_prefill_server_that_hangs_is_given_up_in_time_and_told_so() -> None:
+async def test_a_hanging_prefill_server_is_given_up_in_time_and_its_request_cancelled() -> None:
     prefill, decode = ScriptedServer(), ScriptedServer()
     prefill.hangs = True
     # Long enough to be reached on a busy machine: what never arrived cannot be told to stop.
@@ -377,7 +377,7 @@ async def test_a_prefill_server_that_hangs_is_given_up_in_time_and_told_so() -> 
     assert document["choices"][0]["text"] == "abcdefgh"
 
 
-async def test_a_connector_that_stores_nothing_costs_a_moment_and_is_counted() -> None:
+async def test_a_connector_that_stores_nothing_costs_a_short_wait_and_is_counted() -> None:
     prefill, decode = ScriptedServer(), ScriptedServer()
     async with disaggregated(prefill, decode) as running:
         prefill._on_prefill = lambda _tokens: None
@@ -388,7 +388,7 @@ async def test_a_connector_that_stores_nothing_costs_a_moment_and_is_counted() -
 
 @pytest.mark.parametrize("given", [0, 3])
 @pytest.mark.parametrize("with_ids", [True, False])
-async def test_another_server_goes_on_where_one_died(given: int, with_ids: bool) -> None:
+async def test_another_server_continues_where_one_died(given: int, with_ids: bool) -> None:
     first, second = ScriptedServer(), ScriptedServer()
     first.dies_after, second.text = given, "defgh" if given else "abcdefgh"
     first.with_ids = second.with_ids = with_ids
@@ -401,7 +401,7 @@ async def test_another_server_goes_on_where_one_died(given: int, with_ids: bool)
     assert second.seen[0]["max_tokens"] == 8 - given
 
 
-async def test_a_stream_that_breaks_off_without_a_result_is_not_taken_for_one() -> None:
+async def test_a_stream_that_ends_without_a_result_is_an_error() -> None:
     first, second = ScriptedServer(), ScriptedServer()
     first.breaks_off, first.text, second.text = True, "abc", "defgh"
     async with serving((first, "decode"), (second, "decode")) as running:
@@ -430,7 +430,7 @@ async def test_a_server_that_stops_altogether_is_passed_over() -> None:
         ((200, {"no": "stream"}), 503, "before the stream ended"),
     ],
 )
-async def test_what_the_only_server_refuses_reaches_the_client(
+async def test_an_error_of_the_only_server_reaches_the_client(
     failure: tuple[int, Any], status: int, words: str
 ) -> None:
     server = ScriptedServer()

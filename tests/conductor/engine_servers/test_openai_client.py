@@ -155,7 +155,7 @@ async def test_an_overload_is_a_rate_limit_error_that_says_when_to_come_back() -
     assert caught.value.request_id  # for `kvpool explain`
 
 
-async def test_the_client_comes_back_by_itself_when_told_so() -> None:
+async def test_the_client_tries_again_after_retry_after() -> None:
     worker = ScriptedWorker("w")
     worker.hangs = worker.beats_anyway = True
     async with client(worker, max_active_requests=1, max_queued_requests=0) as (api, running):
@@ -172,7 +172,7 @@ async def test_the_client_comes_back_by_itself_when_told_so() -> None:
         assert (await second).choices[0].text == "abcdefgh"
 
 
-async def test_nobody_to_serve_is_a_503() -> None:
+async def test_no_worker_is_a_503() -> None:
     async with client() as (api, _):
         with pytest.raises(openai.InternalServerError) as caught:
             await api.completions.create(prompt=[65] * 10, **SPARE)
@@ -180,7 +180,7 @@ async def test_nobody_to_serve_is_a_503() -> None:
     assert "kvpool worker" in caught.value.message
 
 
-async def test_what_breaks_in_mid_stream_is_raised_not_taken_for_the_end() -> None:
+async def test_a_stream_that_breaks_raises_and_does_not_look_complete() -> None:
     worker = ScriptedWorker("w")
     worker.text, worker.pause_s = "x" * 2000, 0.02
     ask: Any = {**SPARE, "max_tokens": 2000, "stream": True}

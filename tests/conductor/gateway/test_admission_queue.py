@@ -49,7 +49,7 @@ def test_a_full_queue_refuses_unless_somebody_of_a_lower_class_waits() -> None:
     assert names(queue) == ["f", "b"]
 
 
-def test_with_a_capacity_of_zero_nobody_waits() -> None:
+def test_with_a_capacity_of_zero_no_request_waits() -> None:
     queue = AdmissionQueue(0)
     assert queue.enqueue(ticket("a", "high"), 0.0).refused == "queue_full"
     assert not queue.has_place("high")
@@ -57,7 +57,7 @@ def test_with_a_capacity_of_zero_nobody_waits() -> None:
         AdmissionQueue(-1)
 
 
-def test_who_would_start_too_late_does_not_begin_to_wait() -> None:
+def test_a_request_that_would_start_too_late_does_not_wait() -> None:
     queue = AdmissionQueue(99)
     for number in range(6):
         queue.enqueue(ticket(f"r{number}"), 0.0)
@@ -80,7 +80,7 @@ def test_the_pace_is_not_that_of_an_empty_queue() -> None:
     assert queue.wait_s("normal") == 0.0
 
 
-def test_those_too_late_are_taken_out_and_their_time_is_known_before() -> None:
+def test_late_requests_are_removed_and_the_next_expiry_is_known() -> None:
     queue = AdmissionQueue(9)
     queue.enqueue(ticket("a", start_by=5.0), 0.0)
     queue.enqueue(ticket("b", start_by=3.0), 0.0)
@@ -136,7 +136,7 @@ steps = st.lists(
 
 @settings(max_examples=examples(300), deadline=None)
 @given(st.integers(0, 6), steps)
-def test_whatever_happens_order_bounds_and_accounting_hold(
+def test_order_bounds_and_accounting_hold_after_any_sequence(
     capacity: int, happenings: list[tuple[str, Priority | int, float]]
 ) -> None:
     queue = AdmissionQueue(capacity)

@@ -74,7 +74,7 @@ async def test_tokens_are_a_sign_of_life_of_a_worker_without_heartbeats() -> Non
     assert document["choices"][0]["text"] == "abcdefgh"
 
 
-async def test_a_silent_worker_is_waited_for_when_there_is_no_other() -> None:
+async def test_a_silent_worker_is_not_given_up_while_there_is_no_other() -> None:
     only = ScriptedWorker("w1")
     only.hangs_at, only.is_silent = 1, True
     async with conductor(only, membership=replace(QUICK, dead_after_s=60.0)) as running:
@@ -134,7 +134,7 @@ async def test_a_worker_that_stays_full_ends_the_request_after_the_longest_wait(
     assert running.gateway.active == 0
 
 
-async def test_a_hanging_prefill_leaves_the_fallback_time_to_answer() -> None:
+async def test_a_hanging_prefill_leaves_time_for_the_fallback() -> None:
     prefill, decode, node = ScriptedWorker("p", "prefill"), ScriptedWorker("d"), "n"
     async with conductor(prefill, decode, request_timeout_s=4.0) as running:
         wire = await _join_node(running, node)
@@ -171,7 +171,7 @@ async def test_the_first_token_is_waited_for_only_so_long() -> None:
     assert document["kvpool"]["decode_worker"] == "w2"
 
 
-async def test_an_answer_cut_by_its_deadline_is_an_error_and_not_complete() -> None:
+async def test_a_response_cut_by_its_deadline_is_an_error() -> None:
     only = ScriptedWorker("w1")
     only.pause_s = 0.2
     async with conductor(only, request_timeout_s=0.5) as running:
@@ -276,7 +276,7 @@ async def test_a_stop_string_completed_by_the_last_token_is_applied() -> None:
     assert document["choices"][0]["finish_reason"] == "stop"
 
 
-async def test_a_stop_string_completed_by_what_was_held_back_is_applied() -> None:
+async def test_a_stop_string_completed_by_held_text_is_applied() -> None:
     only = ScriptedWorker("w1")
     only.text = "abc\ufffd"  # it looks like half a character, and is held back to the end
     async with conductor(only) as running:
@@ -290,7 +290,7 @@ async def test_a_stop_string_completed_by_what_was_held_back_is_applied() -> Non
 # ---------------------------------------------------------------- bodies and errors
 
 
-async def test_a_chunked_body_is_taken_up_to_the_limit() -> None:
+async def test_a_chunked_body_is_accepted_up_to_the_limit() -> None:
     only = ScriptedWorker("w1")
     async with conductor(only, max_body_bytes=64 << 10) as running:
 
@@ -309,7 +309,7 @@ async def test_a_chunked_body_is_taken_up_to_the_limit() -> None:
     ("content", "status"),
     [(b"{not json", 400), (b"\xff\xfe", 400), (b"", 400), (b"[" * 100_000, 400)],
 )
-async def test_what_is_no_json_is_answered_in_openais_shape(content: bytes, status: int) -> None:
+async def test_errors_of_bad_bodies_have_openais_shape(content: bytes, status: int) -> None:
     async with conductor(ScriptedWorker("w1")) as running:
         response = await running.http.post("/v1/completions", content=content)
         missing = await running.http.post("/v1/nothing", json={})
@@ -320,7 +320,7 @@ async def test_what_is_no_json_is_answered_in_openais_shape(content: bytes, stat
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
 
 
-async def test_errors_do_not_echo_what_was_sent() -> None:
+async def test_errors_do_not_echo_the_request() -> None:
     async with conductor(ScriptedWorker("w1")) as running:
         named = await running.http.get(f"/v1/requests/{'x' * 20_000}")
         model = await running.ask(model="y" * 500)
@@ -398,7 +398,7 @@ async def _join_node(running: Conductor, node_id: str, slowness_s: float = 0.0) 
 # ---------------------------------------------------------------- disks slower than computing
 
 
-async def test_workers_are_told_how_long_a_disk_may_take_and_what_they_decline_stays() -> None:
+async def test_requests_carry_the_longest_wait_for_a_disk_and_declined_blocks_stay() -> None:
     worker = ScriptedWorker("w1")
     async with conductor(worker) as running:
         cluster = running.cluster

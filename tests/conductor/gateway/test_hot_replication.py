@@ -16,14 +16,14 @@ from tests.support.waiting import until
 RUN = [bytes([number]) * 16 for number in range(6)]
 
 
-def test_a_block_is_hot_when_it_was_wanted_twice_and_only_the_hot_part_is_asked_for() -> None:
+def test_a_block_is_hot_after_two_requests_and_only_hot_blocks_are_copied() -> None:
     hot = HotBlocks()
     assert hot.requested("n", RUN[:4], 0.0) == (0, 0)
     assert hot.requested("other", RUN[:4], 0.0) == (0, 0)
     assert hot.requested("n", [*RUN[:3], b"x" * 16], 0.0) == (0, 3)
 
 
-def test_what_was_asked_for_rests_and_the_copy_goes_on_behind_it() -> None:
+def test_blocks_copied_lately_rest_and_the_copy_continues_behind_them() -> None:
     hot = HotBlocks(rest_s=60.0)
     hot.requested("n", RUN, 0.0)
     hot.copying("n", RUN[:2], 0.0)

@@ -35,7 +35,7 @@ def event(kind: str, hashes: list[bytes]) -> m.BlockEvent:
 # ------------------------------------------------------------ the last news
 
 
-def test_the_last_news_of_a_block_is_remembered_with_who_said_it() -> None:
+def test_the_last_event_of_a_block_is_kept_with_its_node() -> None:
     history = BlockHistory(1024)
     history.record("n1", [event("stored", CHAIN[:4])])
     history.record("n2", [event("stored", CHAIN[2:4]), event("removed", CHAIN[3:4])])
@@ -67,7 +67,7 @@ def test_more_nodes_than_numbers_reuse_the_first_and_never_break() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["stored", "removed"]), st.integers(0, 7)), max_size=30))
-def test_what_is_remembered_is_never_older_than_the_last_event(
+def test_a_kept_event_is_never_older_than_the_last_one(
     happened: list[tuple[str, int]],
 ) -> None:
     history, last = BlockHistory(4), {}
@@ -82,7 +82,7 @@ def test_what_is_remembered_is_never_older_than_the_last_event(
 # ------------------------------------------------------------ reasons
 
 
-def test_blocks_that_the_index_lacks_are_told_apart_by_the_last_news() -> None:
+def test_missing_blocks_get_their_reason_from_the_last_event() -> None:
     heard = {
         CHAIN[1]: LastEvent("stored", "live"),
         CHAIN[2]: LastEvent("removed", "live"),
@@ -139,7 +139,7 @@ async def test_a_cold_prompt_was_never_stored() -> None:
         assert 'kvpool_missed_blocks_total{reason="never_stored"} 2.0' in metrics
 
 
-async def test_evicted_blocks_and_those_of_a_node_that_left_are_told_apart() -> None:
+async def test_evicted_blocks_and_blocks_of_a_node_that_left_have_different_reasons() -> None:
     async with conductor(ScriptedWorker("w")) as running:
         hashes = hash_chain(NAMESPACE, [65] * 10)
         join(running, "gone", hashes[1:])
@@ -187,7 +187,7 @@ async def test_nobody_learns_what_another_tenant_or_salt_stored() -> None:
         assert await missed(running) == [Miss("never_stored", 2)]
 
 
-async def test_reuse_that_costs_more_than_it_saves_is_declined_and_said_so() -> None:
+async def test_reuse_that_costs_more_than_it_saves_is_declined_with_a_reason() -> None:
     async with conductor(ScriptedWorker("w")) as running:
         join(running, "n", hash_chain(NAMESPACE, [65] * 10))
         for _ in range(30):  # so slow a link was measured

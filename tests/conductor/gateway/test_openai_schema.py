@@ -59,7 +59,7 @@ def test_half_a_million_messages_parts_and_options_end_at_the_first_mistake() ->
         assert len(str(caught.value)) < 300
 
 
-def test_what_is_quoted_is_cut_short() -> None:
+def test_quoted_values_are_shortened() -> None:
     text = refusal(b'{"prompt":"a","kvpool":{"%s":1}}' % (b"x" * 100_000))
     assert "unknown field" in text
     assert len(text) < 300
@@ -68,11 +68,11 @@ def test_what_is_quoted_is_cut_short() -> None:
 @pytest.mark.parametrize(
     "raw", [b"", b"{", b"[]", b"\xff", b"[" * 200_000, b'{"prompt":"\xed\xa0\x80"}']
 )
-def test_what_is_no_json_object_is_an_invalid_argument(raw: bytes) -> None:
+def test_a_body_that_is_no_json_object_is_an_invalid_argument(raw: bytes) -> None:
     assert refusal(raw)
 
 
-def test_good_prompts_are_taken_as_they_are() -> None:
+def test_valid_prompts_are_not_changed() -> None:
     assert read_prompt(msgspec.Raw(b'"text"'), 1) == "text"
     assert read_prompt(msgspec.Raw(b'[ "text" ]'), 1) == "text"
     assert read_prompt(msgspec.Raw(b"[ 1, 2 ]"), 2) == [1, 2]

@@ -81,7 +81,7 @@ async def hint(running: Conductor) -> PrefetchReport:
 # ---------------------------------------------------------------- hints
 
 
-async def test_what_stands_on_a_disk_near_the_reader_is_promoted() -> None:
+async def test_blocks_on_a_disk_near_the_reader_are_promoted() -> None:
     node = ScriptedNode("n")
     async with pool((node, Tier.NVME, HASHES), worker=ScriptedWorker("w")) as running:
         done = await hint(running)
@@ -91,7 +91,7 @@ async def test_what_stands_on_a_disk_near_the_reader_is_promoted() -> None:
     assert running.counters["prefetch:promoting"] == 10
 
 
-async def test_what_stands_on_another_host_is_copied_to_the_readers() -> None:
+async def test_blocks_on_another_host_are_copied_to_the_readers_host() -> None:
     far, near = ScriptedNode("far", host="elsewhere"), ScriptedNode("near")
     async with pool(
         (far, Tier.NVME, HASHES), (near, Tier.DRAM, []), worker=ScriptedWorker("w")
@@ -102,14 +102,14 @@ async def test_what_stands_on_another_host_is_copied_to_the_readers() -> None:
     assert (done.copying, done.promoting, done.declined) == (10, 0, 0)
 
 
-async def test_with_no_node_near_the_reader_it_is_promoted_where_it_stands() -> None:
+async def test_without_a_node_near_the_reader_blocks_are_promoted_on_their_node() -> None:
     far = ScriptedNode("far", host="elsewhere")
     async with pool((far, Tier.NVME, HASHES), worker=ScriptedWorker("w")) as running:
         assert (await hint(running)).promoting == 10
     assert far.prefetched == HASHES
 
 
-async def test_what_is_in_memory_near_the_reader_needs_nothing() -> None:
+async def test_blocks_in_memory_near_the_reader_do_not_move() -> None:
     node = ScriptedNode("n")
     async with pool((node, Tier.DRAM, HASHES), worker=ScriptedWorker("w")) as running:
         done = await hint(running)
@@ -137,7 +137,7 @@ async def test_each_no_has_its_reason() -> None:
     assert node.prefetched == []
 
 
-async def test_what_is_dearer_to_read_than_to_compute_is_left() -> None:
+async def test_blocks_that_cost_more_to_read_than_to_compute_do_not_move() -> None:
     node = ScriptedNode("n")
     async with pool((node, Tier.NVME, HASHES), worker=ScriptedWorker("w")) as running:
         for _ in range(20):  # a worker that computes in no time

@@ -15,7 +15,7 @@ def test_a_stop_completed_by_the_last_piece_ends_the_text() -> None:
     assert text.is_stopped
 
 
-def test_what_could_begin_a_stop_is_held_and_given_when_it_does_not() -> None:
+def test_text_that_could_begin_a_stop_string_is_held_until_it_does_not() -> None:
     text = StopStrings(["stop"])
     assert text.push("a sto") == "a "
     assert text.push("ry") == "stor"[:2]

@@ -127,7 +127,7 @@ def test_cleared_hides_the_namespace_on_that_node_alone(index: Index) -> None:
         BlockEvent("stored", b"ns", CHAIN[0], Tier.DRAM),
     ],
 )
-def test_a_bad_event_is_refused_and_nothing_of_its_batch_applied(
+def test_a_bad_event_is_refused_and_no_event_of_its_batch_is_applied(
     index: Index, bad: BlockEvent
 ) -> None:
     with pytest.raises(InvalidArgument):
@@ -222,7 +222,7 @@ def test_a_removed_nodes_older_epoch_stays_refused(index: Index) -> None:
     assert leading_run(index, NS, CHAIN) == 1
 
 
-def test_snapshot_keeps_the_known_visible_and_drops_what_it_did_not_name(index: Index) -> None:
+def test_a_snapshot_keeps_known_blocks_visible_and_drops_those_that_it_lacks(index: Index) -> None:
     index.apply("node-a", 1, stored(CHAIN))
     index.begin_snapshot("node-a", 1)
     index.apply("node-a", 1, stored(CHAIN[:2]))
@@ -287,7 +287,7 @@ def test_a_node_that_comes_back_during_its_removal_keeps_its_new_blocks(index: I
 # ------------------------------------------------------------ corrupt and suspect blocks
 
 
-def test_a_suspect_copy_is_not_answered_until_its_time_has_passed(index: Index) -> None:
+def test_a_copy_with_a_recorded_miss_is_left_out_until_its_time_has_passed(index: Index) -> None:
     index.apply("node-a", 1, stored(CHAIN))
     index.record_miss("node-a", NS, CHAIN[2], until=10.0)
     assert leading_run(index, NS, CHAIN) == 2
@@ -297,14 +297,14 @@ def test_a_suspect_copy_is_not_answered_until_its_time_has_passed(index: Index) 
     assert leading_run(index, NS, CHAIN) == len(CHAIN)
 
 
-def test_suspicion_falls_on_one_node_and_on_all_its_tiers(index: Index) -> None:
+def test_a_miss_counts_for_one_node_and_all_its_tiers(index: Index) -> None:
     index.apply("node-a", 1, stored(CHAIN, Tier.DRAM) + stored(CHAIN, Tier.NVME))
     index.apply("node-b", 1, stored(CHAIN, Tier.NVME))
     index.record_miss("node-a", NS, CHAIN[0], until=10.0)
     assert index.holders(NS, CHAIN[:1]) == [(Holder("node-b", Tier.NVME),)]
 
 
-def test_a_new_stored_event_ends_suspicion(index: Index) -> None:
+def test_a_new_stored_event_drops_the_recorded_miss(index: Index) -> None:
     index.apply("node-a", 1, stored(CHAIN))
     index.record_miss("node-a", NS, CHAIN[0], until=10.0)
     index.apply("node-a", 1, stored(CHAIN[:1]))
@@ -312,7 +312,7 @@ def test_a_new_stored_event_ends_suspicion(index: Index) -> None:
     assert index.expire_misses(11.0) == 0
 
 
-def test_suspicion_can_be_prolonged(index: Index) -> None:
+def test_a_recorded_miss_can_be_prolonged(index: Index) -> None:
     index.apply("node-a", 1, stored(CHAIN))
     index.record_miss("node-a", NS, CHAIN[0], until=10.0)
     index.record_miss("node-a", NS, CHAIN[0], until=20.0)
@@ -462,7 +462,7 @@ def _same(real: Callable[[], None], model: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("backend", sorted(BACKENDS))
-def test_entries_are_bounded_and_what_is_over_is_counted(backend: str) -> None:
+def test_entries_are_bounded_and_dropped_ones_counted(backend: str) -> None:
     index = BACKENDS[backend](max_blocks=3)
     index.apply("node-a", 1, stored(CHAIN))
     assert index.blocks() == 3
@@ -472,7 +472,7 @@ def test_entries_are_bounded_and_what_is_over_is_counted(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", sorted(BACKENDS))
-def test_suspicions_are_bounded(backend: str) -> None:
+def test_recorded_misses_are_bounded(backend: str) -> None:
     index = BACKENDS[backend](max_misses=2)
     index.apply("node-a", 1, stored(CHAIN))
     for i in range(3):

@@ -12,7 +12,7 @@ from kvpool.errors import InvalidArgument
 from tests.conductor.index.test_conformance import ALL, CHAIN, NS, event, leading_run, stored
 
 
-def test_memory_is_bounded_and_what_is_over_is_counted() -> None:
+def test_memory_is_bounded_and_dropped_pages_counted() -> None:
     index = MemoryIndex(max_blocks=3)
     index.apply("node-a", 1, stored(CHAIN))
     assert (index.blocks(), index.dropped) == (3, len(CHAIN) - 3)
@@ -32,7 +32,7 @@ def test_masks_stay_short_when_nodes_come_and_go() -> None:
     assert not index._spaces
 
 
-def test_a_bit_given_to_another_node_does_not_answer_with_the_old_name() -> None:
+def test_a_reused_bit_does_not_return_the_old_node() -> None:
     index = MemoryIndex()
     index.apply("node-a", 1, stored(CHAIN))
     index.apply("node-b", 1, stored(CHAIN[:1]))  # keeps the namespace alive meanwhile

@@ -53,7 +53,7 @@ def test_a_bag_holds_what_a_set_would(script: list[tuple[str, int]]) -> None:
     assert len(bag) == 0
 
 
-def test_what_is_added_and_removed_for_ever_takes_no_more_room() -> None:
+def test_hashes_added_and_removed_again_and_again_take_no_more_memory() -> None:
     bag = PackedHashes()
     for number in range(20):
         bag.add(h(number))
@@ -69,7 +69,7 @@ def test_what_is_added_and_removed_for_ever_takes_no_more_room() -> None:
     assert stored < 120
 
 
-def test_the_cyclic_collector_has_nothing_to_look_at_in_what_is_full() -> None:
+def test_the_cyclic_collector_does_not_visit_full_chunks() -> None:
     """Else each full collection would look at every hash of the index."""
     bag = PackedHashes()
     hashes = [number.to_bytes(16, "big") for number in range(3 * CHUNK + 10)]

@@ -104,7 +104,7 @@ def test_removals_and_clearing_are_read() -> None:
         {"type": "SomethingNew"},
     ],
 )
-def test_what_our_hashes_cannot_name_is_passed_over_and_counted(event: Any) -> None:
+def test_pages_that_prefix_hashes_cannot_name_are_ignored_and_counted(event: Any) -> None:
     parsed = parse_batch(encode([1.0, [event]]))
     assert parsed.events == ()
     assert parsed.ignored == 1
@@ -124,7 +124,7 @@ def test_what_our_hashes_cannot_name_is_passed_over_and_counted(event: Any) -> N
         encode([1.0, [["BlockStored"]]]),
     ],
 )
-def test_what_is_no_batch_is_a_protocol_error(payload: bytes) -> None:
+def test_a_payload_that_is_no_batch_is_a_protocol_error(payload: bytes) -> None:
     with pytest.raises(ProtocolError):
         parse_batch(payload)
 
@@ -156,7 +156,7 @@ def test_pages_of_any_size_become_the_pools_blocks(page: int) -> None:
     assert blocks.leading(CHAIN) == count * page // 64
 
 
-def test_a_block_is_there_when_its_last_page_is_and_gone_when_any_of_them_is() -> None:
+def test_a_block_is_present_while_all_its_pages_are() -> None:
     for lost in range(4):
         blocks = EngineBlocks(SPACE)
         names = pages_of(blocks, PAGE, 7)
@@ -277,7 +277,7 @@ def nothing(publisher: Publisher) -> Callable[[], Any]:
     return lambda: publisher.publish({"type": "BlockRemoved", "block_hashes": [], "medium": None})
 
 
-async def test_what_was_published_before_is_replayed_and_later_events_follow(
+async def test_earlier_events_are_replayed_and_later_ones_follow(
     publisher: Publisher, feed: KvEventSubscriber
 ) -> None:
     await publisher.page(0)  # nobody listens yet
@@ -314,7 +314,7 @@ async def test_a_gap_that_cannot_be_healed_clears_the_engine(publisher: Publishe
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_unreadable_events_void_what_is_known_and_are_healed(
+async def test_unreadable_events_drop_all_blocks_and_are_repaired(
     publisher: Publisher, feed: KvEventSubscriber
 ) -> None:
     await publisher.page(0)

@@ -53,7 +53,7 @@ def test_a_silent_member_is_suspect_then_dead() -> None:
     assert state_of(members, "a") is State.LIVE
 
 
-def test_a_suspect_is_welcome_again_with_the_same_epoch() -> None:
+def test_a_suspect_of_the_same_epoch_becomes_live_again() -> None:
     members = pool("a", "b")
     run(members, 1, 6, ("a",))
     assert members.heartbeat("b", 1, 6.0) is False
@@ -120,7 +120,7 @@ def test_even_isolation_ends() -> None:
     assert sorted(run(members, 1, 102, ())) == ["a", "b"]
 
 
-def test_members_that_fell_silent_one_after_the_other_are_not_taken_for_isolation() -> None:
+def test_members_that_fall_silent_one_after_the_other_do_not_mean_isolation() -> None:
     members = pool("a", "b")
     run(members, 1, 6, ("a",))
     assert run(members, 6, 11, ()) == ["b"]
@@ -191,7 +191,7 @@ def test_a_gap_asks_for_resync_until_the_node_joins_again() -> None:
     assert action == BatchAction(apply=True, end_snapshot=True)
 
 
-def test_a_report_that_nobody_asked_for_begins_a_snapshot() -> None:
+def test_an_unexpected_report_begins_a_snapshot() -> None:
     members = pool("a")
     members.receive_events("a", 1, 1, 0.0, snapshot=True, snapshot_end=True)
     begun = members.receive_events("a", 1, 2, 0.0, snapshot=True)
@@ -213,7 +213,7 @@ def test_a_heartbeat_that_overtakes_its_batch_is_no_gap_but_a_lost_batch_is() ->
 
 
 @given(st.lists(st.integers(1, 6), max_size=20))
-def test_what_is_applied_is_always_a_run_without_gap(sequences: list[int]) -> None:
+def test_applied_batches_are_always_a_run_without_gaps(sequences: list[int]) -> None:
     members = pool("a")
     applied = [s for s in sequences if members.receive_events("a", 1, s, 0.0).apply]
     start = applied[0] if applied else 0

@@ -34,7 +34,7 @@ def two(client: RedisClient) -> tuple[RedisIndex, RedisIndex]:
     return RedisIndex(client, pool, ttl_s=TTL_S), RedisIndex(client, pool, ttl_s=TTL_S)
 
 
-async def test_what_one_conductor_is_told_the_other_answers(
+async def test_blocks_reported_to_one_conductor_are_found_by_the_other(
     two: tuple[RedisIndex, RedisIndex],
 ) -> None:
     a, b = two
@@ -48,7 +48,7 @@ async def test_what_one_conductor_is_told_the_other_answers(
         )
 
 
-async def test_a_conductor_that_stood_still_cannot_undo_what_another_was_told(
+async def test_a_conductor_that_was_stopped_cannot_undo_another_ones_changes(
     two: tuple[RedisIndex, RedisIndex],
 ) -> None:
     a, b = two
@@ -74,7 +74,7 @@ def _as_of(index: RedisIndex, number: int, *, is_reporting: bool = False) -> Red
     return index
 
 
-async def test_what_a_dead_conductor_left_to_reclaim_is_found(
+async def test_blocks_that_a_dead_conductor_left_to_reclaim_are_found(
     two: tuple[RedisIndex, RedisIndex],
 ) -> None:
     a, b = two

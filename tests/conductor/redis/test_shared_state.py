@@ -107,7 +107,9 @@ async def test_a_member_of_one_conductor_is_a_member_of_the_other(two: Two) -> N
     assert two.b.node_list().nodes[0].descriptor == node().descriptor
 
 
-async def test_a_namespace_told_to_one_conductor_is_found_by_the_other_at_once(two: Two) -> None:
+async def test_a_namespace_registered_at_one_conductor_is_found_by_the_other_at_once(
+    two: Two,
+) -> None:
     with pytest.raises(UnknownNamespace):
         await two.b.answer_lookup(look())
     await two.a.answer_registration(m.RegisterNamespace(NAMESPACE))
@@ -176,7 +178,7 @@ async def test_a_conductor_that_is_gone_takes_no_member_with_it(two: Two) -> Non
     assert two.b.shared_members.conductors == [""]  # `a` is no longer listed
 
 
-async def test_goodbye_to_one_conductor_is_goodbye_to_all(two: Two) -> None:
+async def test_leaving_one_conductor_is_leaving_all(two: Two) -> None:
     await two.a.join_node(node())
     await two.a.take_events(report(1, CHAIN))
     await two.a.join_worker(worker())
@@ -188,7 +190,7 @@ async def test_goodbye_to_one_conductor_is_goodbye_to_all(two: Two) -> None:
     assert (await two.b.answer_lookup(look())).found == 0
 
 
-async def test_draining_told_to_another_conductor_reaches_all(two: Two) -> None:
+async def test_draining_reported_to_another_conductor_reaches_all(two: Two) -> None:
     await two.a.join_node(node())
     await two.tick()
     await two.b.drain_node(m.NodeDraining("n", 1))
@@ -199,7 +201,7 @@ async def test_draining_told_to_another_conductor_reaches_all(two: Two) -> None:
     assert [c.nodes.members()[0].state for c in (two.a, two.b)] == [State.DRAINING] * 2
 
 
-async def test_what_redis_missed_ends_in_a_full_report(two: Two) -> None:
+async def test_a_report_that_redis_missed_ends_in_a_full_report(two: Two) -> None:
     await two.a.join_node(node())
     await two.a.take_events(report(1, CHAIN[:2]))
     two.a.redis._failed("test")

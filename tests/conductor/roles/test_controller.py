@@ -84,7 +84,7 @@ def test_nothing_moves_soon_after_a_move() -> None:
         ([Instance("f", "decode", 0, 8, 0, False)] * 2, "their roles are fixed"),
     ],
 )
-def test_what_cannot_be_spared_is_not_moved(instances: list[Instance], why: str) -> None:
+def test_an_instance_that_its_role_needs_is_not_moved(instances: list[Instance], why: str) -> None:
     controller = RoleController(LIMITS)
     feed(controller, 0.0, late=10)
     controller.step(instances, 0.0)
@@ -110,7 +110,7 @@ def test_an_idle_pool_that_meets_its_objectives_may_shrink_but_never_to_nothing(
     assert busy == ()
 
 
-def test_few_requests_say_nothing() -> None:
+def test_few_requests_change_nothing() -> None:
     controller = RoleController(LIMITS)
     feed(controller, 0.0, late=4)
     controller.step(pool(), 0.0)

@@ -135,7 +135,7 @@ def test_a_canary_takes_about_its_share_and_rules_draw_independently() -> None:
         ),
     ],
 )
-def test_mistakes_are_named_with_what_was_meant(text: str, words: list[str]) -> None:
+def test_mistakes_are_named_with_the_nearest_valid_key(text: str, words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_rules(text, "file p.yaml")
     for word in ["file p.yaml", *words]:

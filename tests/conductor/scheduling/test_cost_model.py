@@ -122,7 +122,7 @@ def test_a_measured_disk_outweighs_the_profiles() -> None:
     assert model.tier_s(1e9, Tier.DRAM) == 0.0
 
 
-def test_a_wait_is_worth_what_computing_would_take_once_that_was_measured() -> None:
+def test_a_wait_is_worth_the_measured_time_of_computing() -> None:
     model = CostModel()
     assert (
         model.worthwhile_s("w", 1000, 900, 0.0) == 0.0
@@ -167,7 +167,7 @@ def test_predictions_are_positive_and_finite_whatever_was_measured(
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
-def test_what_is_no_measurement_teaches_nothing(seconds: float) -> None:
+def test_invalid_measurements_are_ignored(seconds: float) -> None:
     fit = OnlineFit((1.0, 1.0))
     fit.observe((1.0, 2.0), seconds)
     assert (fit.observations, fit.coefficients) == (0, (1.0, 1.0))

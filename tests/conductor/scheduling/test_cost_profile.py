@@ -17,9 +17,7 @@ LENGTHS = (64, 256, 1024, 4096)
 
 
 @pytest.mark.parametrize("name", ["p.yaml", "p.json"])
-def test_what_was_measured_becomes_a_file_that_predictions_start_from(
-    tmp_path: Path, name: str
-) -> None:
+def test_measurements_become_a_file_from_which_predictions_start(tmp_path: Path, name: str) -> None:
     prefill = [(n, 0, 1e-3 + 2e-5 * n + 1e-9 * n * n / 2) for n in LENGTHS]
     decode = [(n * b, b, 5e-3 + 1e-7 * n * b + 1e-3 * b) for n in LENGTHS for b in (1, 4)]
     path = tmp_path / name
@@ -52,7 +50,7 @@ def test_a_small_coefficient_written_without_a_dot_is_a_number(
     assert read_profile(path).tpot_context_s == 1e-7
 
 
-def test_what_a_file_leaves_out_keeps_its_default_and_links_can_be_given() -> None:
+def test_values_that_a_file_leaves_out_keep_their_defaults() -> None:
     content = {
         "kvpool_profile": 1,
         "other_host": {"latency_s": 1e-5, "bytes_per_s": 2.5e10},
@@ -76,7 +74,7 @@ def test_what_a_file_leaves_out_keeps_its_default_and_links_can_be_given() -> No
         "text",
     ],
 )
-def test_what_is_no_profile_is_refused_by_name(content: object) -> None:
+def test_a_file_that_is_no_profile_is_refused_by_name(content: object) -> None:
     with pytest.raises(ConfigError, match="here"):
         profile_from_file(parse_profile_file(content, "here"), "here")
 

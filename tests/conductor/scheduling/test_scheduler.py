@@ -66,7 +66,7 @@ def test_prefill_goes_elsewhere_when_it_would_stall_running_decodes() -> None:
     assert local.rejected == "tpot_slo"
 
 
-def test_what_a_local_prefill_costs_those_who_decode_there_counts_against_it() -> None:
+def test_the_stall_of_decoding_sequences_counts_against_a_local_prefill() -> None:
     """1,034 tokens are computed in 1.03 s.
 
     Here that is 2.4 s later elsewhere, and 8 sequences would stand still.
@@ -89,7 +89,7 @@ def test_what_a_local_prefill_costs_those_who_decode_there_counts_against_it() -
         assert local.tpot_s == pytest.approx(0.01 + 0.001 * (sequences + 1), rel=0.01)
 
 
-def test_a_prefill_for_another_worker_stalls_those_who_decode_where_it_is_computed() -> None:
+def test_a_remote_prefill_stalls_the_sequences_that_decode_on_its_worker() -> None:
     load = busy(decode_sequences=8, decode_context_tokens=8000)
     both = worker("b1", "both", load=load)
     state = inputs_of([both, PD[0], PD[2]], stall_weight=0.1)
@@ -126,7 +126,7 @@ def test_a_queue_is_worked_off_as_its_report_ages() -> None:
     assert schedule(request(), state, 200.0).candidates[0].queue_s == 0.0
 
 
-def test_a_short_rest_is_prefilled_locally_whatever_it_costs() -> None:
+def test_a_short_rest_is_prefilled_locally_at_any_cost() -> None:
     slow = replace(PD[2], load=busy(queued_prefill_tokens=10_000, prefill_tokens_per_s=1000.0))
     state = inputs_of([PD[0], slow], min_remote_prefill_tokens=256)
     short = schedule(request(segments=pool_has(14)), state, 0.0)
@@ -162,7 +162,7 @@ def test_reuse_is_declined_when_fetching_costs_more_than_computing() -> None:
     assert decision.candidates[0].fetch_s == 0.0
 
 
-def test_reuse_can_be_insisted_on_whatever_it_costs() -> None:
+def test_reuse_can_be_forced_at_any_cost() -> None:
     slow_link = replace(PROFILE, other_host=LinkProfile(1e-3, 1e6))
     insists = replace(inputs_of(PD).config, always_reuse=True)
     state = replace(inputs_of(PD), cost=CostModel(slow_link), config=insists)
@@ -190,7 +190,7 @@ def test_a_disk_is_priced_as_its_node_measured_it() -> None:
     assert schedule(request(segments=segments), inputs_of(PD, slow), 0.0).reuse_blocks == 0
 
 
-def test_what_stands_in_memory_is_reused_though_the_rest_lies_on_a_slow_disk() -> None:
+def test_blocks_in_memory_are_reused_even_if_the_rest_is_on_a_slow_disk() -> None:
     slow = [NodeStatus("n1", "h1", GIB, read_bytes_per_s={Tier.NVME: 1e6})]
     segments = {"": [Segment("n1", 0, 10, Tier.NVME, ready=7)]}
     decision = schedule(request(segments=segments), inputs_of(PD, slow), 0.0)
@@ -225,7 +225,7 @@ def test_the_least_burdened_decode_worker_is_chosen() -> None:
     assert decision.decode == "d2"
 
 
-def test_a_worker_with_all_its_places_taken_is_given_nothing_more() -> None:
+def test_a_worker_without_free_places_gets_no_request() -> None:
     in_flight = InFlight()
     load = busy(places=2)
     state = inputs_of([worker(f"d{i}", "decode", load=load) for i in range(2)], in_flight=in_flight)
@@ -269,7 +269,7 @@ def test_prefill_and_decode_workers_rotate_each_on_their_own() -> None:
     assert [p for p, _ in chosen] == ["p0", "p1"] * 3
 
 
-def test_what_was_sent_and_not_reported_yet_counts_as_queue() -> None:
+def test_requests_sent_and_not_yet_reported_count_as_queue() -> None:
     in_flight = InFlight()
     state = inputs_of([worker("d1", "decode"), worker("d2", "decode")], in_flight=in_flight)
     first = schedule(request(request_id="1"), state, 0.0)
@@ -291,7 +291,7 @@ def test_work_that_the_worker_has_reported_is_not_counted_twice() -> None:
     assert second.candidates[0].queue_s == pytest.approx(1.034, rel=0.01)
 
 
-def test_slots_are_reserved_on_the_decode_host_or_where_there_is_room() -> None:
+def test_slots_are_reserved_on_the_decode_host_or_where_space_is() -> None:
     force: dict[str, Any] = {"mode": "disaggregated"}
     assert schedule(request(**force), inputs_of(PD), 0.0).target_node == "n2"
     full = [
@@ -505,7 +505,7 @@ def test_assigning_again_replaces_and_unknown_ids_are_ignored() -> None:
     assert len(in_flight) == 1
 
 
-def test_requests_nobody_ended_are_dropped_in_time() -> None:
+def test_requests_that_never_ended_are_dropped_in_time() -> None:
     in_flight = InFlight()
     in_flight.assigned(SENT, 10.0)
     assert in_flight.expire(older_than=10.0) == []

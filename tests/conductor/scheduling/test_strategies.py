@@ -205,7 +205,7 @@ def test_least_loaded_takes_the_shortest_queue_and_the_fewest_sequences() -> Non
 
 
 @pytest.mark.parametrize("name", ["cache-aware", "sglang"])
-def test_the_longest_prefix_near_decides_whatever_is_queued_there(name: str) -> None:
+def test_the_longest_near_prefix_decides_regardless_of_the_queue(name: str) -> None:
     queued = busy(queued_prefill_tokens=9000, prefill_tokens_per_s=1000.0)
     workers = [*MIXED[:2], replace(MIXED[2], load=queued), MIXED[3]]
     state = inputs_of(workers, NODES, strategy=name)
@@ -245,7 +245,7 @@ def test_sglang_leaves_the_prefix_when_queues_are_out_of_balance() -> None:
 # ------------------------------------------------------------ dynamo
 
 
-def test_dynamo_weighs_overlap_by_where_it_stands() -> None:
+def test_dynamo_weighs_overlap_by_location() -> None:
     workers = MIXED[:2]
     for tier, engine_needed in ((Tier.DRAM, 13), (Tier.NVME, 5)):
         # 16 blocks near at w1: worth 12 in memory and 4 on disk.
@@ -298,7 +298,7 @@ def test_a_hot_prefix_is_replicated_toward_the_idle_worker() -> None:
     assert hot_prefix(5000) == (PrefixReplication("n0", "n1", 0, 10),)
 
 
-def test_nothing_is_replicated_where_the_prefix_stands_or_when_it_is_switched_off() -> None:
+def test_nothing_is_replicated_to_the_prefixs_own_host_or_when_switched_off() -> None:
     assert hot_prefix(0) == ()
     assert hot_prefix(5000, balancing_threshold=0.0) == ()
 
