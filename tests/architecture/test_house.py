@@ -60,6 +60,7 @@ RETIRED = {
     "slot_pool": "arena allocator",
     "ledger": "table",
     "stands": "resident",
+    "standing": "resident",
 }
 
 

@@ -94,7 +94,7 @@ def test_the_command_shows_people_and_programs_the_same(
     assert status == 0, err
     [node] = json.loads(out)["nodes"]
     [space] = node["namespaces"]
-    assert (space["model"], space["blocks"], space["standing"]) == (NAMESPACE.model, 5, {"dram": 5})
+    assert (space["model"], space["blocks"], space["resident"]) == (NAMESPACE.model, 5, {"dram": 5})
     first, second = space["listed"]
     assert (first["block_hash"], second["parent"]) == (HASHES[0].hex(), HASHES[0].hex())
     assert (first["retained_s"], second["retained_s"], first["parts"]) == (0.0, -1.0, 1)

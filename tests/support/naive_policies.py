@@ -26,19 +26,19 @@ class NaiveLru:
     """The others override what they do otherwise."""
 
     def __init__(self) -> None:
-        self.standing: list[Item] = []
+        self.resident: list[Item] = []
 
     def arrive(self, item: Item) -> None:
-        self.standing.append(item)
+        self.resident.append(item)
 
     def use(self, item: Item) -> None:
         pass
 
     def leave(self, item: Item, *, is_evicted: bool) -> None:
-        self.standing.remove(item)
+        self.resident.remove(item)
 
     def victim(self, may_go: MayGo) -> Item | None:
-        return min(filter(may_go, self.standing), key=self.key, default=None)
+        return min(filter(may_go, self.resident), key=self.key, default=None)
 
     def key(self, item: Item) -> tuple[float, ...]:
         return (item.last_use,)
@@ -46,7 +46,7 @@ class NaiveLru:
 
 class NaiveFifo(NaiveLru):
     def key(self, item: Item) -> tuple[float, ...]:
-        return (self.standing.index(item),)
+        return (self.resident.index(item),)
 
 
 class NaiveLfu(NaiveLru):
@@ -116,12 +116,12 @@ class NaiveS3Fifo(NaiveLru):
         self.small.remove(item)
         if is_evicted:
             self.ghosts.append(item.ident)
-            while len(self.ghosts) > len(self.standing) + 1:
+            while len(self.ghosts) > len(self.resident) + 1:
                 self.ghosts.pop(0)
 
     def victim(self, may_go: MayGo) -> Item | None:
         in_small = sum(item.size_bytes for item in self.small)
-        in_all = sum(item.size_bytes for item in self.standing)
+        in_all = sum(item.size_bytes for item in self.resident)
         if in_small >= 0.1 * in_all:
             return self.from_small(may_go) or self.from_main(may_go)
         return self.from_main(may_go) or self.from_small(may_go)
@@ -159,7 +159,7 @@ class NaiveArc(NaiveLru):
     def arrive(self, item: Item) -> None:
         if item.ident in self.b1:
             self.target += max(1, len(self.b2) / len(self.b1))
-            self.target = min(self.target, len(self.standing) + 1)
+            self.target = min(self.target, len(self.resident) + 1)
             self.b1.remove(item.ident)
             self.t2.append(item)
         elif item.ident in self.b2:
@@ -177,7 +177,7 @@ class NaiveArc(NaiveLru):
             self.t2.append(item)
 
     def leave(self, item: Item, *, is_evicted: bool) -> None:
-        size = len(self.standing)
+        size = len(self.resident)
         super().leave(item, is_evicted=is_evicted)
         if is_evicted:
             (self.b1 if item in self.t1 else self.b2).append(item.ident)

@@ -62,11 +62,11 @@ def _plain(listing: NodeListing) -> dict[str, Any]:
 
 def _show(listing: NodeListing, space: SpaceListing) -> None:
     usage = space.usage
-    standing = ", ".join(f"{count} in {tier}" for tier, count in usage.standing.items())
+    resident = ", ".join(f"{count} in {tier}" for tier, count in usage.resident.items())
     console().print(
         f"{listing.node_id[:8]} on {listing.host}: {usage.name}"
         f" ({usage.namespace_id.hex()[:SHOWN_HASH]}), {usage.blocks} blocks of"
-        f" {usage.block_tokens} tokens" + (f": {standing}" if standing else "")
+        f" {usage.block_tokens} tokens" + (f": {resident}" if resident else "")
     )
     if space.blocks:
         numbers = ("depth", "parts", "KiB", "pins", "protected", "idle")

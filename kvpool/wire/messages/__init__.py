@@ -1,9 +1,9 @@
-"""Every message of the wire protocol, by who answers it.
+"""Every message of the wire protocol, in one file per process that answers it.
 
-A request is a tagged msgspec struct (array-like: field order is the format; only ever append fields with
-defaults). `REPLIES` names the reply of each request, which has no tag of its own. Lists of hashes travel
-packed (16 bytes each), lists of places as packed int64 pairs (arena id, byte offset), checksums as packed
-uint64, all little-endian, so that a frame of 256 blocks costs four small objects and not a thousand.
+A request is a tagged msgspec struct. It is array-like: the order of the fields is the format, so only append
+fields, with defaults. `REPLIES` names the reply of each request; replies have no tag. Hashes are packed (16 bytes
+each), as are places (int64 pairs of arena id and byte offset) and checksums (uint64), all little-endian. So a
+message about 256 blocks has four small objects and not a thousand.
 """
 
 from kvpool.wire.messages.conductor import *

@@ -1,4 +1,4 @@
-"""Messages to the conductor: from nodes and workers that join it, and from clients that ask it."""
+"""Messages to the conductor, from nodes, workers and clients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvpool.wire.messages.types import Message, Reply
 
 
 class BlockEvent(Reply, frozen=True):
-    """What happened to blocks of one namespace on a node: a packed run of hashes per event."""
+    """Blocks of one namespace that a node stored or removed: a packed run of hashes."""
 
     kind: str  # "stored", "removed", "cleared"
     namespace_id: bytes
@@ -19,14 +19,14 @@ class BlockEvent(Reply, frozen=True):
 
 
 class NodeJoin(Message, frozen=True):
-    """A node announces itself; it sends its full block report next, in slices of `NodeEvents`."""
+    """A node joins. It sends its full block report next, in slices of `NodeEvents`."""
 
     descriptor: NodeDescriptor
     namespaces: list[Namespace]
 
 
 class NodeEvents(Message, frozen=True):
-    """Batch of events, numbered without a gap from 1 within an epoch. `snapshot`: a slice of the full report."""
+    """A batch of events, numbered without a gap from 1 in each epoch. `snapshot`: a slice of the full report."""
 
     node_id: str
     epoch: int
@@ -56,7 +56,7 @@ class NodeLeave(Message, frozen=True):
 
 
 class NodeDraining(Message, frozen=True):
-    """The node is about to stop: give it no new blocks. What it holds can be read until it leaves."""
+    """The node is about to stop. Give it no new blocks; its blocks can be read until it leaves."""
 
     node_id: str
     epoch: int
@@ -74,20 +74,20 @@ class WorkerDescriptor(Reply, frozen=True):
     http_address: str = ""
     kv_events: str = ""  # where its engine publishes KV events (ZMQ), e.g. "tcp://10.0.0.5:5557"
     kv_replay: str = ""  # where it replays them
-    may_change_role: bool = True  # the conductor may have it prefill instead of decode, and back
+    may_change_role: bool = True  # the conductor may move it between prefill and decode
 
 
 class WorkerLoad(Reply, frozen=True):
-    """What a worker says of itself with each heartbeat."""
+    """A worker's load, as it reports it with each heartbeat."""
 
-    running: int  # requests in work
+    running: int  # requests that it works on
     queued_prefill_tokens: int
     decode_sequences: int
     decode_context_tokens: int
-    prefill_tokens_per_s: float  # measured; 0 when unknown
-    tpot_s: float  # measured, smoothed; 0 when unknown
+    prefill_tokens_per_s: float  # measured; 0: unknown
+    tpot_s: float  # measured, smoothed; 0: unknown
     fetch_bytes_per_s: float = 0.0
-    places: int = 0  # requests that it takes at once; 0: unknown
+    places: int = 0  # requests that it accepts at once; 0: unknown
 
 
 class WorkerJoin(Message, frozen=True):
@@ -114,14 +114,14 @@ class Segment(Reply, frozen=True):
     node_id: str
     start: int
     count: int
-    tier: Tier  # the slowest in which some of it stands
-    ready: int = 0  # leading blocks of it that stand in a faster one
+    tier: Tier  # the slowest that has some of the blocks
+    ready: int = 0  # leading blocks that are in a faster tier
 
 
 class Lookup(Message, frozen=True):
-    """Leading blocks of a chain that the pool has, and where, preferring nodes on `host`.
+    """How many leading blocks of a chain the pool has, and where, preferring nodes on `host`.
 
-    `exclude`: ids of nodes that count as if they held nothing (they failed the caller just now).
+    `exclude`: ids of nodes to leave out, because they have just failed the caller.
     """
 
     namespace_id: bytes
@@ -131,7 +131,7 @@ class Lookup(Message, frozen=True):
 
 
 class LookupReply(Reply, frozen=True):
-    """`wait_s`: as in `NodeLookupReply`; a conductor goes by what nodes last reported."""
+    """`wait_s`: as in `NodeLookupReply`, from what the nodes last reported."""
 
     found: int
     segments: list[Segment]
@@ -139,7 +139,7 @@ class LookupReply(Reply, frozen=True):
 
 
 class ReportMiss(Message, frozen=True):
-    """A planned pin or read of these blocks at this node failed: do not plan it again for a while."""
+    """A pin or read of these blocks at this node failed: do not name it for them for a while."""
 
     node_id: str
     namespace_id: bytes
@@ -147,9 +147,9 @@ class ReportMiss(Message, frozen=True):
 
 
 class CountCopies(Message, frozen=True):
-    """On how many live nodes each block stands; unlike `Lookup` it does not end at the first gap.
+    """How many live nodes have each block. Unlike `Lookup`, it does not end at the first gap.
 
-    Nodes that drain do not count, for what stands there is about to go.
+    Draining nodes do not count, since their blocks will soon be gone.
     """
 
     namespace_id: bytes
@@ -158,7 +158,7 @@ class CountCopies(Message, frozen=True):
 
 
 class CopyCounts(Reply, frozen=True):
-    """`copies` has one byte a block: how many nodes, 255 at most."""
+    """`copies` has one byte per block: the number of nodes, 255 at most."""
 
     copies: bytes
 
@@ -172,7 +172,7 @@ class NodeInfo(Reply, frozen=True):
     state: str  # "live", "suspect", "draining"
     free_bytes: int
     capacity_bytes: int
-    age_s: float = float("inf")  # since it started or joined, whichever is longer ago
+    age_s: float = float("inf")  # since it started or joined, whichever was earlier
 
 
 class NodesReply(Reply, frozen=True):
@@ -191,9 +191,9 @@ class NamespacesReply(Reply, frozen=True):
 
 
 class Tokenize(Message, frozen=True):
-    """Token ids of a text as this conductor's model reads it.
+    """Tokenize a text with the tokenizer of the conductor's model.
 
-    `is_system_prompt`: the ids with which every conversation under this system prompt begins.
+    `is_system_prompt`: return the ids with which every conversation under this system prompt begins.
     """
 
     text: str
@@ -211,14 +211,14 @@ class WorkerInfo(Reply, frozen=True):
 
 
 class RulesChange(Message, frozen=True):
-    """Change the routing rules: "replace" (by the YAML in `text`), "rollback", "resume", or "" (only ask)."""
+    """Change the routing rules: "replace" (by the YAML in `text`), "rollback", "resume", or "" (only show them)."""
 
     action: str = ""
     text: str = ""
 
 
 class RulesReply(Reply, frozen=True):
-    """The rules in force. `error`: why the file's present content is not."""
+    """The rules in force. `error`: why the file's present content is not in force."""
 
     text: str
     is_rolled_back: bool
@@ -226,7 +226,7 @@ class RulesReply(Reply, frozen=True):
 
 
 class RulesExplain(Message, frozen=True):
-    """What would the routing rules choose for such a request, with the pool as it is now?"""
+    """Ask what the routing rules would choose for such a request in the pool's present state."""
 
     model: str = ""
     tenant: str = ""
@@ -247,7 +247,7 @@ class RulesCheck(Reply, frozen=True):
 
 
 class RulesExplanation(Reply, frozen=True):
-    """`mode`: "local", "disaggregated", or "" (by cost). `rule`: the one that took it, or ""."""
+    """`mode`: "local", "disaggregated", or "" (by cost). `rule`: name of the rule that matched, or ""."""
 
     mode: str
     rule: str
@@ -269,7 +269,5 @@ class PoolStatsReply(Reply, frozen=True):
     index_blocks: int
     counters: dict[str, float]
     index: str = "memory"  # or "redis"
-    notice: str = ""  # what an operator should know, such as that Redis is down
-    conductors: list[
-        str
-    ] = []  # addresses of those that share this pool; empty with the memory index
+    notice: str = ""  # for operators, e.g. that Redis is down
+    conductors: list[str] = []  # addresses of all that share this pool; empty with the memory index

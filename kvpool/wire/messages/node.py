@@ -11,21 +11,21 @@ from kvpool.wire.messages.types import Message, Reply
 
 
 class Arena(Reply, frozen=True):
-    """One registered memory region of a node; `base` is its address there, for one-sided access.
+    """One registered memory region of a node. `base` is its address there, for one-sided access.
 
-    Only those of DRAM are handed out as file descriptors.
+    Only arenas of DRAM are handed out as file descriptors.
     """
 
     arena_id: int
     size_bytes: int
     base: int
-    kind: str = "dram"  # of the memory: "vram" on device `device_id`
+    kind: str = "dram"  # kind of memory: "dram", or "vram" on device `device_id`
     device_id: int = 0
     tier: Tier = Tier.DRAM
 
 
 class NodeDescriptor(Reply, frozen=True):
-    """How to reach a node, and how its memory can be reached from elsewhere."""
+    """How to reach a node and its memory."""
 
     node_id: str
     epoch: int
@@ -37,8 +37,8 @@ class NodeDescriptor(Reply, frozen=True):
     nixl_agent: str = ""
     nixl_metadata: bytes = b""
     transports: list[str] = []  # offered, best first, e.g. ["shm", "nixl", "inline"]
-    tenant: str = ""  # whose memory it lends alone; "": that of all who are not isolated
-    ucx: list[str] = []  # what UCX has there, as "transport/device"; empty: not told
+    tenant: str = ""  # the tenant that it serves alone; "": all that are not isolated
+    ucx: list[str] = []  # UCX's transports there, as "transport/device"; empty: unknown
 
 
 class Describe(Message, frozen=True):
@@ -46,7 +46,7 @@ class Describe(Message, frozen=True):
 
 
 class RegisterNamespace(Message, frozen=True):
-    """Makes a namespace known; must come before any call that names it. Refused where `proof` is another's."""
+    """Registers a namespace, before any call that names it. Refused if `proof` differs from the server's own."""
 
     namespace: Namespace
     proof: HashProof | None = None
@@ -57,22 +57,20 @@ class NamespaceReply(Reply, frozen=True):
 
 
 class Reserve(Message, frozen=True):
-    """Ask for empty slots for the blocks `hashes` (a run of one chain) of one part."""
+    """Reserve empty slots for one part of the blocks `hashes`, a run of one chain."""
 
     namespace_id: bytes
     hashes: bytes
     parent: bytes  # hash of the block before the first; b"" at the start of a chain
     part: int
     ttl_s: float
-    writer_id: str = ""  # who will write; default: the connection's client
-    tier: Tier = (
-        Tier.DRAM
-    )  # HBM asks for device memory, and grants in DRAM what finds no room there
+    writer_id: str = ""  # id of the writer; "": the connection's client
+    tier: Tier = Tier.DRAM  # HBM: device memory, and DRAM for blocks that find no room there
     is_mapped: bool = False  # as in `Pin`
 
 
 class ReserveReply(Reply, frozen=True):
-    """`statuses` has one byte a block (see `BlockStatus`); places follow for the granted ones only."""
+    """`statuses` has one byte per block (see `BlockStatus`), `places` one place per granted block."""
 
     reservation_id: int  # 0: nothing was granted
     statuses: bytes
@@ -91,9 +89,10 @@ class BlockStatus:
 
 
 class Commit(Message, frozen=True):
-    """Make granted blocks visible. `indices` (packed uint32, into the granted ones) empty: all of them.
+    """Make granted blocks visible.
 
-    `checksums`: packed uint64, one xxh3-64 of the part's bytes for each block committed.
+    `indices`: which of the granted blocks, packed uint32; empty: all. `checksums`: packed uint64, one xxh3-64
+    of the part's bytes for each committed block.
     """
 
     reservation_id: int
@@ -106,7 +105,7 @@ class CommitReply(Reply, frozen=True):
 
 
 class Abort(Message, frozen=True):
-    """Give a reservation back. `writer_stopped`: no write is in flight any more (invariant 2)."""
+    """Give a reservation back. `writer_stopped`: no write can still arrive (invariant 2)."""
 
     reservation_id: int
     writer_stopped: bool
@@ -115,45 +114,40 @@ class Abort(Message, frozen=True):
 class Pin(Message, frozen=True):
     """Lookup and lease in one step: the longest leading run of `hashes` that is here and whole.
 
-    What stands in a slow tier is waited for as long as `max_wait_s` (what the caller finds worth it) and
-    `timeout_s` (what it can wait at all) allow; 0 is no limit. What is predicted to take longer is declined
-    at once, and not promoted.
+    Blocks in a slow tier are promoted first. `max_wait_s` is the longest wait that is worth it to the caller,
+    `timeout_s` the longest that it can wait at all; 0: no limit. Blocks that are predicted to take longer are
+    declined at once and not promoted.
     """
 
     namespace_id: bytes
     hashes: bytes
     ttl_s: float
     parts: list[int] = []  # empty: all
-    tier_preference: Tier = (
-        Tier.DRAM
-    )  # HBM: the caller can read device memory; DRAM: every place is in DRAM
+    tier_preference: Tier = Tier.DRAM  # HBM: the caller can read device memory as well
     max_wait_s: float = 0.0
     timeout_s: float = 0.0
-    is_mapped: bool = (
-        False  # the caller copies through shared memory: no progress for one-sided transfers
-    )
+    is_mapped: bool = False  # the caller copies by shared memory, so NIXL need not be polled
 
 
 class PinReply(Reply, frozen=True):
     """Places and checksums are ordered block by block, and within a block by part as asked.
 
-    `wait_s`: what bringing the whole run that is here into DRAM was predicted to take when asked, declined
-    blocks included; 0 when it stood there, -1 while the node does not know its disk. `waited_s`: what
-    this call did wait.
+    `wait_s`: predicted seconds until the whole run that is here, declined blocks included, would be in DRAM;
+    0 if it was there, -1 if the node has not measured its disk yet. `waited_s`: seconds that this call waited.
     """
 
     lease_id: int  # 0: nothing found
     found: int
     places: bytes
     checksums: bytes
-    tiers: bytes  # one byte a block: where it was found (see `Tier`)
+    tiers: bytes  # one byte per block: the tier in which it was found (see `Tier`)
     ttl_s: float
-    miss_reason: str = ""  # why block number `found` was not here, or is not given: see `DECLINED`
+    miss_reason: str = ""  # why block number `found` is missing; one of `DECLINED` if it is here
     wait_s: float = 0.0
     waited_s: float = 0.0
 
 
-# Reasons of a `Pin` for blocks that are here: waiting for them is not worth it, or would end too late.
+# Why a `Pin` left out blocks that are here: waiting for them is not worth it, or would take too long.
 DECLINED_COST = "declined_cost"
 DECLINED_DEADLINE = "declined_deadline"
 DECLINED = frozenset((DECLINED_COST, DECLINED_DEADLINE))
@@ -180,21 +174,21 @@ class RenewReservation(Message, frozen=True):
 
 
 class ReportCorrupt(Message, frozen=True):
-    """A reader found bytes that do not match their checksum: drop the block everywhere."""
+    """A reader found bytes that differ from their checksum: drop the block everywhere."""
 
     namespace_id: bytes
     block_hash: bytes
 
 
 class NodeLookup(Message, frozen=True):
-    """How many leading blocks stand here, and in which tier. Takes no lease, touches no order."""
+    """How many leading blocks are here, and in which tier. Takes no lease and counts as no use."""
 
     namespace_id: bytes
     hashes: bytes
 
 
 class NodeLookupReply(Reply, frozen=True):
-    """`wait_s`: until all that was found could be read; 0 when it stands in DRAM, -1 when not known yet."""
+    """`wait_s`: predicted seconds until all found blocks could be read; 0 in DRAM, -1 if not known yet."""
 
     found: int
     tiers: bytes
@@ -202,7 +196,7 @@ class NodeLookupReply(Reply, frozen=True):
 
 
 class PutInline(Message, frozen=True):
-    """Reserve, write and commit one block part whose bytes ride in the frame (for trying out)."""
+    """Reserve, write and commit one part of a block, whose bytes are in the message (for trying out)."""
 
     namespace_id: bytes
     block_hash: bytes
@@ -212,7 +206,7 @@ class PutInline(Message, frozen=True):
 
 
 class PutInlineReply(Reply, frozen=True):
-    status: int  # BlockStatus.GRANTED: stored; EXISTS: was here; IN_PROGRESS: someone writes it
+    status: int  # BlockStatus.GRANTED: stored; EXISTS: was here; IN_PROGRESS: being written
 
 
 class GetInline(Message, frozen=True):
@@ -228,9 +222,9 @@ class GetInlineReply(Reply, frozen=True):
 
 
 class Protect(Message, frozen=True):
-    """Keep the blocks `hashes` (a chain from its start) that stand here; `release`: no longer.
+    """Protect the blocks of `hashes` (a chain from its start) that are here; `release` ends the protection.
 
-    With a `ttl_s` they are evicted only when nothing else can be, with 0 never.
+    With a `ttl_s` they are evicted last, with 0 never.
     """
 
     namespace_id: bytes
@@ -240,13 +234,13 @@ class Protect(Message, frozen=True):
 
 
 class ProtectReply(Reply, frozen=True):
-    count: int  # blocks protected so now, or no longer
+    count: int  # blocks that are protected now, or no longer
 
 
 class DropBlocks(Message, frozen=True):
-    """Remove blocks from this node, from all its tiers: their owner has no more use for them.
+    """Remove blocks from all tiers of this node: their owner no longer needs them.
 
-    What is leased is hidden now and freed when it is let go.
+    Leased blocks are hidden now and freed when their leases end.
     """
 
     namespace_id: bytes
@@ -254,7 +248,7 @@ class DropBlocks(Message, frozen=True):
 
 
 class DropBlocksReply(Reply, frozen=True):
-    """How many stood there."""
+    """How many of them were there."""
 
     count: int
 
@@ -270,27 +264,27 @@ class TierUsage(Reply, frozen=True):
     pinned_bytes: int
     quarantined_bytes: int
     blocks: int
-    retained_bytes: int = 0  # promised to protected blocks, here or not; no state of its own
-    read_bytes_per_s: float = 0.0  # measured, while it works; 0 while unknown
+    retained_bytes: int = 0  # of protected blocks, here or not; not one of the states
+    read_bytes_per_s: float = 0.0  # measured while the tier is used; 0: unknown
     write_bytes_per_s: float = 0.0
-    queued_read_bytes: int = 0  # promotions under way or waiting
-    note: str = ""  # for people
+    queued_read_bytes: int = 0  # of promotions that run or wait
+    note: str = ""  # a remark for people
 
 
 class NamespaceUsage(Reply, frozen=True):
-    """One namespace of a node, without what is secret of it; `standing`: whole blocks by tier."""
+    """One namespace of a node, without its secrets. `resident`: whole blocks by tier."""
 
     namespace_id: bytes
     name: str
     model: str
     block_tokens: int
     tp_size: int
-    blocks: int  # those that are being written, too
-    standing: dict[Tier, int]
+    blocks: int  # including those that are being written
+    resident: dict[Tier, int]
 
 
 class ListNamespaces(Message, frozen=True):
-    """The namespaces that a node knows, as far as the caller may know of them; see `Namespaces` for pages."""
+    """A page of the node's namespaces that the caller may see, oldest first; one shorter than `limit` is the last."""
 
     offset: int = 0
     limit: int = 1000
@@ -301,23 +295,23 @@ class ListNamespacesReply(Reply, frozen=True):
 
 
 class BlockInfo(Reply, frozen=True):
-    """One block of a node. `depth`: blocks before it that were known when it came; an estimate."""
+    """One block of a node. `depth`: how many blocks before it were known when it was written; an estimate."""
 
     block_hash: bytes
     parent: bytes
     depth: int
-    tiers: list[Tier]  # where it stands whole, best first; empty while it is written
-    parts: int  # committed, of the fullest copy
+    tiers: list[Tier]  # that have all its parts, fastest first; empty while it is written
+    parts: int  # committed parts of its fullest copy
     size_bytes: int  # of its slots, in all tiers
     pins: int  # leases on it
-    retained_s: float  # seconds left; 0: for ever, -1: not protected
-    idle_s: float  # since its last use, about; uses before the node's start count as of then
+    retained_s: float  # seconds of protection left; 0: for ever, -1: not protected
+    idle_s: float  # since its last use, or the node's start if that is later; approximate
 
 
 class ListBlocks(Message, frozen=True):
-    """A page of a namespace's blocks, oldest first; one shorter than `limit` is the last. No look is a use.
+    """A page of a namespace's blocks, oldest first; one shorter than `limit` is the last. Counts as no use.
 
-    What comes or goes between two pages may be missing or come twice.
+    Blocks that come or go between two pages may be missing or listed twice.
     """
 
     namespace_id: bytes
@@ -330,9 +324,9 @@ class ListBlocksReply(Reply, frozen=True):
 
 
 class Replicate(Message, frozen=True):
-    """Sent to the node that shall hold the copies: pull a run of one chain from the node `source`.
+    """Copy a run of one chain from the node `source` to the node that gets this message.
 
-    `deadline_s` is from now; what was copied by then stays.
+    `deadline_s` counts from now. Blocks copied by then stay.
     """
 
     namespace_id: bytes
@@ -343,11 +337,11 @@ class Replicate(Message, frozen=True):
 
 
 class ReplicateReply(Reply, frozen=True):
-    """What became of the leading `stored + existing + in_progress` blocks; the rest ended by `reason`.
+    """What happened to the leading `stored + existing + in_progress` blocks, and why the rest was not copied.
 
-    Blocks are copied in order and the copying ends at the first that cannot be: a suffix without its
-    prefix is dead weight. `reason` is "" when all were dealt with, else "no_room" (here), "source:" and why
-    the source had not got it, or the code of an error.
+    Blocks are copied in order, up to the first that cannot be copied, because a suffix is useless without its
+    prefix. `reason` is "" if no block is left, otherwise "no_room" (here), "source:" with the source's reason,
+    or the code of an error.
     """
 
     stored: int
@@ -358,9 +352,9 @@ class ReplicateReply(Reply, frozen=True):
 
 
 class Drain(Message, frozen=True):
-    """Empty the node and let it end: no new blocks, move (or drop) what stands nowhere else, wait for leases.
+    """Empty the node and stop it: take no new blocks, move (or drop) those of no other node, wait for leases.
 
-    It ends after `deadline_s` from now in any case.
+    The node stops within `deadline_s` from now in any case.
     """
 
     deadline_s: float
@@ -368,17 +362,17 @@ class Drain(Message, frozen=True):
 
 
 class DrainReply(Reply, frozen=True):
-    """`elsewhere`: blocks that stood on another node anyway. `lost`: blocks that stood here alone, by reason."""
+    """`elsewhere`: blocks that another node had anyway. `lost`: blocks that only this node had, by reason."""
 
     moved: int
     elsewhere: int
     lost: dict[str, int]
-    leases_left: int  # still in force when the node gave up waiting
+    leases_left: int  # not ended when the node stopped waiting
     elapsed_s: float
 
 
 class Prefetch(Message, frozen=True):
-    """Bring the leading run of `hashes` into a tier ahead of a read. Takes no lease, promises nothing."""
+    """Bring the leading run of `hashes` into a tier ahead of a read. Takes no lease and promises nothing."""
 
     namespace_id: bytes
     hashes: bytes
@@ -386,7 +380,7 @@ class Prefetch(Message, frozen=True):
 
 
 class PrefetchReply(Reply, frozen=True):
-    """`declined` blocks were not taken for `reason` and may be asked again; `resident` needed nothing."""
+    """`resident` blocks were there. `declined` blocks were not taken, for `reason`; ask again if you like."""
 
     accepted: int
     resident: int
@@ -395,13 +389,13 @@ class PrefetchReply(Reply, frozen=True):
 
 
 class ResizeDram(Message, frozen=True):
-    """Make the node's DRAM this large, rounded down to slabs; answered when what is new can be used."""
+    """Make the node's DRAM this large, rounded down to slabs. The reply comes when new memory can be used."""
 
     target_bytes: int
 
 
 class ResizeDramReply(Reply, frozen=True):
-    """`evacuating_bytes`: of arenas that are being emptied, and stay for as long as somebody holds blocks there."""
+    """`evacuating_bytes`: of arenas that are being emptied. They stay while clients hold blocks there."""
 
     before_bytes: int
     capacity_bytes: int
@@ -409,26 +403,26 @@ class ResizeDramReply(Reply, frozen=True):
 
 
 class ArenaUsage(Reply, frozen=True):
-    """One arena of DRAM: what it is made of, and how full it is."""
+    """One arena of DRAM: its pages, and how full it is."""
 
     arena_id: int
     size_bytes: int
     used_bytes: int  # in slots
     is_evacuating: bool
     page_bytes: int  # of the mapping
-    huge_bytes: int  # in huge pages, as the kernel said when all had been touched
-    numa_node: int = -1  # -1: wherever the kernel liked
+    huge_bytes: int  # in huge pages, as the kernel reported after all pages were touched
+    numa_node: int = -1  # -1: the kernel's choice
 
 
 class PeerRate(Reply, frozen=True):
-    """What moved between a process and one node. `fabric`: "rdma", "host", "tcp", or "" when unknown."""
+    """Bytes moved between a process and one node. `fabric`: "rdma", "host", "tcp", or "" if unknown."""
 
     node_id: str
     transport: str
     fabric: str
     read_bytes: int
     written_bytes: int
-    read_bytes_per_s: float  # measured lately; 0 while unknown
+    read_bytes_per_s: float  # measured recently; 0: unknown
     write_bytes_per_s: float
 
 
@@ -452,7 +446,7 @@ class NodeStatsReply(Reply, frozen=True):
 
 
 def visible_stats(stats: NodeStatsReply, sees_all: bool) -> NodeStatsReply:
-    """What one tenant is told of a node that many use: its room, and nothing of what others do there."""
+    """The statistics that one tenant may see: a node's size and use, but nothing that shows other tenants' work."""
     if sees_all:
         return stats
     return msgspec.structs.replace(

@@ -16,7 +16,7 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """First frame on a connection. `client_id` is a UUID (never an address); `epoch` its start."""
+    """First frame on a connection. `client_id` is a UUID, never an address; `epoch` changes at each start."""
 
     protocol: int
     client_id: str
@@ -33,7 +33,7 @@ class HelloReply(Reply, frozen=True):
 
 
 class Ok(Reply, frozen=True):
-    """Nothing to say but that it is done."""
+    """The call is done."""
 
 
 class Ping(Message, frozen=True):

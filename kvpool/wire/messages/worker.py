@@ -8,7 +8,7 @@ from kvpool.wire.messages.types import Message, Reply
 
 
 class SetRole(Message, frozen=True):
-    """Have a worker take another role: "prefill", "decode" or "both". What it has in work goes on."""
+    """Change a worker's role to "prefill", "decode" or "both". Requests that it works on continue."""
 
     role: str
 
@@ -24,8 +24,8 @@ class Sampling(Reply, frozen=True):
 class Grant(Reply, frozen=True):
     """Slots that the conductor reserved for a prefill: blocks `indices` (packed uint32) of the chain.
 
-    The reservation's `ttl_s` counts from `age_s` before this was sent. What the message takes on its way, the
-    node's quarantine covers (invariant 2).
+    The reservation's `ttl_s` counts from `age_s` before this message was sent. The node's quarantine covers the
+    time that the message takes (invariant 2).
     """
 
     node: NodeDescriptor
@@ -35,7 +35,7 @@ class Grant(Reply, frozen=True):
 
 
 class Prefill(Message, frozen=True):
-    """Compute a prompt's KV; read `segments` from the pool first, write the granted blocks layer by layer."""
+    """Compute a prompt's KV: read `segments` from the pool first, then write the granted blocks layer by layer."""
 
     request_id: str
     namespace_id: bytes
@@ -45,7 +45,7 @@ class Prefill(Message, frozen=True):
     nodes: list[NodeDescriptor]
     grant: Grant | None
     deadline_s: float  # from now
-    max_wait_s: float = 0.0  # for a slow tier, before computing is faster; 0: no limit
+    max_wait_s: float = 0.0  # for a slow tier; beyond it, computing is faster; 0: no limit
 
 
 class PrefillReply(Reply, frozen=True):
@@ -62,8 +62,8 @@ class PrefillReply(Reply, frozen=True):
 class Generate(Message, frozen=True):
     """Decode: read what the pool has, compute the rest of the prompt, then stream tokens.
 
-    `use_pool` false: compute everything here. `local_prefix`: reuse this engine's own prefix cache, cut
-    to `local_prefix_tokens` when that is not 0.
+    `use_pool` false: compute everything here. `local_prefix`: reuse this engine's own prefix cache, at most
+    `local_prefix_tokens` of it if that is not 0.
     """
 
     request_id: str
@@ -82,10 +82,10 @@ class Generate(Message, frozen=True):
 
 
 class GenerateChunk(Reply, frozen=True):
-    """One item of the stream. `so_far`, with the first token: the report as it would be now.
+    """One item of the stream.
 
-    A caller that leaves before the end (a stop string was found) has no other. `text`: of these tokens, where
-    the engine has made it; None: whoever reads the ids makes it.
+    `so_far`: with the first token, the report up to now. A caller that leaves before the end (at a stop string)
+    gets no other. `text`: text of these tokens if the engine has made it; None: the caller makes it from the ids.
     """
 
     token_ids: list[int]
@@ -100,7 +100,7 @@ class GenerateReply(Reply, frozen=True):
     pool_tokens: int
     local_tokens: int
     computed_tokens: int
-    fallback_reason: str  # "" when all went as planned
+    fallback_reason: str  # "" if all went as planned
     phases: dict[str, float]
     bytes_read: dict[str, int]
     verified_blocks: int  # blocks whose checksum was compared after the read

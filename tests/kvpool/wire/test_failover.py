@@ -15,14 +15,14 @@ from kvpool.wire import messages as m
 async def serve(name: str, reply: object = None) -> tuple[WireServer, str]:
     server = WireServer("conductor", name, 1)
 
-    async def standing(_request: m.CountCopies, _session: object) -> m.CopyCounts:
+    async def count_copies(_request: m.CountCopies, _session: object) -> m.CopyCounts:
         if isinstance(reply, Exception):
             raise reply
         if reply == "hangs":
             await asyncio.Event().wait()
         return m.CopyCounts(name.encode())
 
-    server.handle(m.CountCopies, standing)
+    server.handle(m.CountCopies, count_copies)
     return server, f"127.0.0.1:{await server.listen('127.0.0.1', 0)}"
 
 

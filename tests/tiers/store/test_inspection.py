@@ -26,7 +26,7 @@ def test_a_block_is_described_by_all_that_keeps_it_where_it_is() -> None:
     assert (first.retained_s, second.retained_s, third.retained_s) == (0.0, 50.0, -1.0)
     assert first.size_bytes == 2 * 4096
     [usage] = [u for u in s.inspection.namespaces() if u.namespace_id == A]
-    assert (usage.blocks, usage.standing) == (3, {Tier.DRAM: 3, Tier.NVME: 3})
+    assert (usage.blocks, usage.resident) == (3, {Tier.DRAM: 3, Tier.NVME: 3})
 
 
 def test_a_page_past_the_end_is_empty_however_far() -> None:
