@@ -1,8 +1,9 @@
 """What survives a restart besides the blocks: the order in which they were used, and which are protected until when.
 
-Each NVMe device keeps two checkpoints. `access_order` holds the order of the blocks on that device; it is written
-now and then and at the end. `retention` holds all protections of the node; it is written soon after each change. A
-kill loses the last few moments of either: such blocks count as used when they were written.
+Each NVMe device keeps two checkpoints. `access_order` holds the order of the blocks on that device;
+it is written now and then and at the end. `retention` holds all protections of the node; it is
+written soon after each change. A kill loses the last few moments of either: such blocks count as
+used when they were written.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Small files beside a device's manifest that help after a restart; no block depends on them.
 
-Each begins with its version and the CRC-32 of its content. It is written whole to a new file, which is then renamed.
-A file that is torn, damaged or of another version is ignored.
+Each begins with its version and the CRC-32 of its content. It is written whole to a new file, which
+is then renamed. A file that is torn, damaged or of another version is ignored.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """The NVMe tier's devices: a directory with slab file, manifest and threads for each, used side by side.
 
-Each is whole by itself: its manifest says what stands on it, and a place's `arena_id` is its number in this life of
-the node. So devices may come in another order, or one may be missing, at the next start: what stands on the others
-is found. A device that refuses a write is only read from then on; one that refuses a read is lost.
+Each is whole by itself: its manifest says what stands on it, and a place's `arena_id` is its number
+    in this life of the node. So devices may come in another order, or one may be missing, at the
+    next start: what stands on the others is found. A device that refuses a write is only read from
+    then on; one that refuses a read is lost.
 
-Encodes and decodes parts (`tiers.store.fp8`) on the way. Decides nothing about blocks: that is the store's.
+Encodes and decodes parts (`tiers.store.fp8`) on the way. Decides nothing about blocks: that is the
+store's.
 """
 
 from __future__ import annotations
@@ -39,13 +41,15 @@ State = Literal["ok", "read_only", "failed"]
 class Device:
     """One directory of the NVMe tier, and the threads that work on it.
 
-    Reads and writes have threads of their own, so that no promotion, which a request waits for, ever queues
-    behind demotions, for which nobody does; and so has each device, so that a slow one holds up no other.
+    Reads and writes have threads of their own, so that no promotion, which a request waits for,
+    ever queues behind demotions, for which nobody does; and so has each device, so that a slow one
+    holds up no other.
 
     Args:
         number: goes into every place as `arena_id`.
         files: opened; closed by `close`, or at once when this fails.
-        threads: how many operations may be under way at once, half of them writes; at least one each.
+        threads: how many operations may be under way at once, half of them writes; at least one
+            each.
 
     Raises:
         NvmeFailed: the directory's identity cannot be read or written.
@@ -192,9 +196,9 @@ class Devices:
     def recover_into(self, store: Store, now: float) -> int:
         """Offer what stands on them to a new store; each part is verified when it is read.
 
-        Returns how many parts it took in. Blocks of which some part is missing are forgotten. Namespaces that
-        do not fit this node any more, or each other, are left out (see `unrecovered`): their blocks stay on
-        disk until something else is written there.
+        Returns how many parts it took in. Blocks of which some part is missing are forgotten.
+        Namespaces that do not fit this node any more, or each other, are left out (see
+        `unrecovered`): their blocks stay on disk until something else is written there.
 
         Raises:
             NvmeFailed: a disk refused.

@@ -1,7 +1,7 @@
 """How fast a tier's device reads or writes, learnt from its own traffic, and the bytes queued before it.
 
-Measures, decides nothing. Pure: `now` is monotonic seconds and given; not thread-safe. Idle time neither
-counts nor makes anything older: figures are over the time in which something was under way.
+Measures, decides nothing. Pure: `now` is monotonic seconds and given; not thread-safe. Idle time
+neither counts nor makes anything older: figures are over the time in which something was under way.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-# What was seen loses half its weight with so much busy time (so that a disk that became slow is seen through
-# within a few operations) and with so many operations (so that one that recovered is, too).
+# What was seen loses half its weight with so much busy time (so that a disk that became slow is
+# seen through within a few operations) and with so many operations (so that one that recovered is,
+# too).
 HALF_LIFE_S = 1.0
 HALF_LIFE_OPERATIONS = 16.0
 MIN_OPERATIONS = 4  # before anything is said; or, of a slow device,
@@ -55,8 +56,8 @@ class Operation:
 class Throughput:
     """One direction of one device: bytes per second while it works, and seconds that one operation takes.
 
-    A device that is asked for one thing at a time gives less than one that is asked for many: both are
-    learnt, an operation counting to each for the share of its time.
+    A device that is asked for one thing at a time gives less than one that is asked for many: both
+        are learnt, an operation counting to each for the share of its time.
     """
 
     def __init__(self) -> None:
@@ -140,7 +141,8 @@ class ByteQueue:
     def bytes_until(self, key: Hashable) -> int:
         """Bytes still to move until it is over, its own included; 0 when it is not here.
 
-        Several are under way at once and end in any order, so this may be off by as many operations.
+        Several are under way at once and end in any order, so this may be off by as many
+        operations.
         """
         size_bytes, end = self._ends.get(key, (0, 0))
         return max(size_bytes, end - self._left)

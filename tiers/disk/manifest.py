@@ -1,10 +1,11 @@
 """The append-only record of what stands in the slab file, and its replay after a crash.
 
-Each record is framed by a marker, its length and its CRC-32. A torn tail (kill -9, power loss) is cut off; a
-damaged record is skipped, and the replay goes on at the next marker with a whole record behind it. The last
-record about a part wins, and a put on bytes that another part held ends that one. What a lost record would have
-ended may so come back: its bytes are other ones by then, and the checksum tells when it is read (invariant 5).
-Compacted by writing a new file beside it and renaming. Not thread-safe: `NvmeFiles` holds a lock.
+Each record is framed by a marker, its length and its CRC-32. A torn tail (kill -9, power loss) is
+cut off; a damaged record is skipped, and the replay goes on at the next marker with a whole record
+behind it. The last record about a part wins, and a put on bytes that another part held ends that
+one. What a lost record would have ended may so come back: its bytes are other ones by then, and the
+checksum tells when it is read (invariant 5). Compacted by writing a new file beside it and
+renaming. Not thread-safe: `NvmeFiles` holds a lock.
 """
 
 from __future__ import annotations
@@ -297,8 +298,8 @@ class Manifest:
         try:
             write_all(self._fd, data, self._size)
         except OSError as error:
-            # What was written of it must not stand in front of the next record. Should this fail too,
-            # the next one overwrites it.
+            # What was written of it must not stand in front of the next record. Should this fail
+            # too, the next one overwrites it.
             with suppress(OSError):
                 os.ftruncate(self._fd, self._size)
             raise NvmeFailed(f"cannot append to {self._path}: {error}") from error

@@ -1,8 +1,8 @@
 """The NVMe tier's files: one preallocated slab file, read and written around the page cache, and a manifest.
 
-A thin, synchronous shell (the node calls it from threads; every method is thread-safe). It decides nothing:
-the store says what goes where. Crash-safe (invariant 8): a part is recorded after its bytes are written, and
-what stood on those bytes is recorded as removed before they are overwritten.
+A thin, synchronous shell (the node calls it from threads; every method is thread-safe). It decides
+nothing: the store says what goes where. Crash-safe (invariant 8): a part is recorded after its
+bytes are written, and what stood on those bytes is recorded as removed before they are overwritten.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ FORGET_S = 0.1  # a record is written in microseconds
 BOUNCE_BYTES = 4 << 20  # per thread, for memory that is not page-aligned
 
 
-# Why preadv and pwritev in threads (benchmarks/disk.py: O_DIRECT, shuffled blocks of 1 and 4 MiB, ratios to four
-# threads in three runs): NIXL's POSIX backend reads 1.00 to 1.08 and writes 0.90 to 1.14 times as fast by AIO and
-# io_uring with all blocks in one transfer, 0.61 to 1.02 in transfers as small as a batch of moves; aiofiles 0.70 to 1.04,
-# and 0.13 to 1.11 through the page cache. Queues of thousands win for blocks of 64 KiB alone (1.7 to 3.4), in batches of 16
-# not either: 0.96 to 1.42 beside 1.23 to 2.01 of threads.
+# Why preadv and pwritev in threads (benchmarks/disk.py: O_DIRECT, shuffled blocks of 1 and 4 MiB,
+# ratios to four threads in three runs): NIXL's POSIX backend reads 1.00 to 1.08 and writes 0.90 to
+# 1.14 times as fast by AIO and io_uring with all blocks in one transfer, 0.61 to 1.02 in transfers
+# as small as a batch of moves; aiofiles 0.70 to 1.04, and 0.13 to 1.11 through the page cache.
+# Queues of thousands win for blocks of 64 KiB alone (1.7 to 3.4), in batches of 16 not either: 0.96
+# to 1.42 beside 1.23 to 2.01 of threads.
 
 
 class NvmeInUse(ConfigError):
@@ -58,13 +59,14 @@ class NvmeFiles:
 
     Args:
         directory: created where it does not exist; locked against a second node while open.
-        capacity_bytes: size of the slab file, rounded up to pages; allocated at once, so that a full disk
-            shows now. A smaller size than before cuts the file and forgets what lay beyond.
+        capacity_bytes: size of the slab file, rounded up to pages; allocated at once, so that a
+            full disk shows now. A smaller size than before cuts the file and forgets what lay
+            beyond.
         alignment: every place is a multiple of it.
         fsync: "always": a part and its record outlast a power failure once `record_put` returns;
             "interval": those older than `fsync_interval_s` do; "never": none need to. A kill of the
-            process loses nothing under any of them, and bytes that a power failure took are found out
-            by their checksum.
+            process loses nothing under any of them, and bytes that a power failure took are found
+            out by their checksum.
         clock: monotonic seconds, for the interval.
 
     Raises:
@@ -126,7 +128,8 @@ class NvmeFiles:
         Nothing is recorded of the new bytes: that is `record_put`, after this returned.
 
         Raises:
-            NvmeFailed: the disk refused. InvalidArgument: the place is outside the file or not aligned.
+            NvmeFailed: the disk refused. InvalidArgument: the place is outside the file or not
+                aligned.
         """
         data = np.frombuffer(buffer, dtype=np.uint8)
         self._check(place, len(data))
@@ -144,7 +147,8 @@ class NvmeFiles:
         """Fill `out` (writable, contiguous) from `place`. The caller verifies the checksum (invariant 5).
 
         Raises:
-            NvmeFailed: the disk refused. InvalidArgument: the place is outside the file or not aligned.
+            NvmeFailed: the disk refused. InvalidArgument: the place is outside the file or not
+                aligned.
             WrongByteCount: `out` cannot be written to.
         """
         data = np.frombuffer(out, dtype=np.uint8)
@@ -202,7 +206,8 @@ class NvmeFiles:
     def record_removed(self, namespace_id: bytes, block_hash: bytes, part: int = -1) -> None:
         """Record that a part (-1: all parts) of a block is gone; unknown ones are ignored.
 
-        `write` does this by itself for what it overwrites; call it for blocks that must not come back.
+        `write` does this by itself for what it overwrites; call it for blocks that must not come
+        back.
 
         Raises:
             NvmeFailed: the disk refused.
@@ -230,8 +235,8 @@ class NvmeFiles:
         """What stands in the slab file, in the order it was put there.
 
         Args:
-            verify: read every part and leave out, and remove, those whose checksum does not match; else
-                that shows when a part is read.
+            verify: read every part and leave out, and remove, those whose checksum does not match;
+                else that shows when a part is read.
 
         Raises:
             NvmeFailed: the disk refused.

@@ -1,7 +1,7 @@
 """Shared memory of a node: prefaulted memfds.
 
-A memfd has no name. The kernel frees it when its last user ends, however that one died, and the size of /dev/shm
-(64 MiB in most containers) does not limit it.
+A memfd has no name. The kernel frees it when its last user ends, however that one died, and the
+size of /dev/shm (64 MiB in most containers) does not limit it.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ class Arena:
     Args:
         arena_id: number within the node.
         size_bytes: rounded up to whole pages of the kind asked for.
-        prefault: touch every page now, so that no write meets a page fault, or a lack of memory, later.
-        hugepages: "auto" takes transparent huge pages where the kernel gives them and "thp" insists, "off" wants
-            none, "2m" and "1g" take reserved ones of that size.
+        prefault: touch every page now, so that no write meets a page fault, or a lack of memory,
+            later.
+        hugepages: "auto" takes transparent huge pages where the kernel gives them and "thp"
+            insists, "off" wants none, "2m" and "1g" take reserved ones of that size.
         numa_node: where the pages come from; None: wherever the kernel likes.
 
     Raises:

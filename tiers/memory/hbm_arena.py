@@ -1,8 +1,9 @@
 """Device memory of a node: one tensor, reached by one-sided NIXL from elsewhere and by copies from here.
 
-Nobody maps it: no file descriptor is handed out, and the bytes pass through host memory only where the node
-itself moves, sums or serves them. On "cpu" it is ordinary memory in the place of a device's, for trying out.
-Torch is loaded when the first arena is made. Not on an event loop: every copy blocks its thread.
+Nobody maps it: no file descriptor is handed out, and the bytes pass through host memory only where
+    the node itself moves, sums or serves them. On "cpu" it is ordinary memory in the place of a
+    device's, for trying out. Torch is loaded when the first arena is made. Not on an event loop:
+    every copy blocks its thread.
 """
 
 from __future__ import annotations

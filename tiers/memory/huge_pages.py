@@ -1,8 +1,9 @@
 """What kind of pages an arena gets, and on which NUMA node: asked of Linux directly, without libnuma.
 
-Huge pages decide how fast other processes reach an arena (a copy between processes runs at 0.53 of memcpy with plain
-pages and at 0.94 to 0.98 with huge ones). There are two kinds: transparent ones (`thp`), which the kernel gives when
-it can, and reserved ones (`2m`, `1g`), which an administrator has set aside and nobody else uses.
+Huge pages decide how fast other processes reach an arena (a copy between processes runs at 0.53 of
+memcpy with plain pages and at 0.94 to 0.98 with huge ones). There are two kinds: transparent ones
+(`thp`), which the kernel gives when it can, and reserved ones (`2m`, `1g`), which an administrator
+has set aside and nobody else uses.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Emptying a node before it stops: no new blocks, move what stands nowhere else, wait for its readers.
+"""Empties a node before it stops: refuse new blocks, move the only copies, wait for readers.
 
-The node stays readable while its blocks move, because the nodes that take them pull them from here. It
+The node stays readable while its blocks move, because the other nodes pull them from here. The node
 decides what to move; the other nodes decide whether they have room.
 """
 
@@ -29,19 +29,19 @@ CALL_TIMEOUT_S = 2.0
 RUN_BLOCKS = 256
 LEASE_POLL_S = 0.02
 ANNOUNCE_RETRY_S = 0.2
-ANNOUNCE_S = 4.0  # then go on: a conductor that comes back is told when the node joins it
+ANNOUNCE_S = 4.0  # then go on: the node announces it again when it joins a conductor
 
 
 @dataclass(slots=True, frozen=True)
 class ChainRun:
-    """Blocks that follow on each other in one chain."""
+    """Consecutive blocks of one chain."""
 
     parent: bytes
     hashes: tuple[bytes, ...]
 
 
 def cut_into_runs(parents: Mapping[bytes, bytes]) -> Iterator[ChainRun]:
-    """Cut a forest of blocks (hash -> parent) into runs, parents before children."""
+    """Cut a forest of blocks (hash to parent) into runs, parents before children."""
     children: dict[bytes, list[bytes]] = {}
     for name, parent in parents.items():
         children.setdefault(parent if parent in parents else b"", []).append(name)
@@ -61,15 +61,15 @@ class _DrainTally:
     moved: int = 0
     elsewhere: int = 0
     lost: Counter[str] = field(default_factory=Counter)
-    full: set[str] = field(default_factory=set)  # nodes that take no more
+    full: set[str] = field(default_factory=set)  # nodes without room, or that failed
 
 
 class Drainer:
     """Empties this node once.
 
     Args:
-        describe: this node's descriptor, from which the others pull.
-        conductor: wire address of one or several; None: there is nobody to move blocks to.
+        describe: this node's descriptor, which the other nodes pull by.
+        conductor: wire addresses; None: the node knows no other nodes.
         credentials: shown to conductors and nodes.
     """
 
@@ -84,7 +84,7 @@ class Drainer:
     ) -> None:
         self.is_draining = False
         self.refuses_readers = False
-        self.drained = asyncio.Event()  # it is over: the node may end
+        self.drained = asyncio.Event()
         self._store = store
         self._describe = describe
         self._conductor_address = conductor
@@ -97,10 +97,10 @@ class Drainer:
     async def drain_on_stop(
         self, stop: asyncio.Event, drain_s: float | None, ended: asyncio.Event
     ) -> None:
-        """Set `ended` when the node shall end: it was drained, or `stop` is set.
+        """Set `ended` when the node was drained or `stop` is set.
 
         Args:
-            drain_s: on `stop`, drain first for at most this long; None: end at once.
+            drain_s: drain for at most this long on `stop`; None: end at once.
         """
         waiting = [
             asyncio.create_task(stop.wait(), name="stop"),
@@ -122,17 +122,17 @@ class Drainer:
             raise Draining(f"node {node_id} is about to stop", hint="put to another node")
 
     async def drain(self, request: m.Drain) -> m.DrainReply:
-        """Drain, or wait for the draining under way; what it was first asked holds.
+        """Drain, or wait for the running drain, whose first request decides.
 
         Raises:
-            InvalidArgument: the deadline is absurd.
+            InvalidArgument: the deadline is not within a day.
         """
         if not 0 < request.deadline_s <= 86_400:
             raise InvalidArgument(f"deadline_s must lie in (0, 86400], got {request.deadline_s}")
         if self._task is None:
             self.is_draining = True
             self._task = asyncio.create_task(self._drain(request), name="drain")
-        # Shielded: whoever asked may go away, the node empties itself all the same.
+        # Shielded: the drain goes on if the caller leaves.
         return await asyncio.shield(self._task)
 
     async def _drain(self, request: m.Drain) -> m.DrainReply:
@@ -154,7 +154,7 @@ class Drainer:
             for client in (*self._clients.values(), self._to_conductor):
                 if client is not None:
                     await client.close()
-            # After the reply: the loop runs what is scheduled now when this task's waiters have gone on.
+            # Set on the next turn of the loop, so that the reply is sent first.
             asyncio.get_running_loop().call_soon(self.drained.set)
         reply = m.DrainReply(
             tally.moved,
@@ -167,7 +167,7 @@ class Drainer:
         return reply
 
     async def announce(self, deadline: float) -> None:
-        """Tell the conductor, so that nobody is sent here; again after each time the node joins it."""
+        """Tell the conductor, so that it sends no more requests here."""
         if self._conductor_address is None:
             return
         node = self._describe()
@@ -205,7 +205,7 @@ class Drainer:
         deadline: float,
         tally: _DrainTally,
     ) -> None:
-        """Let other nodes pull a run; the next one goes on where one has no more room."""
+        """Let other nodes pull a run; when one is full, the next one continues."""
         reason = "no_other_node"
         while hashes:
             left = deadline - self._clock()
@@ -231,9 +231,7 @@ class Drainer:
             reason = reply.reason
             parent = hashes[dealt - 1] if dealt else parent
             hashes = hashes[dealt:]
-            if (
-                reason.startswith("source:") or reason == "checksum"
-            ):  # ours is at fault: no other node will fare better
+            if reason.startswith("source:") or reason == "checksum":  # our copy is at fault
                 tally.lost[reason] += 1
                 parent, hashes = hashes[0], hashes[1:]
             else:
@@ -261,7 +259,7 @@ class Drainer:
         return reply
 
     async def _target(self, key: bytes, tally: _DrainTally) -> m.NodeDescriptor | None:
-        """The node that shall hold a run: live, not found full or gone, placed as a client would."""
+        """The node to move a run to, by the clients' placement; None if no node is left."""
         if self._conductor_address is None:
             return None
         me = self._describe().node_id
@@ -270,7 +268,7 @@ class Drainer:
         except KvpoolError as error:
             log.warning("cannot ask the conductor for nodes", error=str(error))
             return None
-        tenant = self._describe().tenant  # all blocks here are its, or none is an isolated one's
+        tenant = self._describe().tenant
         ranked = rank_nodes(nodes_for_tenant(reply.nodes, tenant), key)
         return next(
             (
@@ -282,14 +280,14 @@ class Drainer:
         )
 
     async def _copies(self, namespace_id: bytes, hashes: Sequence[bytes]) -> bytes:
-        """How many other nodes hold each block; none, as far as a conductor that is gone can tell."""
+        """How many other nodes hold each block; zeros if no conductor answers."""
         if self._conductor_address is not None:
             request = m.CountCopies(namespace_id, pack_hashes(hashes), [self._describe().node_id])
             try:
                 reply: m.CopyCounts = await self._conductor().call(request, CALL_TIMEOUT_S)
                 return reply.copies
             except KvpoolError as error:
-                log.warning("cannot ask where blocks stand", error=str(error))
+                log.warning("cannot ask which nodes hold blocks", error=str(error))
         return bytes(len(hashes))
 
     def _conductor(self) -> FailoverClient:
@@ -307,7 +305,7 @@ class Drainer:
 
 
 def _alone(run: ChainRun, copies: bytes) -> Iterator[tuple[bytes, tuple[bytes, ...]]]:
-    """The stretches of a run that stand on no other node, each with its parent."""
+    """The stretches of a run that no other node holds, each with its parent."""
     start: int | None = None
     for i in range(len(run.hashes) + 1):
         is_alone = i < len(run.hashes) and not copies[i]

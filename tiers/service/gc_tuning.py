@@ -1,9 +1,10 @@
-"""Python's cyclic collector, kept from stopping a node for as long as it takes to look at every block.
+"""Keeps Python's cyclic collector from stopping a node for seconds.
 
-A full collection looks at each object that may be part of a cycle: 16,000 blocks cost 50 ms and a million seconds,
-and it comes whenever a quarter of them is new. What a store holds is freed by reference counts and needs
-no such look, so what has stood for a moment is set aside (`gc.freeze`). What became garbage before that is
-collected; a cycle that dies later stays, so that nothing which comes and goes in a node may form one.
+A full collection looks at every object that may be part of a cycle: 50 ms for 16,000 blocks,
+    seconds for a million. Python starts one whenever a quarter of the objects is new. The store's
+    objects are freed by reference counts, so objects that survived a moment are frozen
+    (`gc.freeze`), and later collections skip them. A frozen cycle is never freed: objects that come
+    and go in a node must not form cycles.
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ from __future__ import annotations
 import asyncio
 import gc
 
-EVERY_S = 0.5  # a collection looks at what is new since then: ~5 ms at 30,000 blocks a second
+EVERY_S = 0.5  # a collection looks at the new objects: ~5 ms at 30,000 blocks a second
 
 
 def freeze_survivors() -> None:
-    """Collect what is garbage by now, and look at what is left no more."""
+    """Collect the garbage, and exclude the remaining objects from later collections."""
     gc.collect()
     gc.freeze()
 
 
 async def keep_collections_short() -> None:
-    """Set aside what is new, until cancelled."""
+    """Freeze new objects now and then, until cancelled."""
     while True:
         freeze_survivors()
         await asyncio.sleep(EVERY_S)

@@ -1,8 +1,8 @@
-"""Tells the conductor what this node holds: join, full report, event batches, heartbeats.
+"""Reports this node's blocks to the conductor: join, full report, event batches, heartbeats.
 
-The conductor's index is soft state. Whatever goes wrong here (conductor gone, restarted, a gap) ends in
-joining again with a full report; the node serves on meanwhile. Heartbeats have a connection of their own,
-so that a long report cannot delay them.
+The conductor's index is soft state. After any fault (a lost or restarted conductor, a gap in the
+events) the node joins again with a full report, and serves meanwhile. Heartbeats have a connection
+of their own, so that a long report does not delay them.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ MISSED_PULSES = 2  # unanswered heartbeats after which another conductor is trie
 CALL_TIMEOUT_S = 2.0
 RETRY_S = 0.5
 SLICE_BLOCKS = 65_536
-BATCH_RUNS = 2_048  # in one message: a conductor takes it in one go, 7 µs for each
+BATCH_RUNS = 2_048  # in one message, which a conductor applies at once: 7 µs a run
 
 
 class IndexReporter:
-    """Keeps one conductor informed: of several the first that answers, and the next when it is lost.
+    """Keeps one conductor informed: the first that answers, and the next if that one is lost.
 
     Args:
         stats: sent with every heartbeat.
         conductors: wire addresses, separated by commas.
-        is_draining: whether the node is about to stop; told again after each joining.
+        is_draining: whether the node is about to stop; reported after each join.
         credentials: shown to the conductors.
     """
 
@@ -76,7 +76,7 @@ class IndexReporter:
         self._at = 0
 
     async def run(self) -> None:
-        """Report until cancelled; then say goodbye if anybody is there to hear it."""
+        """Report until cancelled; then leave the conductor if it answers."""
         pulse = asyncio.create_task(self._pulse())
         failures = 0
         try:
@@ -117,17 +117,17 @@ class IndexReporter:
         return self._links[self._at][0]
 
     async def nodes(self) -> list[m.NodeInfo]:
-        """The nodes that the conductor knows. Raises: as a call does."""
+        """The nodes that the conductor knows. Raises as `WireClient.call`."""
         reply: m.NodesReply = await self._links[self._at][1].call(m.Nodes(), CALL_TIMEOUT_S)
         return reply.nodes
 
     def announce(self, descriptor: m.NodeDescriptor) -> None:
-        """The node can be reached in another way, or has other memory: the conductor hears it at once."""
+        """Join again with a new descriptor: the node's addresses or arenas have changed."""
         self._descriptor = descriptor
         self._must_join.set()
 
     def add_namespace(self, namespace: Namespace) -> None:
-        """Tell the conductor of a new namespace, before the events about its blocks."""
+        """Report a new namespace before the events of its blocks."""
         self._events_link.send_nowait(m.RegisterNamespace(namespace, proof_of(namespace)))
 
     async def _join(self) -> None:
@@ -137,7 +137,7 @@ class IndexReporter:
         reply: m.MemberReply = await self._events_link.call(join, CALL_TIMEOUT_S)
         self._heartbeat_s = reply.heartbeat_s
         self._lost_before = self._lost_events()
-        # What happened so far is in the report; events from here on follow it.
+        # The full report holds all events so far; later ones follow it.
         self._store.take_events()
         slices = [
             m.BlockEvent("stored", namespace_id, packed[i : i + SLICE_BLOCKS * HASH_BYTES], tier)
@@ -165,14 +165,14 @@ class IndexReporter:
                 raise Unavailable(f"the conductor at {self._events_link.address} is lost")
             events = self._store.take_events()
             if self._lost_events() > self._lost_before:
-                self._must_join.set()  # only a full report is right again
+                self._must_join.set()  # events are lost: send a full report
                 return
             if not events:
                 continue
             for batch in batches(events):
                 await self._send(batch)
                 if self._must_join.is_set():
-                    return  # what is left is in the full report
+                    return  # the full report holds the rest
 
     def _lost_events(self) -> float:
         return self._store.counters.get("events_lost", 0.0)
@@ -203,7 +203,7 @@ class IndexReporter:
                 reply: m.MemberReply = await self._links[at][1].call(beat, self._heartbeat_s)
             except KvpoolError:
                 missed += 1
-                # With one conductor there is nothing to be done but to go on: it notices silence itself.
+                # With a single conductor there is no other to try.
                 if missed >= MISSED_PULSES and len(self._links) > 1 and at == self._at:
                     self._is_lost = True
                     self._must_join.set()
@@ -222,7 +222,7 @@ def packed_blocks(store: Store) -> dict[tuple[bytes, Tier], bytes]:
 
 
 def batches(events: Sequence[StoreEvent]) -> Iterator[list[m.BlockEvent]]:
-    """The events in order, neighbours of one kind as runs, cut into messages that cost nobody long."""
+    """The events in order, alike neighbours as runs, in messages of bounded size."""
     batch: list[m.BlockEvent] = []
     run: list[bytes] = []
     blocks = 0

@@ -1,7 +1,7 @@
-"""Blocks whose bytes pass through the node's own process: inline puts and gets, and checks after a complaint.
+"""Blocks whose bytes pass through the node's process: inline puts and gets, corruption reports.
 
-gRPC and HTTP clients put and get one block part at a time this way. Everybody else moves bytes with one-sided
-operations and asks the node for places only.
+gRPC and HTTP clients put and get one block part at a time this way. Other clients move the bytes
+themselves, with one-sided operations, and ask the node only for places.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ from tiers.store.store import Store
 
 log = structlog.get_logger(__name__)
 
-OURSELVES = (
-    "\x01node"  # holder of the node's own leases; no tenant's name may contain such a character
-)
+OURSELVES = "\x01node"  # holds the node's own leases; no tenant's name contains this character
 RESERVATION_S = 30.0
 READ_LEASE_S = 10.0
 CHECK_LEASE_S = 5.0

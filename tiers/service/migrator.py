@@ -1,10 +1,10 @@
 """Moves blocks between HBM, DRAM and NVMe beside the traffic: the store plans, threads do the I/O.
 
-Every move verifies the checksum of what it read before the copy may be read (invariant 5). A move is the
-migrator's own from the moment it begins: whoever asked for it may leave, the slots stay held until the I/O is over,
-and its true result reaches the store. A device that refuses a write gets no more of them; one that refuses a read
-is given up with its blocks, and the store says so to the index. The others go on, at the end DRAM alone; nobody's
-request fails for it.
+Every move verifies the checksum of what it read before the copy becomes visible (invariant 5). The
+migrator owns a move from its beginning. The caller may leave; the slots stay held until the I/O has
+ended, and the store learns the true result. A device that refuses a write gets no more writes. A
+device that refuses a read is lost with its blocks, and the store reports that to the index. The
+node goes on with the other devices, or with DRAM alone, and no request fails because of a device.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ log = structlog.get_logger(__name__)
 BATCH_BLOCKS = 16  # demoted together, for each device; their slots are held meanwhile
 LOST_AT_ONCE = 4096  # slots of a lost device given up in one go: a few milliseconds
 TICK_S = 0.25
-POLL_S = 0.01  # for blocks that somebody else brings where they are wanted
-HBM_DEMOTIONS = -1  # stands for a device's number where blocks go from hbm to dram
+POLL_S = 0.01  # between two looks at promotions that another part started
+HBM_DEMOTIONS = -1  # in place of a device's number: moves from HBM to DRAM
 HBM_THREADS = 2  # copies to and from hbm at once; each has pinned memory of its own
 
 
@@ -46,8 +46,8 @@ class Migrator:
     """Carries out the store's moves.
 
     Args:
-        devices: the NVMe tier, whose numbers are the arena ids there; None where the node has none.
-        hbm: the HBM tier; None where the node has none.
+        devices: the NVMe tier; their numbers are the arena ids there. None: no such tier.
+        hbm: the HBM tier. None: no such tier.
     """
 
     def __init__(
@@ -75,26 +75,26 @@ class Migrator:
 
     @property
     def devices(self) -> Devices:
-        """The NVMe tier's devices; none where the node has no such tier."""
+        """The NVMe tier's devices; empty if the node has no such tier."""
         return self._devices if self._devices is not None else Devices([])
 
     @property
     def is_disk_failed(self) -> bool:
-        """There is an NVMe tier, and nothing can be written to it any more."""
+        """There is an NVMe tier, and no device of it takes writes."""
         return self._devices is not None and not self._devices.can_write
 
     @property
     def can_promote(self) -> bool:
-        """Some of the NVMe tier can be read: after a failed write, what stands there is still good."""
+        """Some device can be read. A device that refused a write still counts."""
         return self._devices is None or self._devices.can_read
 
     # ------------------------------------------------------------ namespaces
 
     def record_namespace(self, namespace: Namespace) -> None:
-        """Have a namespace's definition written to the disk, so that its blocks can be found again.
+        """Write a namespace's definition to every device, so that a restart finds its blocks.
 
-        Returns at once. What fails is logged and counted; blocks of the namespace are not demoted before
-        its record is written.
+        Returns at once. A failure is logged and counted. No block of the namespace is demoted
+        before the definition is on the device.
         """
         for device in self.devices:
             if device.state == "ok" and not device.knows(namespace.namespace_id):
@@ -115,21 +115,21 @@ class Migrator:
     # ------------------------------------------------------------ demotion
 
     def wake(self) -> None:
-        """There may be something to demote."""
+        """Look for blocks to demote soon."""
         self._wake.set()
 
     async def run(self) -> None:
         """Expire and demote until cancelled.
 
         Raises:
-            StoreCorrupt, or whatever else a move met that no disk and no caller can be blamed for.
+            StoreCorrupt, or any other error of a move that neither a disk nor a caller caused.
         """
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
                     await self._wake.wait()
             self._wake.clear()
-            await asyncio.sleep(0)  # requests come in between, however much there is to do
+            await asyncio.sleep(0)  # let requests in
             if self._defect is not None:
                 raise self._defect
             self._store.expire(self._clock())
@@ -138,7 +138,7 @@ class Migrator:
             self._demote()
 
     def _demote(self) -> None:
-        """Begin a batch for each device that has done with the one before: one that hangs holds up no other."""
+        """Begin a batch for each idle device, so that a device that hangs delays no other."""
         free = [d.number for d in self.devices if d.state == "ok" and not self._demotions[d.number]]
         sources = [Tier.HBM] if self._has_hbm and not self._demotions[HBM_DEMOTIONS] else []
         if free:
@@ -165,10 +165,12 @@ class Migrator:
     # ------------------------------------------------------------ promotion
 
     def begin(self, moves: Sequence[Migration]) -> list[asyncio.Future[int]]:
-        """Start moves that somebody waits for; they go on to their end whatever becomes of the caller.
+        """Start moves that a caller waits for. They go on if the caller leaves.
 
-        Returns what is done when each has ended; wait for these, never cancel them. Those from a device that
-        is lost are cancelled instead.
+        Moves from a lost device are cancelled instead.
+
+        Returns:
+            A future for each move that was started. Wait for them; never cancel them.
         """
         hopeless = [
             move
@@ -179,7 +181,7 @@ class Migrator:
         return [self._begin(move) for move in moves if move not in hopeless]
 
     async def promote(self, moves: Sequence[Migration]) -> None:
-        """Bring blocks where they are wanted; when this returns every move has ended, one way or the other."""
+        """Carry out moves; returns when each has succeeded or failed."""
         works = self.begin(moves)
         if works:
             await asyncio.wait(works)
@@ -187,7 +189,7 @@ class Migrator:
     async def wait_for_run(
         self, namespace_id: bytes, hashes: Sequence[bytes], timeout_s: float
     ) -> None:
-        """Until every promotion of these blocks that is under way has ended, or the time is over."""
+        """Wait until the running promotions of these blocks have ended, or the time is over."""
         works = [
             work
             for name in hashes
@@ -202,19 +204,19 @@ class Migrator:
 
     @property
     def queued_read_bytes(self) -> int:
-        """Promotions under way or waiting."""
+        """Bytes of the promotions that are running or waiting."""
         return self._queue.size_bytes
 
     def disk_waits(
         self, namespace_id: bytes, hashes: Sequence[bytes], tiers: Sequence[Tier]
     ) -> list[float] | None:
-        """Seconds until each block of a leading run stands in DRAM, as if its promotion began now.
+        """Seconds until each block of a leading run is in DRAM, if its promotion began now.
 
         Args:
-            tiers: where each stands, from `Store.lookup`.
+            tiers: the tier of each block, from `Store.lookup`.
 
         Returns:
-            None while the disk's speed is not known and something would have to be read.
+            None if a block must be read and the disk's speed is unknown.
         """
         namespace = self._store.namespaces[namespace_id]
         waits: list[float] = []
@@ -258,7 +260,7 @@ class Migrator:
             self._promotions.setdefault(_block(move), {})[move.migration_id] = work
         if is_read:
             self._queue.enter(move.migration_id, move.length)
-        # Before anybody can wait for it: whoever does finds the store settled.
+        # Added before anybody can wait: a waiter finds the store up to date.
         work.add_done_callback(lambda ended: self._settle(move, ended))
         return work
 
@@ -300,37 +302,37 @@ class Migrator:
         if isinstance(error, NvmeFailed):
             self.counters["disk_errors"] += 1
             self._give_up(device, is_read=is_read, error=str(error))
-        elif isinstance(error, KvpoolError):  # one record or place that the files refuse
+        elif isinstance(error, KvpoolError):  # the files refuse one record or place
             self.counters["disk_refusals"] += 1
             log.error("the NVMe files refused a move", error=str(error))
         else:
             self._fail(error)
 
     def _give_up(self, device: Device, *, is_read: bool, error: str) -> None:
-        """Use a device no more after an error: for nothing where reads fail, else to read alone."""
+        """Stop writing to a device after an error; stop reading too if a read failed."""
         if device.state == "failed" or (device.state == "read_only" and not is_read):
             return
-        said = {"directory": str(device.directory), "device": device.identity, "error": error}
+        facts = {"directory": str(device.directory), "device": device.identity, "error": error}
         if is_read:
             device.state = "failed"
             self.counters["devices_lost"] += 1
             self._store.failed_arenas.fail(Tier.NVME, device.number)
             self._store.failed_arenas.drop_some(LOST_AT_ONCE)
-            self._wake.set()  # for the rest of it
-            log.error("an NVMe device cannot be read: its blocks are lost", **said)
+            self._wake.set()  # to drop the rest
+            log.error("an NVMe device cannot be read: its blocks are lost", **facts)
         else:
             device.state = "read_only"
             self.counters["devices_read_only"] += 1
             self._store.failed_arenas.close(Tier.NVME, device.number)
-            log.error("an NVMe device cannot be written: it is only read from now on", **said)
+            log.error("an NVMe device cannot be written: it is read-only from now on", **facts)
 
     def _fail(self, defect: BaseException) -> None:
-        """Have the owner of `run` see it."""
+        """End `run` with this error."""
         self._defect = self._defect or defect
         self._wake.set()
 
     def close(self) -> None:
-        """Wait for the I/O under way; what has not begun never will. Closes the devices' files."""
+        """Wait for the running I/O, cancel the rest, and close the devices' files."""
         self._hbm_threads.shutdown(wait=True, cancel_futures=True)
         self.devices.close()
 

@@ -1,4 +1,4 @@
-"""The byte copies of moves between tiers, done in threads; the speed of the disk is measured on the way.
+"""The byte copies of moves between tiers, done in threads. They also measure the disk's speed.
 
 Every copy verifies the checksum of what it read (invariant 5).
 """
@@ -25,7 +25,7 @@ from tiers.store.slab_allocator import Place, StoreCorrupt
 
 
 class MoveIo:
-    """Copies the bytes of one move. Each method blocks its thread and returns the checksum of the copy.
+    """Copies the bytes of moves. Each method blocks its thread and returns the copy's checksum.
 
     Args:
         hbm: the HBM tier; None if the node has none.
@@ -58,7 +58,11 @@ class MoveIo:
             return self._devices.write_part(move, namespace, data)
 
     def read(self, device: Device, move: Migration, namespace: Namespace) -> int:
-        """From NVMe to DRAM, or through host memory to HBM. Raises: as `Device.read_part`; DeviceFailed."""
+        """From NVMe to DRAM, or through host memory to HBM.
+
+        Raises:
+            DeviceFailed: the HBM device refused. Others: as `Device.read_part`.
+        """
         is_for_hbm = move.target_tier == Tier.HBM
         target = np.empty(move.length, np.uint8) if is_for_hbm else self._view(move.target, move)
         with self._timed(self.read_speed, move.length):
@@ -68,7 +72,7 @@ class MoveIo:
         return found
 
     def copy(self, move: Migration) -> int:
-        """Between DRAM and HBM; the bytes are verified in DRAM.
+        """Between DRAM and HBM. The bytes are verified in DRAM.
 
         Raises:
             ChecksumMismatch: they are not what was committed. DeviceFailed: the device refused.

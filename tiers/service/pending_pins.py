@@ -1,7 +1,8 @@
-"""Pins of runs that stand in part on a slow tier only: wait for their promotion, or say at once that it takes too long.
+"""Pins of runs with blocks on NVMe alone: wait for their promotion, or decline what takes too long.
 
-The disk may be slower than computing the blocks again, so the caller says how long a hit may take. What is
-predicted to take longer is declined before anything is moved; the blocks before it are leased.
+The disk may be slower than computing the blocks again, so the caller says how long a hit may take.
+Blocks that are predicted to take longer are declined before anything is moved; the blocks before
+them are leased.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ PROMOTING = "promoting"  # the store's reason for a pin that needs moves first
 PROMOTION_TIMEOUT_S = 5.0  # for callers who do not say how long they can wait
 DISK_FAILED = "disk_failed"
 UNKNOWN_S = -1.0
-PROBE_BLOCKS = 4  # promoted to learn the speed of a disk that nobody has read from yet
-PROBE_AFTER_S = 10.0  # without a read; else a disk found slow once would be declined for ever
+PROBE_BLOCKS = 4  # promoted to measure a disk that was not read yet
+PROBE_AFTER_S = 10.0  # without a read; else one slow measurement would decline the disk for ever
 
 
 @dataclass(slots=True, frozen=True)
 class WaitLimit:
-    """How long a caller waits. `reason`: why what takes longer than `until` (monotonic seconds) is declined."""
+    """How long a caller waits."""
 
-    until: float
-    reason: str  # "" when nothing is declined beforehand
+    until: float  # monotonic seconds
+    reason: str  # why blocks that take longer are declined; "": none are declined beforehand
 
     @classmethod
     def of(cls, request: m.Pin, now: float) -> WaitLimit:
-        """What a request says.
+        """The limit in a request.
 
         Raises:
-            InvalidArgument: a time is negative or no number.
+            InvalidArgument: a time is negative or not a number.
         """
         cost_s, time_s = request.max_wait_s, request.timeout_s
         if not (cost_s >= 0 and time_s >= 0):
@@ -53,10 +54,10 @@ class WaitLimit:
 
 @dataclass(slots=True, frozen=True)
 class TimedPin:
-    """A pin's result, with what the wait was predicted to be (-1: unknown) and what it was, in seconds."""
+    """A pin's result with its predicted and its measured wait."""
 
     result: PinResult
-    wait_s: float
+    wait_s: float  # -1: unknown
     waited_s: float
 
 
@@ -68,11 +69,11 @@ class _PendingPin:
     limit: WaitLimit
     started: float
     wait_s: float
-    tiers: list[Tier]  # where the leading blocks stood when it was asked
+    tiers: list[Tier]  # of the leading blocks when the request came
 
 
 class PendingPins:
-    """Answers pins for which the store alone says "promoting".
+    """Serves pins for which the store's result is "promoting".
 
     Args:
         counters: where misses are counted, by reason.
@@ -94,23 +95,23 @@ class PendingPins:
     def pin(
         self, request: m.Pin, hashes: list[bytes], client_id: str
     ) -> TimedPin | Callable[[], Awaitable[TimedPin]]:
-        """Answers at once where nothing is to be waited for, be it that the rest is declined.
+        """Returns the result at once if nothing must be waited for.
 
-        Else what must be read has been begun, and what is returned waits for it.
+        Otherwise the promotions have begun, and the returned callable waits for them.
 
         Raises:
-            InvalidArgument: see `WaitLimit.of`.
+            InvalidArgument: a time in the request is negative or not a number.
         """
         now = self._clock()
         limit = WaitLimit.of(request, now)
         tiers = self._store.lookup(request.namespace_id, hashes)
         wait_s = self.disk_wait_s(request.namespace_id, hashes, tiers)
         pending = _PendingPin(request, hashes, client_id, limit, now, wait_s, tiers)
-        # Begun now: the client may be gone before the coroutine has its first turn, or any.
+        # Promotions begin now: the client may leave before the coroutine first runs.
         return self._advance(pending) or partial(self._wait, pending)
 
     def ready(self, request: m.Pin, hashes: list[bytes], client_id: str, reason: str) -> PinResult:
-        """Lease what leads the run and stands in DRAM; `reason` is why the rest of it does not come."""
+        """Lease the leading blocks that are in DRAM; `reason` says why the others are missing."""
         result = self._lease(request, hashes, client_id, "lease")
         if result.miss_reason != PROMOTING:
             return result
@@ -120,10 +121,13 @@ class PendingPins:
     def disk_wait_s(
         self, namespace_id: bytes, hashes: Sequence[bytes], tiers: Sequence[Tier]
     ) -> float:
-        """Seconds until the leading run can be read; 0 if none of it is on NVMe alone, -1 while unknown.
+        """Seconds until the leading run can be read.
 
         Args:
-            tiers: where each block of the run is, from `Store.lookup`.
+            tiers: the tier of each block of the run, from `Store.lookup`.
+
+        Returns:
+            0 if no block is on NVMe alone; -1 while the disk's speed is unknown.
         """
         if Tier.NVME not in tiers:
             return 0.0
@@ -133,7 +137,7 @@ class PendingPins:
     # ------------------------------------------------------------ within
 
     async def _wait(self, pending: _PendingPin) -> TimedPin:
-        # Any number of rounds: others promote the same run, or evict of it, beside this pin.
+        # Any number of rounds: other requests promote or evict blocks of the run meanwhile.
         request = pending.request
         while (left_s := pending.limit.until - self._clock()) > 0:
             await self._migrator.wait_for_run(request.namespace_id, pending.hashes, left_s)
@@ -142,11 +146,11 @@ class PendingPins:
                 return answer
         reason = PROMOTING
         if pending.limit.reason == m.DECLINED_COST:
-            reason = pending.limit.reason  # dearer than predicted, or nothing could be predicted
+            reason = pending.limit.reason  # slower than predicted, or no prediction was possible
         return self._timed(pending, self.ready(request, pending.hashes, pending.client_id, reason))
 
     def _advance(self, pending: _PendingPin) -> TimedPin | None:
-        """Lease the run as far as it is worth waiting for, or begin what that still needs."""
+        """Lease the part of the run that is worth waiting for, or begin its promotions."""
         request, hashes, reason = pending.request, pending.hashes, pending.limit.reason
         tiers = self._store.lookup(request.namespace_id, hashes)
         if Tier.NVME in tiers and not self._migrator.can_promote:
@@ -154,7 +158,7 @@ class PendingPins:
         else:
             count = self._worthwhile(pending, tiers)
             if count == len(tiers):
-                count = len(hashes)  # the store says why the rest is not here
+                count = len(hashes)  # so that the store gives the reason of the miss
         result = self._lease(request, hashes[:count], pending.client_id)
         if result.miss_reason == PROMOTING:
             self._migrator.begin(result.promote)
@@ -166,7 +170,7 @@ class PendingPins:
         return self._timed(pending, result)
 
     def _worthwhile(self, pending: _PendingPin, tiers: Sequence[Tier]) -> int:
-        """How many leading blocks can be read within the caller's limit, as far as is known."""
+        """How many leading blocks can be read within the caller's limit."""
         limit = pending.limit
         if not limit.reason:
             return len(tiers)
@@ -177,7 +181,7 @@ class PendingPins:
         return bisect.bisect_right(waits, left_s)
 
     def _probe_if_idle(self, namespace_id: bytes, hashes: Sequence[bytes]) -> None:
-        """Read one declined block all the same, now and then: the disk may be faster by now."""
+        """Now and then read one declined block anyway: the disk may have become faster."""
         now = self._clock()
         if (
             self._migrator.queued_read_bytes
@@ -213,7 +217,7 @@ class PendingPins:
 
     def _timed(self, pending: _PendingPin, result: PinResult) -> TimedPin:
         before = pending.tiers
-        if Tier.NVME in before:  # it was found there, wherever it stands by now
+        if Tier.NVME in before:  # report the tiers from before the promotion
             found = [
                 Tier.NVME if b == Tier.NVME else t
                 for b, t in zip(before, result.tiers, strict=False)

@@ -1,7 +1,7 @@
-"""Prefetch: bringing blocks into DRAM, or into HBM, ahead of a read. A bounded queue, and a reason for every no.
+"""Prefetch: promote blocks to DRAM or HBM ahead of a read. The queue is bounded.
 
-A prefetch takes no lease and promises nothing: what it brought may be evicted before it is read. What is
-declined may be asked again.
+A prefetch takes no lease: its blocks may be evicted before they are read. Every declined block has
+    a reason, and the client may ask for it again.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from kvpool.wire import messages as m
 from tiers.service.migrator import Migrator
 from tiers.store.store import Store
 
-SLICE_BLOCKS = 16  # promoted together; reads that wait for a promotion come in between
+SLICE_BLOCKS = 16  # promoted together; promotions that requests wait for come in between
 
 
 class PrefetchQueue:
-    """Promotes what was asked for, in the order asked, beside the traffic.
+    """Promotes requested blocks in the order of the requests, beside the traffic.
 
     Args:
-        max_blocks: waiting at once; what comes on top is declined as "queue_full".
+        max_blocks: how many may wait; more are declined as "queue_full".
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class PrefetchQueue:
         self._wake = asyncio.Event()
 
     def prefetch(self, request: m.Prefetch) -> m.PrefetchReply:
-        """Queue the leading run of what was asked; answers at once.
+        """Queue the leading run of the requested blocks.
 
         Raises:
             UnknownNamespace, InvalidArgument: too many hashes, or no such tier.
@@ -105,7 +105,7 @@ class PrefetchQueue:
             self._waiting.difference_update((namespace_id, name, target) for name in hashes)
         there = sum(target in self._store.resident_tiers(namespace_id, name) for name in hashes)
         self._count("prefetched", there)
-        # Accepted, and yet not there: said nowhere else, so it is counted here.
+        # The reply counted these as accepted; only the counters can say that they are missing.
         self._decline(reason or "lost", len(hashes) - there)
 
     def _decline(self, reason: str, count: int) -> None:

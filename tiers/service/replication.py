@@ -1,8 +1,8 @@
-"""Copies of blocks from another node: pinned there, read into slots reserved here, verified, committed.
+"""Copies blocks from another node: pins there, reads into slots reserved here, verifies, commits.
 
-A node that copies is a client of the other one, with that client's transports; its memory is its own arena,
-so that nothing is copied twice. What cannot be copied is counted with its reason. This decides nothing about
-which blocks should stand where; a client or a draining node asks.
+The copying node is a client of the source and uses a client's transports. It reads straight into
+its own arenas. Blocks that cannot be copied are counted with a reason. Clients and draining nodes
+decide which blocks to copy.
 """
 
 from __future__ import annotations
@@ -41,19 +41,18 @@ from tiers.store.store import Reservation, Store
 
 log = structlog.get_logger(__name__)
 
-WRITER = (
-    "\x01replication"  # no tenant can have a name with such a character (`kvpool.security.tokens`)
-)
-BATCH_BYTES = 16 << 20  # copied per reservation: what a source that dies can cost at most
-MAX_AT_ONCE = 2  # more would only share the same wire, and hold more slots
-# A source that stops in mid-transfer holds a thread until the read's deadline, also when whoever asked has left:
-# of a batch, which takes a fraction of a second, nobody waits longer, and no other thread of the node is held.
+WRITER = "\x01replication"  # no tenant's name contains this character (`kvpool.security.tokens`)
+BATCH_BYTES = 16 << 20  # copied per reservation: the most that a dying source costs
+MAX_AT_ONCE = 2  # more would share the same wire and hold more slots
+# A source that stops in mid-transfer holds a thread until the read's deadline, even if the caller
+# has left. A batch takes a fraction of a second. The threads are separate, so nothing else in the
+# node waits.
 BATCH_S = 15.0
 THREADS = 2 * MAX_AT_ONCE
 MAX_LINKS = 64
 
 Fetch = Callable[[NodeLink, Pieces, float], Awaitable[Sums]]
-"""Brings leased bytes into our memory and sums each piece there. The seam for fabrics where the owner should push."""
+"""Reads leased bytes into our memory and returns the checksum of each piece."""
 
 
 @dataclass(slots=True)
@@ -67,14 +66,14 @@ class _Tally:
 
 @dataclass(slots=True)
 class _CopyRun:
-    """Blocks being copied: what is granted here, part by part, and up to which block it goes well."""
+    """Blocks being copied: the slots granted for each part, and where the copied run ends."""
 
     namespace: Namespace
     names: Sequence[bytes]
     grants: list[Reservation]  # one per part
-    end: int  # blocks [0, end) are dealt with
-    reason: str  # why it ends there
-    statuses: list[int]  # one per block, the parts taken together
+    end: int  # blocks [0, end) are copied or exist
+    reason: str  # why the run ends there
+    statuses: list[int]  # one per block, over all its parts
     sums: dict[tuple[int, int], int] = field(default_factory=dict)  # (block, part) copied
     is_late_write_possible: bool = False
 
@@ -84,7 +83,7 @@ class _CopyRun:
         return [i for i, status in enumerate(statuses) if status == m.BlockStatus.GRANTED]
 
     def cut(self, end: int, reason: str) -> None:
-        """It goes well up to block `end` only."""
+        """End the run at block `end`, if it does not end earlier."""
         if end < self.end:
             self.end, self.reason = end, reason
 
@@ -96,7 +95,7 @@ class Replicator:
         node_id, host: of this node.
         transports: to the others; closed by `close`.
         wake: called after a commit (there may be something to demote).
-        fetch: how the bytes come; None: by a one-sided read of this node's.
+        fetch: how the bytes are read; None: by a one-sided read.
         credentials: shown to the other nodes.
     """
 
@@ -131,11 +130,11 @@ class Replicator:
         self._registered: dict[int, Arena] = {}  # with it, by arena id
 
     async def replicate(self, request: m.Replicate) -> m.ReplicateReply:
-        """Copy a run; see `ReplicateReply` for what is told of it.
+        """Copy a run of blocks.
 
         Raises:
-            UnknownNamespace: it is not registered here.
-            InvalidArgument: the source is this node, or the deadline is absurd.
+            UnknownNamespace: the namespace is not registered here.
+            InvalidArgument: the source is this node, or the deadline is not within an hour.
         """
         if not 0 < request.deadline_s <= 3600:
             raise InvalidArgument(f"deadline_s must lie in (0, 3600], got {request.deadline_s}")
@@ -172,11 +171,11 @@ class Replicator:
         await asyncio.to_thread(self._transports.close)
 
     async def _pull(self, link: NodeLink, pieces: Pieces, timeout_s: float) -> Sums:
-        """One-sided read by the node that shall hold the copy."""
+        """A one-sided read by this node."""
         until = self._clock() + timeout_s
 
         def read() -> Sums:
-            left_s = max(0.001, until - self._clock())  # it may have waited for a thread
+            left_s = max(0.001, until - self._clock())  # less the wait for a thread
             return link.transports.dram.read_and_sum(link.node, pieces, left_s)
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, read)
@@ -229,11 +228,11 @@ class Replicator:
             run.sums.clear()
             if isinstance(error, Unavailable):
                 await self._drop_link(source.node_id)
-            log.warning("cannot copy from a node", source=source.node_id, error=str(error))
+            log.warning("copying from a node failed", source=source.node_id, error=str(error))
         except asyncio.CancelledError:
             run.cut(0, "cancelled")
             run.sums.clear()
-            run.is_late_write_possible = True  # the thread that reads goes on
+            run.is_late_write_possible = True  # the reading thread goes on
             raise
         finally:
             self._settle(run, tally)
@@ -241,7 +240,7 @@ class Replicator:
     def _reserve(
         self, namespace: Namespace, names: Sequence[bytes], parent: bytes, deadline: float
     ) -> _CopyRun:
-        """Reserve every part of what is not here; a block without room for one part ends the run."""
+        """Reserve all parts of the missing blocks; a block without room for a part ends the run."""
         now = self._clock()
         grants = [
             self._store.reserve(
@@ -270,7 +269,7 @@ class Replicator:
     async def _read(
         self, run: _CopyRun, link: NodeLink, first: int, last: int, deadline: float
     ) -> None:
-        """Read what is granted of blocks [first, last); fills `run.sums`, cuts the run where it breaks."""
+        """Read the granted parts of blocks [first, last) into `run.sums`; cut the run at a miss."""
         left = deadline - self._clock()
         lease = await link.pin(
             run.namespace, run.names[first:last], ttl_s=left + 1.0, timeout_s=left
@@ -309,7 +308,7 @@ class Replicator:
         self._verify(run, link, lease, rows, sums)
 
     def _rows(self, run: _CopyRun, lease: ReadLease, first: int) -> list[tuple[int, int, int, int]]:
-        """(block, part, our address, row of the lease) of everything to be read."""
+        """(block, part, our address, row of the lease) of each part to read."""
         tp_size = run.namespace.layout.tp_size
         rows = []
         for part in range(tp_size):
@@ -328,7 +327,7 @@ class Replicator:
         rows: Sequence[tuple[int, int, int, int]],
         sums: Sums,
     ) -> None:
-        """Keep what has the checksum that it was committed with (invariant 5); tell the source otherwise."""
+        """Keep parts whose checksum is right (invariant 5); report the others to the source."""
         for (block, part, _, row), found in zip(rows, sums, strict=True):
             if found == lease.checksums[row]:
                 run.sums[block, part] = int(found)
@@ -341,7 +340,7 @@ class Replicator:
             run.cut(block, "checksum")
 
     def _settle(self, run: _CopyRun, tally: _Tally) -> None:
-        """Commit what was copied, give back the rest, and count."""
+        """Commit the copied blocks, free the other slots, and count both."""
         now = self._clock()
         for part, grant in enumerate(run.grants):
             if not grant.reservation_id:
@@ -356,7 +355,7 @@ class Replicator:
                     indices = [index for index, _ in chosen]
                     sums = [checksum for _, checksum in chosen]
                     self._store.commit(grant.reservation_id, sums, now, indices)
-            except KvpoolError as error:  # it expired: the slots are in quarantine already
+            except KvpoolError as error:  # the reservation expired; its slots are quarantined
                 run.cut(0, error.code)
             stopped = not run.is_late_write_possible
             self._store.reservations.abort(grant.reservation_id, stopped, now)
@@ -370,7 +369,7 @@ class Replicator:
     # ------------------------------------------------------------ links
 
     def peers(self) -> list[m.PeerRate]:
-        """What was copied from each node, and by which transport."""
+        """Bytes and speed of the copies from each node, with the transport."""
         return [link.transports.peer_rate for link in self._links.values()]
 
     async def _link_to(self, source: m.NodeDescriptor) -> NodeLink:
@@ -391,14 +390,14 @@ class Replicator:
             await asyncio.to_thread(self._transports.forget, node_id)
 
     async def forget_gone_arenas(self) -> None:
-        """Let go of the arenas that the node has no more, before they are closed."""
+        """Deregister removed arenas before they are closed."""
         for arena_id in self._registered.keys() - self._arenas.keys():
             gone = self._registered.pop(arena_id)
             if self._nixl is not None:
                 await asyncio.to_thread(self._nixl.deregister, gone.base)
 
     async def _register_arenas(self, link: NodeLink) -> None:
-        """Register the arenas with NIXL once, not with every transfer."""
+        """Register new arenas with NIXL, once for all transfers."""
         transport = await asyncio.to_thread(lambda: link.transports.dram)
         if not isinstance(transport, NixlTransport):
             return
@@ -410,7 +409,7 @@ class Replicator:
 
 
 def _check_epoch(link: NodeLink) -> None:
-    """The one who answered is the one described: else its memory is not where we would read."""
+    """Raise StaleEpoch if the node has restarted: its memory is elsewhere now."""
     server = link.wire.server
     if server is not None and (server.server_id, server.epoch) != (
         link.node.node_id,

@@ -1,8 +1,8 @@
-"""More or less DRAM while the node serves: arenas are added, or emptied and given back.
+"""Grows and shrinks a node's DRAM while it serves: arenas are added, or emptied and given back.
 
-Growing adds an arena, which is registered and announced before the store may use it. Shrinking retires whole arenas
-and, where the target lies within one, replaces that one by a smaller. Emptying goes on in the background; an arena
-is closed when the store says that nobody has business there. The store decides; here are threads and memory.
+Growing adds an arena. It is registered and announced before the store uses it. Shrinking evacuates
+whole arenas; if the target lies within an arena, a smaller one replaces it. Evacuation runs in the
+background. The store decides when an arena is empty; this module closes it.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from tiers.store.store import Store
 log = structlog.get_logger(__name__)
 
 BATCH_BLOCKS = 16  # moved together; their slots are held meanwhile
-TICK_S = 0.1  # between two looks at what leases and writers still hold
+TICK_S = 0.1  # between two looks at leases and reservations
 MiB = 1 << 20
 
 
 @dataclass(slots=True, frozen=True)
 class ResizePlan:
-    """What to do for a target: arenas to retire, and the size of one to add (0: none)."""
+    """How to reach a target."""
 
-    retire: tuple[int, ...]
-    add_bytes: int
+    retire: tuple[int, ...]  # ids of the arenas to evacuate
+    add_bytes: int  # size of the arena to add; 0: none
 
 
 def plan_resize(sizes: Mapping[int, int], target_bytes: int, unit_bytes: int) -> ResizePlan:
-    """How to come from arenas of these sizes, in the order they were added, to a target.
+    """Plan the way from arenas of these sizes to a target.
 
     Args:
-        sizes: bytes of the arenas in use, by id.
+        sizes: bytes of the arenas in use, by id, in the order in which they were added.
         unit_bytes: arenas are multiples of it; the target is rounded down to one.
 
     Raises:
@@ -77,11 +77,11 @@ class Resizer:
     """Changes the size of a node's DRAM tier.
 
     Args:
-        arenas: those in use; this alone changes the set.
-        make: makes an arena of a number and size; it may take seconds, and runs in a thread.
-        announce: has everybody know the arenas in the set; awaited before and after each change.
-        demote: carries out moves to NVMe; the futures end when the store knows how they ended.
-        may_demote: whether the disk takes anything.
+        arenas: those in use. Only the resizer changes the set.
+        make: makes an arena by id and size. It runs in a thread and may take seconds.
+        announce: registers and announces the arenas of the set. Awaited after each change.
+        demote: carries out moves to NVMe. Each future ends after the store has the result.
+        may_demote: whether a disk takes writes.
     """
 
     def __init__(
@@ -112,15 +112,16 @@ class Resizer:
         self._copy_thread = ThreadPoolExecutor(1, thread_name_prefix="kvpool-relocate")
 
     async def resize(self, request: m.ResizeDram) -> m.ResizeDramReply:
-        """Begin to make DRAM this large; returns when what is new can be used.
+        """Begin to resize DRAM; returns when a new arena can be used.
 
         Raises:
-            InvalidArgument: less than one slab. NoRoom: another resize is under way, or there are too many arenas.
-            NoSharedMemory: the machine has not got that much, and nothing was changed.
+            InvalidArgument: less than one slab.
+            NoRoom: another resize is running, or there are too many arenas.
+            NoSharedMemory: the machine does not have that much; nothing was changed.
         """
         if self._resizing is not None and not self._resizing.done():
-            raise NoRoom("another resize is under way", hint="try again when it is over")
-        # A task of its own: whoever asked may leave, but an arena that nobody takes in is never given back.
+            raise NoRoom("another resize is running", hint="try again when it has ended")
+        # A separate task: it adds the new arena to the set even if the caller leaves.
         self._resizing = asyncio.create_task(self._resize(request), name="resize")
         self._resizing.add_done_callback(_tell_failure)
         return await asyncio.shield(self._resizing)
@@ -146,7 +147,7 @@ class Resizer:
         """Empty evacuated arenas and give them back, until cancelled.
 
         Raises:
-            StoreCorrupt, or whatever else nobody outside can be blamed for.
+            StoreCorrupt, or any other defect of the node.
         """
         while True:
             with contextlib.suppress(TimeoutError):
@@ -157,11 +158,11 @@ class Resizer:
             self._wake.clear()
             if await self._empty_some():
                 self._wake.set()
-                await asyncio.sleep(0)  # requests come in between
+                await asyncio.sleep(0)  # let requests in
             await self._close_empty()
 
     def close(self) -> None:
-        """Wait for the copy under way; what has not begun never will."""
+        """Wait for the running copy and cancel the others."""
         self._copy_thread.shutdown(wait=True, cancel_futures=True)
 
     # ------------------------------------------------------------ within
@@ -195,7 +196,7 @@ class Resizer:
             raise
 
     async def _empty_some(self) -> bool:
-        """Take some blocks out of evacuated arenas; whether that did anything."""
+        """Move some blocks out of evacuated arenas; returns whether anything changed."""
         before = self._store.evacuations.bytes_left()
         if not before:
             return False
@@ -233,13 +234,13 @@ class Resizer:
             return
         await self._announce(tuple(self._arenas.values()))
         for arena in gone:
-            # Clients may map it for long, and none of them has business there any more.
+            # Clients may keep it mapped, but hold no lease in it.
             await asyncio.to_thread(arena.close, give_back=True)
             log.info("arena given back", arena_id=arena.arena_id, mib=arena.size_bytes // MiB)
 
 
 def _tell_failure(task: asyncio.Task[m.ResizeDramReply]) -> None:
-    """Whoever asked may not be there any more to hear of it."""
+    """Log a failure: the caller may have left."""
     if not task.cancelled() and (error := task.exception()) is not None:
         log.warning("dram was not resized", error=str(error))
 

@@ -1,7 +1,8 @@
 """The requests that a node serves: clients, namespaces, reservations, leases, look-ups.
 
-The handlers take and return wire messages; the wire, gRPC and HTTP interfaces call the same ones. The store
-decides. This module adds the clock, cuts long work into slices, and ends what clients that left have held.
+The handlers take and return wire messages. The wire, gRPC and HTTP interfaces call the same
+handlers. The store decides. This module adds the clock, cuts long work into slices, and ends the
+leases and reservations of clients that left.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ from tiers.store.reservations import reservation_over
 from tiers.store.slab_allocator import Place
 from tiers.store.store import Store
 
-SLICE = 128  # blocks reserved, committed or dropped per turn of the loop: ~5 ms where others are evicted for each
-MAX_PROTECTION_S = 31_536_000  # a year; longer is for ever
+# Blocks reserved, committed or dropped in one turn of the loop: ~5 ms if each needs an eviction.
+SLICE = 128
+MAX_PROTECTION_S = 31_536_000  # a year; 0 protects for ever
 
 
 class NodeService:
@@ -106,7 +108,7 @@ class NodeService:
     # ------------------------------------------------------------ clients
 
     def client_connected(self, session: Session) -> None:
-        """A client said hello; when its last connection ends, its leases and reservations do."""
+        """Count a client's connections; its leases and reservations end with the last one."""
         who = (session.principal.tenant, session.client_id)
         self._sessions[who] += 1
         session.closing.append(lambda: self._client_disconnected(who, session.principal))
@@ -122,7 +124,7 @@ class NodeService:
                 self.store.client_gone(_holder(tenant, who[1]), self._clock())
 
     def _holder(self, namespace_id: bytes, client_id: str) -> str:
-        """Whose a lease or reservation is: clients of two tenants are two, whatever they call themselves.
+        """The holder of a client's leases and reservations; unique across tenants.
 
         Raises:
             UnknownNamespace.
@@ -171,7 +173,7 @@ class NodeService:
             while not run.is_done:
                 self.store.reserve_some(run, SLICE, self._clock())
                 await asyncio.sleep(0)
-        except BaseException:  # nobody was told where to write
+        except BaseException:  # no client learnt where to write
             self.store.reservations.cancel(run, self._clock())
             raise
         return self._reserved(run, request)
@@ -213,7 +215,7 @@ class NodeService:
             _unpack("<u4", request.indices) if request.indices else None,
         )
         if len(checksums) > SLICE:
-            # Goes on when the caller leaves: what was begun cannot be taken back.
+            # Goes on if the caller leaves: a part of the blocks is committed already.
             task = asyncio.create_task(self._commit_slices(run), name="commit")
             self._committing.add(task)
             task.add_done_callback(self._committing.discard)
@@ -230,14 +232,14 @@ class NodeService:
         return m.CommitReply(len(run.visible))
 
     def abort(self, request: m.Abort, principal: Principal = ANYBODY) -> m.Ok:
-        """Gives the slots back, at once or after quarantine; an ended reservation is ignored."""
+        """Free the slots, at once or after quarantine. An ended reservation is ignored."""
         if not _is_of(self.store.reservations.writer_of(request.reservation_id), principal):
             return m.Ok()
         self.store.reservations.abort(request.reservation_id, request.writer_stopped, self._clock())
         return m.Ok()
 
     def pin(self, request: m.Pin, client_id: str) -> m.PinReply | Awaitable[m.PinReply]:
-        """Lookup and lease in one step; answers at once unless blocks must be moved first."""
+        """Look up and lease in one step. Returns at once unless blocks must be moved first."""
         _check_ttl(request.ttl_s)
         if self._refuses_readers():
             return m.PinReply(0, 0, b"", b"", b"", 0.0, "draining")
@@ -287,14 +289,18 @@ class NodeService:
         return m.RenewReply(self.store.leases.renew(request.lease_id, request.ttl_s, self._clock()))
 
     def release(self, request: m.Release, principal: Principal = ANYBODY) -> m.Ok:
-        """Ends leases; ended or unknown ones are ignored."""
+        """End leases. Ended and unknown ones are ignored."""
         for lease_id in request.lease_ids:
             if _is_of(self.store.leases.holder_of(lease_id), principal):
                 self.store.leases.release(lease_id)
         return m.Ok()
 
     def lookup(self, request: m.NodeLookup) -> m.NodeLookupReply:
-        """Raises UnknownNamespace. Takes no lease and leaves the order of eviction alone."""
+        """Where the leading blocks are. Takes no lease and does not count as use.
+
+        Raises:
+            UnknownNamespace.
+        """
         hashes = unpack_hashes(request.hashes)
         tiers = self.store.lookup(request.namespace_id, hashes)
         wait_s = self._pending_pins.disk_wait_s(request.namespace_id, hashes, tiers)
@@ -314,7 +320,7 @@ class NodeService:
         return m.ProtectReply(self.store.retention.retain(request.namespace_id, hashes, until, now))
 
     async def drop_blocks(self, request: m.DropBlocks) -> m.DropBlocksReply:
-        """Raises UnknownNamespace, InvalidArgument: hashes that cannot be."""
+        """Raises UnknownNamespace, InvalidArgument: malformed hashes."""
         hashes, count = unpack_hashes(request.hashes), 0
         for start in range(0, len(hashes), SLICE):
             if start:
@@ -326,7 +332,7 @@ class NodeService:
     def list_namespaces(
         self, request: m.ListNamespaces, principal: Principal = ANYBODY
     ) -> m.ListNamespacesReply:
-        """Those of the caller's tenant. Raises InvalidArgument: a page that cannot be."""
+        """The namespaces of the caller's tenant. Raises InvalidArgument: an impossible page."""
         if request.offset < 0 or not 1 <= request.limit <= MAX_PAGE:
             raise InvalidArgument(
                 f"offset {request.offset}, limit {request.limit}", hint=f"at most {MAX_PAGE}"
@@ -340,14 +346,14 @@ class NodeService:
         return m.ListNamespacesReply(known[request.offset :][: request.limit])
 
     def list_blocks(self, request: m.ListBlocks) -> m.ListBlocksReply:
-        """Raises UnknownNamespace, which another tenant's is, and InvalidArgument."""
+        """Raises UnknownNamespace (another tenant's is unknown too) and InvalidArgument."""
         blocks = self.store.inspection.blocks(
             request.namespace_id, request.offset, request.limit, self._clock()
         )
         return m.ListBlocksReply(blocks)
 
     def put_inline(self, request: m.PutInline, client_id: str) -> m.PutInlineReply:
-        """Store one block part whose bytes came in the request. Raises Draining, and as `InlineBlocks.put`."""
+        """Store one block part from the request. Raises Draining; others as `InlineBlocks.put`."""
         self._refuse_writers()
         return self.inline.put(request, self._holder(request.namespace_id, client_id))
 
@@ -357,7 +363,7 @@ def _holder(tenant: str, client_id: str) -> str:
 
 
 def _is_of(holder: str | None, principal: Principal) -> bool:
-    """Whether what `holder` was given is the principal's tenant's; what nobody has is not."""
+    """Whether the holder of a lease or reservation is of the principal's tenant."""
     if principal.sees_all:
         return True
     return holder is not None and holder.partition("\0")[0] == principal.tenant
@@ -375,6 +381,6 @@ def _pack_places(places: Sequence[Place]) -> bytes:
 
 def _unpack(dtype: str, packed: bytes) -> list[int]:
     if len(packed) % np.dtype(dtype).itemsize:
-        raise InvalidArgument(f"{len(packed)} bytes are no whole number of {dtype} values")
+        raise InvalidArgument(f"{len(packed)} bytes are not a whole number of {dtype} values")
     values: list[int] = np.frombuffer(packed, dtype=dtype).tolist()
     return values

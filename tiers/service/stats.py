@@ -22,7 +22,7 @@ class NodeStats:
     """Gathers the figures of a node's parts.
 
     Args:
-        counters: of the parts beside the store and the migrator; the sums are reported.
+        counters: of parts other than the store and the migrator.
         peers: what was copied from other nodes.
         ucx: transports and devices that UCX found (`kvpool.transports.ucx`).
         clock: monotonic seconds.
@@ -53,7 +53,7 @@ class NodeStats:
         self._started = clock()
 
     def read(self, principal: Principal = ANYBODY) -> m.NodeStatsReply:
-        """All figures; a tenant sees those of others only as bytes in use."""
+        """All figures, or those that a tenant may see."""
         counters = Counter(self._store.counters)
         for more in (self._migrator.counters, *self._counters):
             counters.update(more)

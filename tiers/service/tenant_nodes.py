@@ -1,7 +1,8 @@
-"""The nodes of isolated tenants: one process for each beside this node, with arenas of its own.
+"""The nodes of isolated tenants: a process for each beside this node, with arenas of its own.
 
-A process, because what it registers with NIXL or hands out by file descriptor is the most that anybody who learnt how
-to reach it can reach, whatever the transport checks. Here they are started, started again, and stopped.
+A client that reaches a process's memory over NIXL or by file descriptor reaches no other process's
+memory, whatever the transport checks. This module starts the processes, restarts them, and stops
+them.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class TenantNodeFailed(KvpoolError):
 
 
 def tenant_node_config(config: NodeConfig, node_id: str, tenant: str) -> NodeConfig:
-    """Settings of the node that serves one isolated tenant: DRAM alone, and any free ports."""
-    number = hashlib.sha256(tenant.encode()).hexdigest()[:8]  # names and paths show no tenants
+    """Settings of the node of one isolated tenant: DRAM alone, on any free ports."""
+    number = hashlib.sha256(tenant.encode()).hexdigest()[:8]  # paths and ids show no tenant
     advanced = config.advanced
     runtime = advanced.runtime_dir / number if advanced.runtime_dir is not None else None
     advanced_changes: dict[str, Any] = {
@@ -65,7 +66,7 @@ class TenantNodes:
     """Runs a node for each isolated tenant.
 
     Args:
-        config, node_id: of the node beside which they run.
+        config, node_id: of the node that starts them.
     """
 
     def __init__(self, config: NodeConfig, node_id: str, tenants: Iterable[str]) -> None:
@@ -75,10 +76,13 @@ class TenantNodes:
         self._is_stopping = False
 
     async def start(self) -> list[asyncio.Task[None]]:
-        """Start all of them; returns a task for each, which starts it again whenever it ends.
+        """Start all nodes.
+
+        Returns:
+            A task for each node, which restarts it when it ends.
 
         Raises:
-            TenantNodeFailed: one was not ready in time, and all were stopped again.
+            TenantNodeFailed: one was not ready in time; all were stopped again.
         """
         try:
             await asyncio.gather(*(self._start(config) for config in self._configs))
@@ -91,7 +95,7 @@ class TenantNodes:
         ]
 
     async def stop(self) -> None:
-        """Stop all, and wait until they are gone."""
+        """Stop all nodes and wait for their end."""
         self._is_stopping = True
         alive = [p for p in self._processes.values() if p.returncode is None]
         for process in alive:
@@ -113,7 +117,7 @@ class TenantNodes:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             env=env,
-            start_new_session=True,  # Ctrl-C reaches us alone
+            start_new_session=True,  # Ctrl-C reaches only this process
         )
         self._processes[str(config.node_id)] = process
         assert process.stdout is not None
@@ -134,9 +138,9 @@ class TenantNodes:
             code = await self._processes[str(config.node_id)].wait()
             if self._is_stopping:
                 await asyncio.Event().wait()  # until cancelled
-            log.error("tenant node ended, starting it again", node=config.node_id, status=code)
+            log.error("tenant node ended, restarting it", node=config.node_id, status=code)
             await asyncio.sleep(RESTART_S)
             try:
                 await self._start(config)
             except TenantNodeFailed as error:
-                log.error("tenant node does not start", error=str(error))
+                log.error("tenant node did not start", error=str(error))

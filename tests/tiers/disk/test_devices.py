@@ -31,7 +31,8 @@ from tiers.store.store import Store, StoreConfig
 
 PAGE = 4096
 SLAB = 16 * PAGE
-# Two ranks of two pages each, of which fp8 makes one page and a scale: two pages again, but see `WIDE`.
+# Two ranks of two pages each, of which fp8 makes one page and a scale: two pages again, but see
+# `WIDE`.
 HALVES = Namespace("two ranks", "r", Layout("bfloat16", 1, 2, 16, 64, tp_size=2))
 WIDE = Namespace("wide", "r", Layout("bfloat16", 2, 1, 64, 64))  # 8 pages, in fp8 5
 Octets = npt.NDArray[np.uint8]
@@ -297,7 +298,8 @@ async def test_a_missing_device_costs_its_own_blocks_alone_and_brings_them_back(
         for name in left:
             [part] = await n.read(WIDE, [name])
             assert np.array_equal(part, content(WIDE, seeds[name]))
-        # Of two parts on two devices one is missing: the block is no more, and its other part is forgotten.
+        # Of two parts on two devices one is missing: the block is no more, and its other part is
+        # forgotten.
         for name in chain:
             assert n.tiers(HALVES, [name]) == ([] if name in of_b else [Tier.NVME])
             assert (name in of_b) != any(name in n.on(d.number, HALVES) for d in n.devices)

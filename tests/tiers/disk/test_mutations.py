@@ -1,7 +1,8 @@
 """A crash at each single write of the disk's files, and bytes that rot: with each guard taken away, a check notices.
 
-The process ends (or the power, with half of a write done) at every write that the code makes, one after the other;
-after each, a restart must find only whole blocks, and all that were confirmed (invariants 5 and 8).
+The process ends (or the power, with half of a write done) at every write that the code makes, one
+after the other; after each, a restart must find only whole blocks, and all that were confirmed
+(invariants 5 and 8).
 """
 
 from __future__ import annotations

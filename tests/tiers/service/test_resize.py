@@ -128,7 +128,7 @@ async def test_what_was_begun_ends_although_whoever_asked_has_left() -> None:
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):
         await caller
-    with pytest.raises(NoRoom, match="under way"):
+    with pytest.raises(NoRoom, match="is running"):
         await node.resizer.resize(m.ResizeDram(6 * SLAB))
     may_go_on.set()
     async with asyncio.timeout(10):
