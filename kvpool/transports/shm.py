@@ -219,7 +219,7 @@ def _map_arenas(node: NodeDescriptor, known: Mapping[int, _Mapped], token: str) 
             hint="the node runs as another user, or has just stopped",
         ) from error
     if not data:
-        raise TransferFailed(f"node {node.node_id} does not lend its memory to this client")
+        raise TransferFailed(f"node {node.node_id} hands out no memory to this client")
     try:
         handout = msgspec.msgpack.decode(data, type=ArenaHandout)
         if (handout.node_id, handout.epoch) != (node.node_id, node.epoch):

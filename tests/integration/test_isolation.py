@@ -122,7 +122,7 @@ async def test_not_even_an_operator_puts_blocks_where_they_must_not_stand(
 def test_the_shared_memory_is_handed_to_its_tenant_alone(cluster: Cluster) -> None:
     node = described(cluster, "vault")
     for name in ("acme", "safe"):
-        with pytest.raises(TransferFailed, match="does not lend"):
+        with pytest.raises(TransferFailed, match="hands out no memory"):
             ShmTransport(token(name)).connect(node, 5)
     with pytest.raises(TransferFailed):
         ShmTransport("").connect(node, 5)

@@ -1,4 +1,4 @@
-"""The nodes that a client knows: their list, a link to each, and what it knows of their blocks.
+"""The nodes of one client: their list, a link to each, and what is known of their blocks.
 
 Reading, writing, pinning and administration take a `NodeDirectory`; `AsyncPool` builds it.
 """

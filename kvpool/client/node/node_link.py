@@ -267,7 +267,7 @@ class NodeLink:
         Raises:
             LeaseExpired: the read ended after the lease, which could not be renewed. Discard the
                 bytes.
-            BlockChecksumMismatch: bytes differ from the committed ones. The node is told; discard
+            BlockChecksumMismatch: bytes differ from the committed ones. The node gets a report; discard
                 the bytes.
             UnverifiableRead: the checksums of pieces cannot be compared, as in
                 `NodeTransports.check_verifiable`.

@@ -21,7 +21,7 @@ class NodeTransports:
     """One transport to a node's DRAM, and one to its HBM if it has any.
 
     Args:
-        node: the node's descriptor; whoever learns a newer one replaces it.
+        node: the node's descriptor; `NodeLink` replaces it by a newer one.
         transports: the transports of this process.
         host: label of this machine.
     """

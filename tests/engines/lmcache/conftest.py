@@ -1,4 +1,7 @@
-"""A pool of real processes for LMCache's real classes. Nothing of LMCache is stubbed: it runs on CPU as it is."""
+"""A pool of real processes for LMCache's real classes.
+
+LMCache runs on the CPU, without stubs.
+"""
 
 from __future__ import annotations
 

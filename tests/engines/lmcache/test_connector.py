@@ -139,7 +139,7 @@ def test_chunks_come_back_byte_for_byte_in_another_process_of_the_same_model(
         keys = [writer.key(n) for n in range(100, 112)]
         assert writer.backend.batched_contains(keys) == 0
         writer.put(keys)
-        # The writer finds its own at once, others when the index has heard.
+        # The writer finds its own chunks at once, others when the index has them.
         wait_until(lambda: reader.backend.batched_contains(keys) == len(keys), "all are known")
         assert not reader.backend.contains(reader.key(1))
         for key, memory in zip(keys, reader.backend.batched_get_blocking(keys), strict=True):
@@ -261,7 +261,7 @@ def test_a_read_that_lmcache_gave_up_keeps_its_memory_until_it_has_ended(cluster
 
         async def give_up() -> None:
             task = asyncio.ensure_future(e.connector.batched_get(keys))
-            await asyncio.sleep(0)  # it allocates before it first waits
+            await asyncio.sleep(0)  # it allocates before its first await
             assert not all_is_free(e)
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -270,7 +270,7 @@ def test_a_read_that_lmcache_gave_up_keeps_its_memory_until_it_has_ended(cluster
         cluster.kill("n0", signal.SIGSTOP)
         try:
             asyncio.run_coroutine_threadsafe(give_up(), e.loop).result(10)
-            for _ in range(20):  # turns of the connector's loop, in which it could let go
+            for _ in range(20):  # turns of the connector's loop, in which it could free the memory
                 e.connector._thread.start(asyncio.sleep(0)).result(10)
             assert not all_is_free(e)
         finally:

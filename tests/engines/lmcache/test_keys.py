@@ -104,7 +104,7 @@ def test_layouts_of_equal_size_are_told_apart_and_each_has_its_size() -> None:
     assert {n.layout.part_bytes for n in namespaces} == {2 * 2 * 4 * 16 * 64}
     for one, other in itertools.combinations(namespaces, 2):
         assert one.namespace_id != other.namespace_id
-        # A pool knows one layout for each owner: these are owners of their own.
+        # The pool allows one layout for each owner, so these need owners of their own.
         assert one.revision != other.revision
 
 

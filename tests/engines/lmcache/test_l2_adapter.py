@@ -119,7 +119,8 @@ def test_threads_share_one_adapter(driver: Driver) -> None:
                 for key, memory in zip(keys, objects, strict=True):
                     s.bytes_of(memory)[:] = s.content(key)
                 adapter.submit_store_task(keys, objects)
-                # Results of all threads come from one place: ask by task, as the prefetch controller does.
+                # Results of all threads come from one place: ask by task, as the prefetch
+                # controller does.
                 found = 0
                 while found < 6:
                     task = adapter.submit_lookup_and_lock_task(keys, GROUPS)

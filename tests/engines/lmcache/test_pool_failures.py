@@ -23,7 +23,7 @@ from tests.support.process_cluster import Cluster, wait_until
 
 SHM = "node.transports=shm"  # starts faster than with NIXL
 SMALL = ("node.dram_bytes=1MiB", "node.advanced.slab_bytes=128KiB", SHM)
-# Long enough that a node can be killed while it is read.
+# Long enough to kill a node during a read.
 LARGE = MemoryLayoutDesc([torch.Size((2, 16, 64, 1024))], [torch.float32])
 
 
@@ -105,7 +105,7 @@ def test_an_adapter_older_than_the_pool_finds_it_when_it_comes(world: World) -> 
 
 
 def test_a_full_pool_rejects_and_takes_again_what_fits_after_unlocking(world: World) -> None:
-    fits = s.keys(51, 56)  # of the 64 that there is room for
+    fits = s.keys(51, 56)  # of 64 that fit
     more = s.keys(52, 16)
     with s.adapter(s.parameters(world.cluster, host_label="small")) as adapter:
         driver = Driver(adapter, world.driver.allocator)
@@ -119,7 +119,7 @@ def test_a_full_pool_rejects_and_takes_again_what_fits_after_unlocking(world: Wo
         assert s.counters(adapter)["rejected"] == 8
         driver.wait_known(more[:8])
         assert adapter.get_usage().total_bytes_used == 64 * s.CHUNK_BYTES
-        driver.assert_loads(fits)  # what was locked stands
+        driver.assert_loads(fits)  # locked objects stay
         adapter.submit_unlock(fits)
         wait_until(lambda: driver.try_store(more).is_successful(), "there is room again")
         driver.wait_known(more)
@@ -202,7 +202,7 @@ def test_objects_outlast_a_node_that_is_killed_and_started_again_on_its_disk(wor
         cluster.kill("disk")
         nvme = (f"node.nvme_directories={cluster.directory / 'disk'}", "node.nvme_bytes=16MiB")
         cluster.start_node("again", *nvme, "node.advanced.write_through=true", SHM, host="disk")
-        driver.wait_known(keys)  # the same server goes on
+        driver.wait_known(keys)  # the same server continues
         driver.assert_loads(keys)
     with s.adapter(s.parameters(cluster, host_label="disk")) as adapter:
         driver = Driver(adapter, world.driver.allocator)

@@ -108,7 +108,7 @@ def revision() -> str:
 
 @pytest.fixture
 def make_backend(settings: dict[str, Any]) -> Iterator[MakeBackend]:
-    """Makes backends as SGLang does: `make_backend(pool, side={...}, extra={...}, **config_fields)`.
+    """Makes backends as SGLang does: `make_backend(pool, side={}, extra={}, **config_fields)`.
 
     A setting of None is left out.
     """

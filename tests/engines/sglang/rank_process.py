@@ -1,7 +1,8 @@
-"""A second process with a host pool and a backend of its own: `python -m tests.engines.sglang.rank_process`.
+"""A second process with its own host pool and backend.
 
-Takes one JSON object a line, answers with one: {"make": {...}} makes backend and pool, {"call": NAME, "keys": [...],
-"pages": [...]} calls the backend, {"page": N} tells a digest of what stands in a page.
+Start it as `python -m tests.engines.sglang.rank_process`. It reads one JSON object per line and
+answers with one: {"make": {...}} makes backend and pool, {"call": NAME, "keys": [...], "pages":
+[...]} calls the backend, {"page": N} returns a digest of a page.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """SGLang's own classes, imported on a machine without a GPU, and its host memory pools on the CPU.
 
-SGLang's modules for its memory pools import its models, and those import torchvision, which needs a build of torch
-that is not here and which none of this uses: it is a stub while they are imported.
+SGLang's memory pools import its models, which import torchvision. These tests do not use
+torchvision, and it needs another build of torch, so it is a stub during the import.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Hybrid:
         self.index = mha_pool("page_first_direct", heads=1, layers=1)
         self.mamba = mamba_pool()
         side = {PoolName.KV: self.kv, PoolName.INDEXER: self.index, PoolName.MAMBA: self.mamba}
-        # Longer than a test waits: what is let go is let go because it was loaded.
+        # Longer than a test waits: leases end because their pages were loaded.
         self.backend = make_backend(self.kv, side=side, extra={"lease_s": 120})
 
     def put(self, name: PoolName, pool: Any, names: list[str], pages: list[int]) -> None:
@@ -90,7 +90,7 @@ def test_a_missing_page_of_a_side_pool_shortens_the_hit(hybrid: Hybrid) -> None:
 
 def test_of_trailing_pools_the_end_of_the_prefix_counts_alone(hybrid: Hybrid) -> None:
     hybrid.put(PoolName.KV, hybrid.kv, keys(N), list(range(N)))
-    for i in (1, 3, 4):  # checkpoints here and there
+    for i in (1, 3, 4):  # some checkpoints
         hybrid.put(PoolName.MAMBA, hybrid.mamba, [keys(N)[i]], [i])
     asked = query(PoolName.MAMBA, TRAILING)
     wait_until(lambda: hybrid.pages(asked) == 5, "the checkpoint at page 4 is found")

@@ -13,7 +13,7 @@ PAGES = [bytes([i]) * 16 for i in range(8)]
 
 @dataclass(eq=False)
 class Pinned:
-    """As much of `PinnedBlocks` as leases look at."""
+    """The part of `PinnedBlocks` that leases use."""
 
     found: int
     deadline: float = float("inf")

@@ -41,7 +41,7 @@ def test_a_page_is_a_hit_once_all_ranks_have_stored_it_and_in_every_process(
     names = keys(5)
 
     put(rank0, pool, names[:4], [0, 1, 2, 3])
-    # By the time that a later page of both is known the index has heard of these what there is to hear.
+    # Once the index has a later page of both, it has everything that came before it.
     put(rank0, pool, keys(1, "later"), [4])
     other_process.ask(call="batch_set_v1", keys=keys(1, "later"), pages=[4])
     wait_for_others(make_backend, pool, keys(1, "later"), tp_rank=0, tp_size=2)
@@ -195,13 +195,13 @@ def test_two_tenants_never_meet(make_backend: MakeBackend, secured: Cluster) -> 
     acme, acme_pool = tenant_of("acme", "acme")
     bolt, bolt_pool = tenant_of("bolt", "bolt")
     wait_until(lambda: acme.batch_set_v1(keys(2), indices(acme_pool, [0, 1]))[0], "a node is there")
-    wait_for(tenant_of("acme", "acme")[0], keys(2), 2)  # of whom nothing is stored yet
+    wait_for(tenant_of("acme", "acme")[0], keys(2), 2)  # it has stored nothing yet
     assert bolt.batch_exists(keys(2)) == 0
     before = page_bytes(bolt_pool, 4)
     assert bolt.batch_get_v1(keys(2), indices(bolt_pool, [4, 5])) == [False, False]
     assert page_bytes(bolt_pool, 4) == before
 
-    # Whoever claims to be another one gets nothing; SGLang starts, and all is a miss.
+    # Another tenant than the token's gets nothing; SGLang starts, and everything is a miss.
     liar, liar_pool = tenant_of("bolt", "acme")
     assert liar.batch_exists(keys(2)) == 0
     assert liar.batch_get_v1(keys(2), indices(liar_pool, [4, 5])) == [False, False]

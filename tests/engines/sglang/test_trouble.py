@@ -75,7 +75,7 @@ def test_sglang_starts_without_the_pool_and_finds_it_when_it_comes(
     assert "SGLang starts without the pool" in caplog.text
     for _ in range(20):
         all_misses(backend, pool, keys(N))
-    # Said once, not with each of the calls; and most of them did not even try.
+    # Logged once, not for each call; and most calls did not even try.
     assert caplog.text.count("lookup is a miss (pool_down): the pool") == 1
     assert trouble("lookup", "pool_down") >= 20
 
@@ -124,7 +124,7 @@ def test_a_pool_that_hangs_is_a_miss_in_time(make_backend: MakeBackend, own: Clu
                 started = time.monotonic()
                 assert backend.batch_exists(keys(N, name)) == 0
                 assert backend.batch_get_v1(keys(N), slots) == [False] * N
-                backend.batch_set_v1(keys(N, name), slots)  # a node that is known takes them
+                backend.batch_set_v1(keys(N, name), slots)  # a known node accepts them
                 assert time.monotonic() - started < IN_TIME_S
         finally:
             own.kill(name, signal.SIGCONT)
@@ -140,7 +140,7 @@ def test_a_full_pool_refuses_and_takes_again_when_what_is_held_is_loaded(
     pool = mha_pool("page_first", page_size=64, heads=8, head_dim=64, layers=4, pages=8)  # 512 KiB
     extra = {"conductor": None, "node": node["wire"], "lease_s": 60}
     backend = make_backend(pool, extra=extra)
-    stored(backend, pool, keys(3))  # and held, since they were looked up
+    stored(backend, pool, keys(3))  # and leased by the look-up
     assert backend.batch_exists(keys(3)) == 3
     more = keys(3, "b")
     assert backend.batch_set_v1(more, indices(pool, [3, 4, 5])) == [True, False, False]
@@ -174,7 +174,7 @@ def test_sglangs_failure_injector_finds_a_backend_that_bears_it(
     monkeypatch.setenv(envs.SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE.name, "0.4")
     monkeypatch.setenv(envs.SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY.name, "0.002")
     pool = mha_pool("page_first")
-    # One node has no index that hears of pages a moment later.
+    # A single node has no index, which would have pages only a moment later.
     backend = make_backend(pool, extra={"conductor": None, "node": cluster.nodes["n0"]["wire"]})
     assert isinstance(backend, HiCacheStorageFailureInjector)
     outcomes = set()

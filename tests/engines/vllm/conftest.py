@@ -43,7 +43,7 @@ def engine(
             "conductor": cluster.conductor["wire"],
             "host_label": "here",
             "tenant": request.node.name,
-            "lookup_deadline_s": 1.0,  # a busy machine shall not make a miss of a hit
+            "lookup_deadline_s": 1.0,  # so that a busy machine does not turn a hit into a miss
         }
         settings |= extra or {}
         if settings.get("node"):

@@ -1,6 +1,6 @@
 """A real vLLM in a process of its own, driven line by line: JSON commands in, JSON results out.
 
-Run as `python -m tests.engines.vllm.engine_process MODEL RESULTS_FD OPTIONS`; see `EngineProcess` for the other end.
+`EngineProcess` starts it as `python -m tests.engines.vllm.engine_process MODEL RESULTS_FD OPTIONS`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class EngineProcess:
 
 
 class _Served:
-    """The other end."""
+    """The engine in the started process."""
 
     def __init__(self, model: str, told: dict[str, Any]) -> None:
         from vllm import LLM
@@ -146,7 +146,7 @@ class _Served:
         return self.metrics()
 
     def reset(self) -> Any:
-        """Forget what stands in vLLM's own memory."""
+        """Clear vLLM's own prefix cache."""
         self.settle()
         return self._llm.reset_prefix_cache()
 
@@ -160,7 +160,7 @@ class _Served:
         return totals
 
     def hold_loads(self, after: int) -> Any:
-        """Let the next load stop after so many buffers until `go_on` says; it tells "held" then."""
+        """Stop the next load after `after` buffers, report "held", and wait for a line of input."""
         from kvpool.engines.vllm.loader import Loader
 
         original = Loader._place

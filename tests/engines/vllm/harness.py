@@ -1,7 +1,7 @@
-"""vLLM's real scheduler and both roles of the connector around a model that is a function of its KV.
+"""vLLM's real scheduler and both roles of the connector, around a model that is a function of its KV.
 
-The "model" writes into each layer's page a pattern that depends on all tokens up to there, and samples the next
-token from what stands in the pages: a wrong byte anywhere changes the text.
+The "model" writes a pattern of all tokens so far into each layer's page, and samples the next token
+from the pages' bytes. So a wrong byte anywhere changes the text.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ HF_CONFIG = {
 
 
 def write_model(directory: Path) -> Path:
-    """A directory that says of itself that it is a model; nobody loads its weights."""
+    """A model directory without usable weights; no test loads them."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(HF_CONFIG))
     (directory / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
@@ -223,7 +223,7 @@ class Engine:
         return self.outputs[name]
 
     def drain(self, limit: int = 20_000) -> None:
-        """Step until nothing is left to do, saves included."""
+        """Step until all requests and saves have ended."""
         for _ in range(limit):
             if not self.scheduler.has_requests():
                 return
@@ -300,7 +300,7 @@ class Engine:
         return [next_token(self.stored_kv(request_id, request.num_computed_tokens))]
 
     def stored_kv(self, request_id: str, tokens: int) -> np.ndarray:
-        """What stands in the pages: [ranks, layers, tokens, heads, 2 x head dim]."""
+        """The pages' content, shape [ranks, layers, tokens, heads, 2 x head dim]."""
         table = self.scheduler.kv_cache_manager.get_block_ids(request_id)[0]
         pages = table[: -(-tokens // self.page_tokens)]
         kv = torch.stack([cache[:, pages] for cache in self.caches]).view(torch.int16)
@@ -332,7 +332,7 @@ def next_token(kv: np.ndarray) -> int:
 
 
 def expected_output(tokens: Sequence[int], count: int, ranks: int = 1) -> list[int]:
-    """What the model says after `tokens`, computed without vLLM."""
+    """The model's output after `tokens`, computed without vLLM."""
     tokens = list(tokens)
     generated: list[int] = []
     heads = max(1, HEADS // ranks)

@@ -1,4 +1,7 @@
-"""The benchmark's own logic, with engines that only remember; figures of real ones are for `kvpool bench vllm`."""
+"""The benchmark's own logic, with engines that only remember.
+
+`kvpool bench vllm` measures real ones.
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Server:
                 "conductor": conductor,
                 "host_label": "here",
                 "model": "smol",
-                "lookup_deadline_s": 1.0,  # a busy machine shall not make a miss of a hit
+                "lookup_deadline_s": 1.0,  # so that a busy machine does not turn a hit into a miss
             },
         }
         command = [

@@ -80,7 +80,7 @@ def test_wrong_bytes_are_recomputed_and_stored_again(
     assert second.totals["loads_failed"] == 1
     assert second.totals["blocks_stored"] >= 1
     has_no_leases(cluster)
-    # Nothing of the failed load stays in vLLM's own cache.
+    # vLLM's own cache keeps nothing of the failed load.
     assert second.run("b", PROMPT) == EXPECTED
 
 
@@ -134,7 +134,7 @@ def test_a_pool_that_is_not_there_at_start_is_met_when_it_comes(
         wait_until(lambda: one.connector._health.is_well, "the pool is met")  # type: ignore[union-attr]
         cluster.wait_joined(nodes=1)
 
-        def is_stored() -> bool:  # that there is a node, too, is known within a second
+        def is_stored() -> bool:  # the node becomes known within a second
             one.scheduler.reset_prefix_cache()
             assert one.run(f"b{one.steps}", PROMPT) == EXPECTED
             return one.totals.get("blocks_stored", 0) == 4
@@ -287,7 +287,7 @@ def test_a_node_that_has_restarted_is_read_from_at_once(
         extra = {"conductor": cluster.conductor["wire"]}
         first, second = engine(extra), engine(extra)
         first.run("a", PROMPT)
-        second.run("b", PROMPT)  # it knows the node, and how to reach it
+        second.run("b", PROMPT)  # it knows the node and its transport
         space = namespace(first)
         hashes = hash_chain(space, PROMPT)
         wait_until(lambda: cluster.node_stats("near")["counters"].get("demoted", 0) >= 4, "on NVMe")
@@ -295,7 +295,7 @@ def test_a_node_that_has_restarted_is_read_from_at_once(
         cluster.start_node("again", *settings)
         epoch = cluster.nodes["again"]["epoch"]
         with Pool(conductor=cluster.conductor["wire"]) as pool:
-            # Until then the index speaks of the life before.
+            # Until then the index has the earlier epoch.
             wait_until(
                 lambda: [info.descriptor.epoch for info in pool.nodes()] == [epoch], "it has joined"
             )
@@ -314,7 +314,7 @@ def test_a_load_that_fails_is_not_tried_again_by_the_request(
 ) -> None:
     first, second = engine(), engine()
     first.run("a", PROMPT)
-    monkeypatch.setattr(Loader, "_load", lambda *_: 0)  # and the pool goes on having the blocks
+    monkeypatch.setattr(Loader, "_load", lambda *_: 0)  # although the pool has the blocks
     assert second.run("a", PROMPT) == EXPECTED
     assert second.totals["loads"] == 1
     has_no_leases(cluster)

@@ -84,7 +84,7 @@ def test_a_request_that_began_before_a_reset_neither_saves_nor_loads_after_it(
     has_no_leases(cluster)
 
 
-# ---------------------------------------------------------------- late writes, and what is computed from bad pages
+# ---------------------------------------------------------------- late writes, and bad pages
 
 
 def test_pages_come_back_only_when_nothing_writes_to_them_any_more(
@@ -97,7 +97,7 @@ def test_pages_come_back_only_when_nothing_writes_to_them_any_more(
     original = AsyncPool.get
 
     async def get(self: AsyncPool, *arguments: Any, **options: Any) -> Any:
-        """A copy that goes on when nobody waits for it any more."""
+        """A copy that continues after its caller gave up."""
         held.set()
         while not hold.is_set():
             try:

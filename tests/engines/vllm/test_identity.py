@@ -1,4 +1,4 @@
-"""What changes KV changes its name; what does not, does not. With vLLM's own configuration objects."""
+"""Whatever changes KV changes its name, and nothing else does. Uses vLLM's configuration objects."""
 
 from __future__ import annotations
 
@@ -314,7 +314,7 @@ def test_an_adapter_that_changed_on_disk_is_shared_with_nobody_until_it_is_regis
 def test_a_number_under_which_another_adapter_comes_is_shared_with_nobody(
     tmp_path: Path, loras: LoraVersions
 ) -> None:
-    # vLLM goes by the number alone, and goes on with the adapter that it has.
+    # vLLM looks only at the number, and keeps the adapter that it has.
     assert keys(request(lora_request=LoRARequest("a", 1, str(adapter(tmp_path / "a")))), loras)
     other = LoRARequest("b", 1, str(adapter(tmp_path / "b", b"other weights")))
     assert keys(request(lora_request=other), loras) is None

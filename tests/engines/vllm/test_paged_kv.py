@@ -165,7 +165,7 @@ def test_no_two_layouts_specs_or_packings_have_one_order() -> None:
                 order = PagedKV.read(caches, config, packing=packing).order
                 assert len(order) <= 256
                 orders.setdefault(order, f"{name} {layout.name} {packing}")
-    # With one head it makes no difference to any byte where the heads' axis stands: of 6 layouts, 2 remain.
+    # With one head, the place of the heads' axis changes no byte: 2 of 6 layouts remain.
     counted = {name: sum(name in what for what in orders.values()) for name in SPECS}
     assert counted == {"full": 12, "slots": 12, "odd": 12, "mla": 4}
     assert sum("padded" in what for what in orders.values()) == 0  # the same bytes in every page

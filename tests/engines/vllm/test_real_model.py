@@ -1,7 +1,8 @@
-"""vLLM itself with SmolLM2 on CPU: outputs are equal token by token to vLLM's own hit of the same split.
+"""vLLM with SmolLM2 on CPU: outputs equal those of vLLM's own hit of the same split, token by token.
 
-What is computed depends, in the last bits, on how a prompt is cut into pieces, so a hit in the pool is compared with
-a hit in vLLM's own prefix cache, not with a cold run; and in float32, where a batch does not decide on a token.
+The last bits of KV depend on how a prompt is cut into chunks. So a hit in the pool is compared with a
+hit in vLLM's own prefix cache, not with a cold run. It is compared in float32, where the batch does
+not change tokens.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def engines(
         "conductor": pool.conductor["wire"],
         "host_label": "here",
         "staging_bytes": "12MiB",  # two blocks a buffer: loads and saves take several
-        "lookup_deadline_s": 1.0,  # a busy machine shall not make a miss of a hit
+        "lookup_deadline_s": 1.0,  # so that a busy machine does not turn a hit into a miss
     }
     started = [
         EngineProcess(
@@ -112,7 +113,7 @@ def test_a_batch_of_overlapping_prompts(
 ) -> None:
     first, second = engines
     prompt, _ = served
-    # All share the document's beginning; some of each stands in the pool.
+    # All share the document's beginning, and the pool has a part of each.
     batch = [[*prompt[: n * PAGE + 30], *range(1000, 1040)] for n in (2, 3, 3, 5)]
     own = first.generate(batch)
     assert (own["external"], own["local"]) == (0, 13 * PAGE)
@@ -164,7 +165,7 @@ def test_a_node_killed_in_mid_load(
     found = second.receive()
     assert second.call("metrics")["loads_failed"] == before + 1
     assert found["outputs"] == outputs
-    # The pool is gone; what is in vLLM's own memory serves on, and so does computing.
+    # The pool is gone. vLLM's own cache and computing still work.
     assert second.generate([prompt])["outputs"] == outputs
     assert second.call("reset")
     assert second.generate([prompt[: 2 * PAGE]])["external"] == 0

@@ -46,7 +46,7 @@ def test_equal_keys_go_to_equal_nodes_whatever_the_order_of_the_list() -> None:
 
 
 def test_writes_follow_the_room() -> None:
-    # 1 + 2 and 4 + 2 GiB: a fifth of each node's size counts as room, for it can evict.
+    # 1 + 2 and 4 + 2 GiB: a fifth of each node's size counts as free, because it can evict.
     found = shares([node("small", free=GIB), node("large", free=4 * GIB)])
     assert found["small"] == pytest.approx(1 / 3, abs=0.03)
 

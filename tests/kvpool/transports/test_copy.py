@@ -35,7 +35,7 @@ def test_groups_are_the_same_runs_in_order_and_little_larger_than_asked(
     assert np.concatenate([group.local for group in groups]).tolist() == pieces.local.tolist()
     assert np.concatenate([g.places for g in groups]).tolist() == pieces.places.tolist()
     for group in groups:
-        # Cut between runs: the first may reach over the edge before, the others together fit.
+        # Cut between runs: the first may be longer than a group, the others fit together.
         assert len(group.lengths)
         assert group.lengths[1:].sum() < group_bytes
 
