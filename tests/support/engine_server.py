@@ -1,4 +1,4 @@
-"""An OpenAI-style server whose behaviour a test writes down, as `vllm serve` would answer. A real socket."""
+"""A scripted server with OpenAI's API, like `vllm serve`, on a real socket."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class ScriptedServer:
     While `hangs` is set it sends nothing. With `hangs_at` it sets `hangs` before that token.
 
     Args:
-        on_prefill: told of every prompt that comes with max_tokens=1, as a connector would store its KV.
+        on_prefill: told of every prompt that comes with max_tokens=1, as a connector would store
+            its KV.
     """
 
     def __init__(self, on_prefill: Callable[[list[int]], None] = lambda _tokens: None) -> None:

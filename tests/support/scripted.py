@@ -1,4 +1,4 @@
-"""A conductor in this process with workers whose behaviour a test writes down. Real sockets throughout."""
+"""A conductor in this process with scripted workers, on real sockets."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class ScriptedWorker:
 
 
 class Conductor:
-    """The conductor of a test, with its HTTP face on a real port."""
+    """The conductor of a test, with its HTTP API on a real port."""
 
     def __init__(self, workers: Sequence[ScriptedWorker], **settings: Any) -> None:
         self.workers = list(workers)

@@ -20,7 +20,7 @@ OTHER_LAYOUT = msgspec.structs.replace(LAYOUT, layers=LAYOUT.layers + 1)
 
 
 def test_a_namespace_of_another_layout_keeps_no_node_out() -> None:
-    """Anybody who may read can register one at a node, under the name of its own tenant."""
+    """Any client with read scope can register one at a node, for its own tenant."""
     cluster = Cluster("c", 1, MemoryIndex(), MembershipConfig(), SchedulerConfig())
     cluster.register_namespace(m.RegisterNamespace(NAMESPACE))
     contradicts = msgspec.structs.replace(NAMESPACE, layout=OTHER_LAYOUT)

@@ -44,7 +44,7 @@ async def serving(
     entry: dict[str, Any] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Conductor]:
-    """A conductor with these servers, each in its role, when all that are well have joined."""
+    """A conductor with these servers, each in its role, after all healthy ones have joined."""
     async with engine_servers(*(server for server, _ in servers)):
         engines = [server.entry(role=role, **(entry or {})) for server, role in servers]
         async with conductor(
@@ -63,14 +63,14 @@ async def serving(
 
 
 def pool_node(running: Conductor) -> None:
-    """A node that only reports: prefill elsewhere needs room somewhere."""
+    """A node that only reports: a remote prefill needs space on some node."""
     node = m.NodeDescriptor("n", 1, "127.0.0.1", "127.0.0.1:9")
     running.cluster.node_join(m.NodeJoin(node, [NAMESPACE]))
     running.cluster.node_events(m.NodeEvents("n", 1, 1, [], snapshot=True, snapshot_end=True))
 
 
 def stores(running: list[Conductor]) -> Any:
-    """What a connector does at the end of a prefill: its blocks become known to the index."""
+    """Report the blocks of a prefill to the index, as a connector does."""
     sequence = iter(range(2, 1000))
 
     def stored(tokens: list[int]) -> None:
@@ -130,8 +130,8 @@ async def test_a_server_alone_serves_with_the_models_own_token_ids() -> None:
 
 async def test_prefill_and_decode_servers_get_the_same_tokens_one_after_the_other() -> None:
     prefill, decode = ScriptedServer(), ScriptedServer()
-    # What the decode server finds was computed for this request; only what the other one found was
-    # there.
+    # The decode server finds blocks that were computed for this request. Only what the prefill
+    # server found was in the pool before.
     prefill.cached, decode.cached = 16, 40
     async with disaggregated(prefill, decode) as running:
         ask = {"prompt": PROMPT, "kvpool": {"prefill": "remote"}}
@@ -144,7 +144,7 @@ async def test_prefill_and_decode_servers_get_the_same_tokens_one_after_the_othe
     assert decode.seen[0]["prompt"] == PROMPT
     assert document["usage"]["prompt_tokens_details"]["cached_tokens"] == 16
     assert document["kvpool"]["phases"]["prefill_compute_time"] > 0
-    # What the index knows to be in the pool is not prefilled a second time.
+    # Blocks that the index has are not prefilled again.
     assert again["kvpool"]["mode"] == "local"
 
 
@@ -302,9 +302,9 @@ async def test_each_reason_of_failed_checks_is_logged_once_and_clients_learn_whe
             for space in (NAMESPACE, msgspec.structs.replace(NAMESPACE, revision="r-2")):
                 running.cluster.register_namespace(m.RegisterNamespace(space, proof_of(space)))
             await looks(3)
-            answer = await running.ask()
-    assert answer.status_code == 503
-    assert "conductor's log" in answer.json()["error"]["message"]
+            response = await running.ask()
+    assert response.status_code == 503
+    assert "conductor's log" in response.json()["error"]["message"]
     said = [line["error"] for line in lines if line["event"] == "engine server failed its check"]
     assert len(said) == 2
     assert "knows no namespace of model" in said[0]
@@ -369,7 +369,7 @@ async def test_a_prefill_server_that_dies_leaves_the_prompt_to_the_decode_server
 async def test_a_hanging_prefill_server_is_given_up_in_time_and_its_request_cancelled() -> None:
     prefill, decode = ScriptedServer(), ScriptedServer()
     prefill.hangs = True
-    # Long enough to be reached on a busy machine: what never arrived cannot be told to stop.
+    # Long enough for the request to arrive on a busy machine: only then can it be cancelled.
     async with disaggregated(prefill, decode, prefill_timeout_s=1.5) as running:
         document = (await running.ask(prompt=PROMPT, kvpool={"prefill": "remote"})).json()
         await until(lambda: prefill.left == 1, "its connection was closed")

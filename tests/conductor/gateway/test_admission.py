@@ -25,7 +25,7 @@ def busy_worker() -> ScriptedWorker:
 
 
 async def fill(running: Conductor, worker: ScriptedWorker) -> asyncio.Task[httpx.Response]:
-    """Have one request in work that holds the only slot."""
+    """Start one request that holds the only slot."""
     task = asyncio.create_task(running.ask(seed=1))
     await until(lambda: worker.running == 1, "the first request is in work")
     return task

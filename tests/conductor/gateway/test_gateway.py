@@ -106,19 +106,19 @@ async def test_a_worker_that_restarted_is_given_up_at_once() -> None:
 
 @pytest.mark.parametrize("tells_places", [True, False])
 async def test_more_requests_than_workers_take_wait_and_none_is_lost(tells_places: bool) -> None:
-    """Where nothing is known of its places, the worker refuses, and is asked again."""
+    """If the worker does not report its places, it refuses and is asked again."""
     worker = ScriptedWorker("w")
     worker.places, worker.tells_places, worker.pause_s = 2, tells_places, 0.01
     async with conductor(worker) as running:
         member = running.cluster.workers.get("w")
         assert member is not None
         await until(lambda: member.report, "its load is known")
-        answers = await asyncio.gather(*(running.ask(stream=n % 2 == 1) for n in range(12)))
-    assert [answer.status_code for answer in answers] == [200] * 12
-    for n, answer in enumerate(answers):
-        assert "error" not in answer.text
+        responses = await asyncio.gather(*(running.ask(stream=n % 2 == 1) for n in range(12)))
+    assert [response.status_code for response in responses] == [200] * 12
+    for n, response in enumerate(responses):
+        assert "error" not in response.text
         if not n % 2:
-            assert answer.json()["choices"][0]["text"] == "abcdefgh"
+            assert response.json()["choices"][0]["text"] == "abcdefgh"
     assert running.gateway.active == 0
     assert ("fallback:decode:overloaded" in running.counters) != tells_places
 
@@ -128,9 +128,9 @@ async def test_a_worker_that_stays_full_ends_the_request_after_the_longest_wait(
     worker.places, worker.tells_places, worker.running = 1, False, 1
     async with conductor(worker, max_queue_wait_s=0.5) as running:
         started = time.monotonic()
-        answer = await running.ask()  # the client waits 20 s
+        response = await running.ask()  # the client waits 20 s
         assert time.monotonic() - started > 0.4
-    assert answer.status_code == 429
+    assert response.status_code == 429
     assert running.gateway.active == 0
 
 
@@ -378,7 +378,7 @@ async def test_a_request_that_never_ended_is_forgotten_by_the_sweep() -> None:
 
 
 async def _join_node(running: Conductor, node_id: str, slowness_s: float = 0.0) -> WireServer:
-    """A node that grants every slot and knows nothing else."""
+    """A node that grants every reservation and handles nothing else."""
     wire = WireServer("node", node_id, 1)
 
     async def reserve(request: m.Reserve) -> m.ReserveReply:

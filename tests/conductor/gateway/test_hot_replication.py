@@ -1,4 +1,4 @@
-"""Hot prefixes: which blocks count as hot, and that a node is asked to copy them."""
+"""Hot prefixes: which blocks are hot, and that a node is asked to copy them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def test_no_copy_is_asked_for_when_none_are_allowed() -> None:
 async def _join(
     running: Conductor, node_id: str, host: str
 ) -> tuple[WireServer, list[m.Replicate]]:
-    """A node that says that it copied whatever it is asked to."""
+    """A node that reports every requested copy as done."""
     wire = WireServer("node", node_id, 1)
     asked: list[m.Replicate] = []
 

@@ -32,7 +32,7 @@ def event(kind: str, hashes: list[bytes]) -> m.BlockEvent:
     return m.BlockEvent(kind, b"n" * 16, pack_hashes(hashes), Tier.DRAM)
 
 
-# ------------------------------------------------------------ the last news
+# ------------------------------------------------------------ block history
 
 
 def test_the_last_event_of_a_block_is_kept_with_its_node() -> None:
@@ -223,7 +223,7 @@ async def missed(running: Conductor) -> list[Miss]:
 def join(
     running: Conductor, node_id: str, hashes: list[bytes], namespace: Namespace = NAMESPACE
 ) -> None:
-    """A node on another host that says that it holds these."""
+    """A node on another host that reports these blocks."""
     descriptor = m.NodeDescriptor(node_id, 1, "elsewhere", "127.0.0.1:1")
     running.cluster.node_join(m.NodeJoin(descriptor, [namespace]))
     stored = m.BlockEvent("stored", namespace.namespace_id, pack_hashes(hashes), Tier.DRAM)

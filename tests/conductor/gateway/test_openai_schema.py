@@ -1,4 +1,4 @@
-"""Reading requests: the first mistake is named, nothing large is echoed or built."""
+"""Decoding requests: the first mistake is named, and nothing large is echoed or built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is moved ahead of reads, toward whom, and why not. Scripted nodes, over real sockets."""
+"""Which blocks move ahead of reads, to which host, and why others do not. Real sockets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HASHES = hash_chain(NAMESPACE, PROMPT)
 
 
 class ScriptedNode:
-    """Says what it holds in which tier, takes prefetches and copies, and moves nothing."""
+    """Reports blocks in a tier, accepts prefetches and copies, and moves nothing."""
 
     def __init__(self, node_id: str, host: str = "h") -> None:
         self.node_id = node_id
@@ -160,8 +160,8 @@ async def test_a_session_is_prefetched_by_the_key_of_its_requests() -> None:
         body = {"prompt": PROMPT, "max_tokens": 2}
         assert (await running.http.post("/v1/completions", json=body, headers=headers)).is_success
         await running.ask(prompt=PROMPT[:9], user="agent-8")
-        answer = (await running.http.post("/v1/prefetch", json={"key": "agent-7"})).json()
-        assert (answer["blocks"], answer["promoting"], answer["worker"]) == (10, 10, "w")
+        response = (await running.http.post("/v1/prefetch", json={"key": "agent-7"})).json()
+        assert (response["blocks"], response["promoting"], response["worker"]) == (10, 10, "w")
         by_header = await running.http.post("/v1/prefetch", json={}, headers=headers)
         assert by_header.json()["blocks"] == 10
         by_user = await running.http.post("/v1/prefetch", json={"key": "agent-8", "model": "m"})
@@ -176,8 +176,8 @@ async def test_an_agent_may_name_the_prompt_or_the_conversation_instead() -> Non
             {"prompt": "A" * 42},
             {"messages": [{"role": "user", "content": "A" * 42}]},
         ):
-            answer = await running.http.post("/v1/prefetch", json=body)
-            assert answer.json()["promoting"] == 10, answer.text
+            response = await running.http.post("/v1/prefetch", json=body)
+            assert response.json()["promoting"] == 10, response.text
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What is remembered of conversations, and how much of it."""
+"""The table of conversations: its content and its bounds."""
 
 from __future__ import annotations
 

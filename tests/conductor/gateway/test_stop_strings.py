@@ -1,4 +1,4 @@
-"""Stop strings: found wherever the text is cut into pieces, the end included."""
+"""Stop strings are found wherever the text is split, also at its end."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_seconds_of_two_workers_add_up_and_each_wait_has_its_name() -> None:
     assert result.phases["decode_queue_wait"] == 0.75
     assert result.phases["prefill_compute_time"] == 4.125
     assert result.phases["kv_cache_transfer_time"] == 9.5  # what was sent meanwhile is in none
-    # The decode worker read what was computed for it: no hit.
+    # The decode worker read blocks that were computed for it: no hit.
     assert result.tokens_by_tier == {"nvme": 64}
 
 

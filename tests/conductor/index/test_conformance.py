@@ -58,7 +58,7 @@ def stored(hashes: Sequence[bytes], tier: Tier = Tier.DRAM, ns: bytes = NS) -> l
 
 
 def leading_run(index: Index, namespace_id: bytes, hashes: Sequence[bytes]) -> int:
-    """How many leading blocks anybody holds."""
+    """The number of leading blocks that any node holds."""
     return len(index.holders(namespace_id, hashes))
 
 
@@ -325,7 +325,7 @@ def test_a_recorded_miss_can_be_prolonged(index: Index) -> None:
 
 
 class Model:
-    """The contract in the plainest words: a set of (namespace, hash, node, tier)."""
+    """The contract as simply as possible: a set of (namespace, hash, node, tier)."""
 
     def __init__(self) -> None:
         self.old: set[tuple[bytes, bytes, str, Tier]] = set()
@@ -445,7 +445,7 @@ def _agree(backend: str, script: list[tuple[object, ...]]) -> None:
 
 
 def _same(real: Callable[[], None], model: Callable[[], None]) -> None:
-    """Both refuse, or neither."""
+    """Either both raise, or neither does."""
     refused = False
     try:
         model()

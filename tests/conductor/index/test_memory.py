@@ -1,4 +1,4 @@
-"""What is the memory index's own; the contract is tested in `test_index_conformance`."""
+"""The memory index beyond the contract, which `test_conformance` tests."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_hashes_added_and_removed_again_and_again_take_no_more_memory() -> None:
 
 
 def test_the_cyclic_collector_does_not_visit_full_chunks() -> None:
-    """Else each full collection would look at every hash of the index."""
+    """Otherwise each full collection would visit every hash of the index."""
     bag = PackedHashes()
     hashes = [number.to_bytes(16, "big") for number in range(3 * CHUNK + 10)]
     for one in hashes:

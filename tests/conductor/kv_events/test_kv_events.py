@@ -135,7 +135,7 @@ def test_no_bytes_raise_anything_else(payload: bytes) -> None:
         parse_batch(payload)
 
 
-# ---------------------------------------------------------------- what follows
+# ---------------------------------------------------------------- blocks of pages
 
 
 def pages_of(blocks: EngineBlocks, page: int, count: int, start: int = 0) -> list[int]:
@@ -203,7 +203,7 @@ def test_clearing_forgets_everything() -> None:
 
 
 class Publisher:
-    """A publisher as engines have it: PUB for events, ROUTER for replays."""
+    """A publisher like an engine's: PUB for events, ROUTER for replays."""
 
     def __init__(self, kept: int = 100) -> None:
         self.context = zmq.asyncio.Context()
@@ -251,7 +251,7 @@ async def publisher() -> AsyncIterator[Publisher]:
 
 
 async def until(claim: Callable[[], bool], act: Callable[[], Any] | None = None) -> None:
-    """Wait for `claim`, doing `act` meanwhile: a subscriber has to find its publisher first."""
+    """Repeat `act` until `claim`: a subscriber has to connect to its publisher first."""
     deadline = time.monotonic() + 10
     while not claim():
         assert time.monotonic() < deadline, "not within 10 s"

@@ -1,4 +1,4 @@
-"""Membership: silence, epochs, gaps, draining, and not blaming members for our own stalls."""
+"""Membership: silence, epochs, gaps, draining, and stalls of this process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pool(*ids: str) -> Members:
 
 
 def run(members: Members, start: int, end: int, speaking: tuple[str, ...]) -> list[str]:
-    """Seconds [start, end): `speaking` send heartbeats, then a sweep. Who died, in order."""
+    """In each second of [start, end), `speaking` send heartbeats, then a sweep. Return the dead."""
     died: list[str] = []
     for second in range(start, end):
         for member_id in speaking:
@@ -76,7 +76,7 @@ def test_events_are_a_sign_of_life_too() -> None:
     assert state_of(members, "b") is State.LIVE
 
 
-# ------------------------------------------------------------ our own stalls
+# ------------------------------------------------------------ stalls of this process
 
 
 def test_a_stall_of_the_conductor_expires_nobody() -> None:

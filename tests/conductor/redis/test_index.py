@@ -69,7 +69,7 @@ async def test_a_conductor_that_was_stopped_cannot_undo_another_ones_changes(
 
 
 def _as_of(index: RedisIndex, number: int, *, is_reporting: bool = False) -> RedisIndex:
-    """The index, believing that the node's session is still this one."""
+    """The index, with this as the node's session."""
     index._sessions["node-a"] = _NodeSession(1, number, {NS}, is_reporting)
     return index
 
@@ -109,7 +109,7 @@ async def test_nothing_is_left_of_a_namespace_whose_nodes_are_gone(
     kinds = {
         key.rpartition(b":")[2] for key in await client.command("KEYS", b"*" + index._pool + b"*")
     }
-    # Beside the counter, only the fences of their epochs.
+    # The counter and the fences of their epochs remain.
     assert kinds == {b"ids", *(f"node-{life}".encode() for life in range(5))}
 
 

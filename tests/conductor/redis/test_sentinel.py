@@ -1,4 +1,4 @@
-"""A Redis behind Sentinels: found by its name, and followed when its replica takes over."""
+"""A Redis behind Sentinels: found by name, and after a failover too."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Clock:
 
 
 class Two:
-    """Conductors `a` and `b`, and a clock that stands until `tick`."""
+    """Conductors `a` and `b`, and a clock that only `tick` moves."""
 
     def __init__(self, clients: tuple[RedisClient, RedisClient], pool: str) -> None:
         self.clock = Clock()

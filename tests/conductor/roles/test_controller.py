@@ -1,4 +1,4 @@
-"""When instances change their role: breaches that last, room to give, and quiet after a move."""
+"""When instances change their role: missed objectives, spare instances, and the cooldown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The routing rules: what a document may say, whom a rule takes, and what a threshold does."""
+"""The routing rules: valid documents, which requests match, and what thresholds do."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_a_rollback_serves_everything_aggregated_until_it_ends() -> None:
     service.change(m.RulesChange("replace", "mode: disaggregated"))
     assert service.change(m.RulesChange("rollback")).is_rolled_back
     assert service.rules.choose(LONG).reason == "rolled_back"
-    # New rules are accepted and wait.
+    # New rules are accepted, and apply after the rollback.
     assert service.change(m.RulesChange("replace", "mode: auto")).is_rolled_back
     assert service.rules.choose(LONG).mode == "local"
     assert not service.change(m.RulesChange("resume")).is_rolled_back

@@ -85,7 +85,7 @@ def test_the_stall_of_decoding_sequences_counts_against_a_local_prefill() -> Non
         assert decision.mode == mode, (sequences, weight)
         local = next(c for c in decision.candidates if c.mode == "local")
         assert local.stalls_s == pytest.approx(sequences * local.prefill_s)
-        # Its own answer begins after its prefill, and is not slowed by it.
+        # Its own decoding begins after its prefill, which therefore does not slow it.
         assert local.tpot_s == pytest.approx(0.01 + 0.001 * (sequences + 1), rel=0.01)
 
 
@@ -332,7 +332,7 @@ def test_a_request_that_no_worker_can_serve_in_time_is_refused_with_when_to_retr
 
 
 def test_load_predicted_for_the_end_of_the_prefill_decides_not_the_load_now() -> None:
-    """Nothing decodes at d1 yet, but what is being prefilled for it will."""
+    """Nothing decodes at d1 yet, but a request that is being prefilled for it will."""
     in_flight = InFlight()
     coming = Decision("x", "local", None, "d1", 0, None, 0.5, 0.01, "", output_tokens=1000)
     for number in range(5):
@@ -419,7 +419,7 @@ def test_senseless_requests_are_an_error() -> None:
             request(**changes)
 
 
-# ------------------------------------------------------------ what the record holds
+# ------------------------------------------------------------ the decision's record
 
 
 def test_a_candidates_parts_add_up_to_its_ttft() -> None:

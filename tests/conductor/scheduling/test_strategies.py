@@ -1,4 +1,4 @@
-"""The strategies: what each prefers, and what all of them owe to every request and cluster."""
+"""The strategies: what each prefers, and what holds for all of them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def on(node: str, blocks: int, tier: Tier = Tier.DRAM) -> dict[str, list[Segment
     return {"": [Segment(node, 0, blocks, tier)]}
 
 
-# ------------------------------------------------------------ what all of them owe
+# ------------------------------------------------------------ all of them
 
 
 @settings(max_examples=examples(400), deadline=None)
@@ -72,7 +72,7 @@ def test_every_strategy_serves_by_eligible_workers_or_refuses_with_a_reason(
     admission: str,
     temperature: float,
 ) -> None:
-    """Deterministic, whatever the order of the maps; and where one finds a way, all of them do."""
+    """The order of the maps does not matter. If one strategy serves a request, all do."""
     in_flight = InFlight()
     config: dict[str, Any] = {
         "min_remote_prefill_tokens": threshold,
@@ -110,7 +110,7 @@ def _check_copy(copy: PrefixReplication, nodes: list[NodeStatus]) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_split_roles_prefill_apart_and_mixed_roles_serve_whole(name: str) -> None:
-    """kv-centric decides it by cost; the rules by whether there are workers for prefill alone."""
+    """kv-centric decides by cost; the others by whether there are workers for prefill only."""
     mixed = schedule(request(), inputs_of(MIXED, NODES, strategy=name), 0.0)
     assert mixed.mode == "local"
     split = schedule(request(), inputs_of(SPLIT, NODES, strategy=name), 0.0)
@@ -288,7 +288,7 @@ def test_dynamo_spreads_by_temperature_and_the_cheaper_gets_more() -> None:
 
 
 def hot_prefix(queue_tokens: int, **config: Any) -> tuple[PrefixReplication, ...]:
-    """The prefix stands at w0's host, where so many tokens wait; all others are idle."""
+    """The prefix is on w0's host, where so many tokens are queued; all others are idle."""
     queued = busy(queued_prefill_tokens=queue_tokens, prefill_tokens_per_s=1000.0)
     state = inputs_of([replace(MIXED[0], load=queued), *MIXED[1:]], NODES, **config)
     return schedule(request(segments=on("n0", 10)), state, 0.0).replicate
