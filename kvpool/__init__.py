@@ -1,4 +1,4 @@
-"""kvpool: a KV-cache pool for LLM serving. What engines and users import.
+"""kvpool: a KV-cache pool for LLM serving. This package has what engines and users import.
 
 from kvpool import Layout, Namespace, Pool, hash_chain
 """

@@ -45,53 +45,53 @@ class ConfigError(KvpoolError):
 
 
 class UnsupportedLayout(ConfigError):
-    """An engine's KV cache has an arrangement that is not known for sure; nothing of it may be shared."""
+    """An engine's KV cache is arranged in an unknown way, so none of it may be shared."""
 
     code = "unsupported_layout"
 
 
 class LayoutMismatch(InvalidArgument):
-    """A namespace is known under another layout; its blocks must never mix with these."""
+    """A namespace has another layout already. Blocks of two layouts must never mix."""
 
     code = "layout_mismatch"
     http_status = 409
 
 
 class HashMismatch(InvalidArgument):
-    """A peer names the blocks of a namespace otherwise: neither would ever find what the other stored."""
+    """A peer computes other hashes for the blocks of a namespace, so neither would find the other's blocks."""
 
     code = "hash_mismatch"
     http_status = 409
 
 
 class CannotReshard(InvalidArgument):
-    """Blocks stored for one tensor-parallel size cannot be used with another without being rearranged."""
+    """Blocks stored for one tensor-parallel size cannot be used with another one without rearranging them."""
 
     code = "cannot_reshard"
     http_status = 409
 
 
 class UnverifiableRead(InvalidArgument):
-    """Checksums cover whole parts; a read of less over this transport cannot be compared with them."""
+    """Checksums cover whole parts, and this transport reads less than a part."""
 
     code = "unverifiable_read"
 
 
 class Unauthenticated(KvpoolError):
-    """The server asks for a token, and got none that it knows."""
+    """The server asks for a token, and the caller sent none that it knows."""
 
     code = "unauthenticated"
     http_status = 401
 
 
 class Forbidden(KvpoolError):
-    """The token is known, and does not allow this call."""
+    """The token is known, but does not allow this call."""
 
     code = "forbidden"
     http_status = 403
 
 
-# Of those who know whom they speak to: trying again helps only when somebody has changed a token.
+# Errors of tokens: trying again helps only after a token was changed.
 REFUSALS = (Unauthenticated, Forbidden)
 
 
@@ -103,14 +103,14 @@ class UnknownNamespace(InvalidArgument):
 
 
 class BlockTooLarge(InvalidArgument):
-    """A block part exceeds the largest slot that the server gives."""
+    """A part of a block is larger than the largest slot of the server."""
 
     code = "block_too_large"
     http_status = 413
 
 
 class WrongByteCount(InvalidArgument):
-    """A buffer does not hold exactly the bytes that the layout says."""
+    """A buffer does not have the size that the layout gives."""
 
     code = "wrong_byte_count"
 
@@ -123,26 +123,26 @@ class NotFound(KvpoolError):
 
 
 class ModelNotFound(NotFound):
-    """The model's files are not where the configuration says."""
+    """The model's files are not in the configured place."""
 
     code = "model_not_found"
 
 
 class BlockMiss(KvpoolError):
-    """A block that the caller insisted on is not in the pool (a miss is always allowed)."""
+    """A block that the call needs is not in the pool. The pool may miss any block at any time."""
 
     code = "miss"
     http_status = 404
 
 
 class ChecksumMismatch(BlockMiss):
-    """Bytes read are not the bytes committed; the block was dropped and counts as a miss."""
+    """The bytes read differ from those committed. The block was dropped and counts as a miss."""
 
     code = "checksum"
 
 
 class LeaseExpired(KvpoolError):
-    """The lease ended before the read did; what was read was discarded (invariant 3)."""
+    """The lease ended before the read, so the bytes were discarded (invariant 3)."""
 
     code = "lease_expired"
     retryable = True
@@ -150,7 +150,7 @@ class LeaseExpired(KvpoolError):
 
 
 class ReservationGone(KvpoolError):
-    """The reservation was committed, aborted or has expired."""
+    """The reservation was committed or aborted, or has expired."""
 
     code = "reservation_gone"
     http_status = 409
@@ -165,7 +165,7 @@ class NoRoom(KvpoolError):
 
 
 class Overloaded(KvpoolError):
-    """The request was refused early, because no choice would meet its objectives."""
+    """The request was refused early, because no choice of workers would meet its objectives."""
 
     code = "overloaded"
     retryable = True
@@ -180,7 +180,7 @@ class Overloaded(KvpoolError):
 
 
 class DeadlineExceeded(KvpoolError):
-    """The call did not end within its deadline; its effect, if any, is void or harmless."""
+    """The call did not end within its deadline. Its effect, if any, is void or harmless."""
 
     code = "deadline"
     retryable = True
@@ -196,7 +196,7 @@ class Unavailable(KvpoolError):
 
 
 class Draining(Unavailable):
-    """The node is about to stop and takes no new blocks; another one does."""
+    """The node is about to stop and takes no new blocks. Use another node."""
 
     code = "draining"
 
@@ -208,14 +208,14 @@ class TransferFailed(Unavailable):
 
 
 class NoTransport(Unavailable):
-    """No transport that this process has, and may use, reaches the node. Others may well reach it."""
+    """None of the transports that this process may use reaches the node. Other processes may reach it."""
 
     code = "no_transport"
     retryable = False
 
 
 class StaleEpoch(Unavailable):
-    """The call names an epoch of the peer that is over (it restarted)."""
+    """The call names an older epoch of the peer, which has restarted."""
 
     code = "stale_epoch"
 
@@ -234,7 +234,7 @@ class PortInUse(ConfigError):
 
 
 class NoSharedMemory(ConfigError):
-    """The machine cannot give the shared memory that the arena asks for."""
+    """The machine does not have the shared memory for the arena."""
 
     code = "no_shared_memory"
 
@@ -253,7 +253,7 @@ def brief(value: object, limit: int = 200) -> str:
 
 
 def did_you_mean(name: object, known: Collection[str]) -> str:
-    """The hint for a name that is not among `known`: the nearest of them, else all."""
+    """The hint for a name that is not among `known`: the nearest of them, otherwise all."""
     near = get_close_matches(str(name), known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}"
 

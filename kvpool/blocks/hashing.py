@@ -5,11 +5,9 @@
     hash[i]  = H(hash[i-1] | tokens[i*block_tokens : (i+1)*block_tokens])
 
 Tokens enter as little-endian unsigned 32-bit integers. H is xxh3-128 (canonical, big-endian digest) or
-the first 16 bytes of SHA-256. Nothing depends on the process, the machine, PYTHONHASHSEED or the Python
-version. The chaining follows vLLM's prefix caching (hash of parent, tokens, extra keys); the encoding is
-our own and fixed by known answers in the tests.
-
-Pure: no I/O, no clock, no state.
+the first 16 bytes of SHA-256. Hashes do not depend on the process, the machine, PYTHONHASHSEED or the Python
+version. The chaining follows vLLM's prefix caching (hash of parent, tokens, extra keys). The encoding is
+kvpool's own; known answers in the tests fix it.
 """
 
 from __future__ import annotations
@@ -69,10 +67,10 @@ def token_bytes(tokens: TokenIds) -> memoryview:
 
 
 def chain_root(namespace: Namespace, extra_keys: Sequence[str] = ()) -> bytes:
-    """The hash before the first block: namespace and extra keys (LoRA, multimodal, cache salt).
+    """The hash before the first block, of the namespace and extra keys (LoRA, multimodal, cache salt).
 
     Args:
-        extra_keys: further identity of this prompt's KV, in a fixed order, e.g. `("lora:sql@3f2a",)`.
+        extra_keys: what else this prompt's KV depends on, in a fixed order, e.g. `("lora:sql@3f2a",)`.
 
     Returns:
         16 bytes.
@@ -92,14 +90,14 @@ def hash_chain(
 
     Args:
         tokens: token ids from the start of the prompt (or from the end of `parent`).
-        extra_keys: see `chain_root`; ignored when `parent` is given.
-        parent: hash of the block before the first one here, to go on with a known chain.
+        extra_keys: as in `chain_root`; ignored if `parent` is given.
+        parent: hash of the block before the first one here, to continue a known chain.
 
     Returns:
-        `len(tokens) // block_tokens` hashes of 16 bytes; the tail that fills no block has no name.
+        `len(tokens) // block_tokens` hashes of 16 bytes. The tail that fills no block has no hash.
 
     Raises:
-        InvalidArgument: see `token_bytes`; or `parent` has not 16 bytes.
+        InvalidArgument: as `token_bytes`, or `parent` does not have 16 bytes.
     """
     if parent is not None and len(parent) != HASH_BYTES:
         raise InvalidArgument(f"a parent hash has {HASH_BYTES} bytes, got {len(parent)}")
@@ -121,11 +119,11 @@ def hash_chain(
 
 
 def object_hash(namespace: Namespace, root: bytes, name: bytes) -> bytes:
-    """The hash of a block that an engine names by itself, as LMCache names its chunks.
+    """The hash of a block to which the engine gives a name itself, as LMCache does with its chunks.
 
     Args:
-        root: from `chain_root`, with an extra key that no chain of tokens has, so that the two never meet.
-        name: the engine's whole name for it, in one unambiguous encoding.
+        root: from `chain_root`, with an extra key that no chain of tokens has, so that their hashes differ.
+        name: the engine's whole name for the block, in one unambiguous encoding.
 
     Returns:
         16 bytes.
@@ -134,12 +132,12 @@ def object_hash(namespace: Namespace, root: bytes, name: bytes) -> bytes:
 
 
 def checksum(data: Any) -> int:
-    """xxh3-64 of a block part's bytes: what invariant 5 verifies from commit on."""
+    """xxh3-64 of the bytes of a part, which is verified from commit on (invariant 5)."""
     return xxhash.xxh3_64_intdigest(data)
 
 
 def pack_hashes(hashes: Sequence[bytes]) -> bytes:
-    """Hashes as one byte string, 16 bytes each, as they travel over the wire.
+    """Pack hashes into one byte string, 16 bytes each, for the wire.
 
     Raises:
         InvalidArgument: one of them has another length.
@@ -151,7 +149,7 @@ def pack_hashes(hashes: Sequence[bytes]) -> bytes:
 
 
 def unpack_hashes(packed: bytes, limit: int = MAX_HASHES) -> list[bytes]:
-    """The inverse of `pack_hashes`.
+    """Unpack what `pack_hashes` packed.
 
     Raises:
         InvalidArgument: the length is not a multiple of 16, or there are more than `limit`.
@@ -164,7 +162,7 @@ def unpack_hashes(packed: bytes, limit: int = MAX_HASHES) -> list[bytes]:
     count = len(packed) // HASH_BYTES
     if count > limit:
         raise InvalidArgument(f"{count} hashes in one call", hint=f"at most {limit}")
-    return list(struct.unpack(f"{HASH_BYTES}s" * count, packed))  # a quarter of what slicing costs
+    return list(struct.unpack(f"{HASH_BYTES}s" * count, packed))  # a quarter of the time of slicing
 
 
 def _digest(algorithm: HashAlgorithm, data: bytes) -> bytes:

@@ -1,7 +1,7 @@
 """What fixes a block's bytes and their order (`Layout`), and whose blocks they are (`Namespace`).
 
-Both are plain values: they travel over the wire, and two processes that build them from the same
-fields get the same fingerprints.
+Both are plain values, which messages carry. Two processes that build them from the same fields get the same
+fingerprints.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DTYPE_BYTES = {
 }
 HashAlgorithm = Literal["xxh3-128", "sha256"]
 MAX_BLOCK_TOKENS = 65_536
-# Everything about a namespace fits into one record on disk and one small frame, with room to spare.
+# A namespace fits easily into one record on disk and one small frame.
 MAX_NAME_CHARS = 512  # of model, revision, tenant and salt, each
 MAX_ORDER_CHARS = 256
 
@@ -34,11 +34,11 @@ class Layout(msgspec.Struct, frozen=True):
 
     The bytes of one part are a C-contiguous array of shape
     `[layers, kv_per_token, kv_heads / tp_size, block_tokens, head_dim]` of `dtype` for the default
-    `order`. `block_tokens` is a whole number of the engine's pages. Engines with another arrangement name it
-    in `order`; kvpool never reorders bytes, so two engines share blocks only when the whole layout is equal.
+    `order`. `block_tokens` is a whole number of the engine's pages. Engines that arrange bytes differently say so
+    in `order`. kvpool never reorders bytes, so two engines share blocks only if the whole layout is equal.
 
     Raises:
-        InvalidArgument: a size is not a positive integer, the dtype is unknown, `order` is no text or longer
+        InvalidArgument: a size is not a positive integer, the dtype is unknown, `order` is not a text or is longer
             than `MAX_ORDER_CHARS`, or the KV heads cannot be divided over the ranks.
     """
 
@@ -48,7 +48,7 @@ class Layout(msgspec.Struct, frozen=True):
     head_dim: int
     block_tokens: int = 64
     tp_size: int = 1
-    kv_per_token: int = 2  # K and V; 1 where an engine stores one latent vector (MLA)
+    kv_per_token: int = 2  # K and V; 1 if the engine stores one latent vector (MLA)
     order: str = "layer,kv,head,token,dim"
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def heads_per_part(self) -> int:
-        """KV heads held by one rank; ranks replicate heads when there are more ranks than heads."""
+        """KV heads of one rank. If there are more ranks than heads, ranks hold copies of heads."""
         return max(1, self.kv_heads // self.tp_size)
 
     @property
@@ -125,11 +125,11 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def fingerprint(self) -> str:
-        """32 hex digits over every field; equal fingerprints mean interchangeable bytes."""
+        """A hash of every field, 32 hex digits. Equal fingerprints mean interchangeable bytes."""
         return hashlib.sha256(_canonical(self)).hexdigest()[:32]
 
     def differences(self, other: Layout) -> list[str]:
-        """Names of the fields in which `other` differs, with both values, for error messages."""
+        """The fields in which `other` differs, with both values, for error messages."""
         return [
             f"{f}: {getattr(self, f)} != {getattr(other, f)}"
             for f in self.__struct_fields__
@@ -140,9 +140,9 @@ class Layout(msgspec.Struct, frozen=True):
 class Namespace(msgspec.Struct, frozen=True):
     """One model + revision + KV layout + tenant salt; blocks of two namespaces never mix.
 
-    `revision` must identify the weights (a content hash, not a path or a name). `salt` separates users
-    who must not learn of each other's prompts; it is mixed into every hash and never shown.
-    `hash_algorithm` is `sha256` where users distrust each other enough to craft collisions.
+    `revision` must identify the weights: use a content hash, not a path or a name. `salt` separates users
+    who must not learn of each other's prompts. It is part of every hash and is never shown. Use `sha256` as
+    `hash_algorithm` if users might craft collisions.
 
     Raises:
         InvalidArgument: model or revision is empty, one of the texts is longer than `MAX_NAME_CHARS`, or the
@@ -175,7 +175,7 @@ class Namespace(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """What users see: model, short revision, and a digest that stands for tenant and salt."""
+        """The name that users see: model, short revision, and a digest of tenant and salt."""
         name = f"{self.model}@{self.revision[:12]}"
         if self.tenant or self.salt:
             secret = msgspec.msgpack.encode([self.tenant, self.salt])
@@ -184,10 +184,10 @@ class Namespace(msgspec.Struct, frozen=True):
 
     @property
     def namespace_id(self) -> bytes:
-        """16 bytes over every field, layout included: the identity that travels with each call."""
+        """A hash of every field, layout included: the 16 bytes by which calls name it."""
         return hashlib.sha256(b"kvpool-namespace-1" + _canonical(self)).digest()[:16]
 
 
 def _canonical(value: msgspec.Struct) -> bytes:
-    """One byte string per value: JSON with sorted keys, independent of field order and platform."""
+    """JSON with sorted keys, so that equal values give equal bytes on every platform."""
     return msgspec.json.encode(value, order="sorted")

@@ -1,6 +1,7 @@
-"""What identifies a model's weights: a content hash, equal wherever the same files are.
+"""The revision of a model: a hash of the content of its files, equal on every host.
 
-The `revision` of a namespace. A path or a name would let two models of one name read each other's KV.
+It becomes the `revision` of a namespace. With a path or a name instead, two models of one name would read each other's
+KV.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ import msgspec
 from kvpool.errors import ModelNotFound, brief
 
 _REVISION_FILE = ".kvpool-revision.json"
-_REVISION_FORMAT = 1  # raise it when what goes into the hash changes
-# In a model's config.json: who saved the files, and where; no part of what they compute.
+_REVISION_FORMAT = 1  # raise it when the input of the hash changes
+# Keys of a config.json about who saved the files and where. They do not change what the model computes.
 CONFIG_NOISE = ("_name_or_path", "transformers_version")
 _WHOLE_FILE_BYTES = 1 << 30
 _SAMPLES = 64
 _SAMPLE_BYTES = 1 << 20
 _READ_BYTES = 1 << 22
-_SETTLED_NS = 2_000_000_000  # coarser than any file system's time stamps
+_SETTLED_NS = 2_000_000_000  # coarser than the time stamps of any file system
 
 
 class _Revision(msgspec.Struct):
-    """The remembered result of `revision_of`, and the files that it was computed from."""
+    """The stored result of `revision_of`, and the files that it was computed from."""
 
     format: int
     files: list[tuple[str, int, int]]  # name, bytes, mtime in ns
@@ -35,21 +36,21 @@ class _Revision(msgspec.Struct):
 
 
 def model_directory(spec: str, revision: str | None = None) -> Path:
-    """Where the files of a model are on this host: a directory, or a name in Hugging Face's cache.
+    """Find the directory of a model's files on this host, from a directory or a name in Hugging Face's cache.
 
-    Nothing is downloaded: an engine that serves the model has its files already.
+    Downloads nothing: an engine that serves the model has its files already.
 
     Args:
         spec: a directory with a config.json, or a name such as "Qwen/Qwen3-8B".
         revision: commit, branch or tag of a name; None: the default branch.
 
     Raises:
-        ModelNotFound: neither is here.
+        ModelNotFound: there is no such directory, and no such name in the cache.
     """
     directory = Path(spec).expanduser()
     if spec and (directory / "config.json").is_file():
         return directory
-    with suppress(ImportError, ValueError):  # no cache without the package; not a repository's name
+    with suppress(ImportError, ValueError):  # the package is not installed; not a repository's name
         from huggingface_hub import try_to_load_from_cache
 
         cached = try_to_load_from_cache(spec, "config.json", revision=revision)
@@ -64,12 +65,11 @@ def model_directory(spec: str, revision: str | None = None) -> Path:
 def revision_of(path: Path) -> str:
     """Content hash of a model's configuration and weights: 64 hex digits, equal on every host.
 
-    Safetensors files below 1 GiB count whole; of larger ones their size, header and 64 samples of
-    1 MiB. The result is remembered in the directory, where that is writable, until a file's size or
-    modification time changes.
+    Safetensors files below 1 GiB are hashed whole; of larger ones, their size, header and 64 samples of 1 MiB. If
+    the directory is writable, the result is stored there until a file's size or modification time changes.
 
     Raises:
-        ModelNotFound: no config.json or no safetensors file there, or they cannot be read.
+        ModelNotFound: there is no config.json or no safetensors file, or they cannot be read.
     """
     config = path / "config.json"
     weights = sorted(path.glob("*.safetensors"))
@@ -97,7 +97,7 @@ def revision_of(path: Path) -> str:
 
 
 def file_digest(file: Path) -> bytes:
-    """Of a safetensors file: whole below 1 GiB, else size, header and samples. Raises OSError."""
+    """Hash a safetensors file: whole below 1 GiB, otherwise its size, header and samples. Raises OSError."""
     size = file.stat().st_size
     digest = hashlib.sha256(size.to_bytes(8, "little"))
     with open(file, "rb") as opened:
@@ -108,7 +108,7 @@ def file_digest(file: Path) -> bytes:
         # safetensors: 8 bytes of header length, then the header (names, types, shapes, offsets)
         header_bytes = int.from_bytes(opened.read(8), "little")
         digest.update(opened.read(min(header_bytes, size)))
-        for sample in range(_SAMPLES):  # the first and the last bytes among them
+        for sample in range(_SAMPLES):  # including the first and the last bytes
             opened.seek(sample * (size - _SAMPLE_BYTES) // (_SAMPLES - 1))
             digest.update(opened.read(_SAMPLE_BYTES))
     return digest.digest()
@@ -130,16 +130,16 @@ def _remembered(path: Path, files: list[tuple[str, int, int]]) -> str:
         content = (path / _REVISION_FILE).read_bytes()
         known = msgspec.json.decode(content, type=_Revision)
     except (OSError, msgspec.DecodeError):
-        return ""  # never computed, or spoilt: compute it
+        return ""  # there is none, or it is damaged: compute it
     return known.revision if (known.format, known.files) == (_REVISION_FORMAT, files) else ""
 
 
 def _remember(path: Path, revision: _Revision) -> None:
     newest_ns = max(mtime_ns for _, _, mtime_ns in revision.files)
     if time.time_ns() - newest_ns < _SETTLED_NS:
-        return  # written just now: a further write might leave the same time stamp
+        return  # written just now: another write might have the same time stamp
     temporary = path / f"{_REVISION_FILE}.{os.getpid()}"
-    # A directory that cannot be written costs the hashing at every start, nothing else.
+    # If the directory cannot be written, every start hashes again.
     with suppress(OSError):
         temporary.write_bytes(msgspec.json.encode(revision))
         temporary.replace(path / _REVISION_FILE)

@@ -1,11 +1,11 @@
-"""Reading and writing blocks across tensor-parallel sizes: which bytes of which part go where.
+"""Read and write blocks across tensor-parallel sizes: which bytes of which part go where.
 
-A block stands in the pool as the parts of its namespace's layout. An engine of another tensor-parallel size, or
-with another order of dimensions, moves *pieces*: runs of bytes that are contiguous in the stored part and in the
-engine's own. Nothing is written again and nothing is copied in between; where the pieces would be too many and
-too small for that, the plan is refused.
+The pool stores a block as the parts of its namespace's layout. An engine of another tensor-parallel size, or with
+another order of dimensions, moves *pieces*: runs of bytes that are contiguous both in the stored part and in the
+engine's own. Nothing is stored again, and nothing is copied in between. If the pieces would be too many and too
+small, the plan is refused.
 
-Pure: a plan depends on two layouts and a rank alone, and is computed once for all blocks.
+A plan depends on two layouts and a rank alone, so it is computed once for all blocks.
 """
 
 from __future__ import annotations
@@ -25,19 +25,21 @@ from kvpool.errors import CannotReshard, InvalidArgument, LayoutMismatch, WrongB
 Int64Array = npt.NDArray[np.int64]
 
 DIMENSIONS = ("layer", "kv", "head", "token", "dim")
-# Besides its bytes a piece costs 1 to 2 us over shared memory and 4 to 5 us over NIXL between processes. Of the
-# bandwidth of whole parts 4 KiB leave an eighth (about 1 GB/s), 1 KiB a twentieth, at which an engine does as
-# well to compute (2 cores: benchmarks/resharding.py).
+# Besides its bytes, a piece costs 1 to 2 us over shared memory and 4 to 5 us over NIXL between processes. Pieces of
+# 4 KiB reach an eighth of the bandwidth of whole parts (about 1 GB/s), those of 1 KiB a twentieth, at which computing
+# is as fast (2 cores: benchmarks/resharding.py).
 MIN_PIECE_BYTES = 4096
-PIECE_COST_BYTES = 8 << 10  # moving a piece takes as long, besides its bytes, as moving these
+PIECE_COST_BYTES = (
+    8 << 10
+)  # the fixed cost of a piece, as the bytes that could be moved in that time
 
 
 @dataclass(slots=True, frozen=True)
 class TensorParallelRank:
-    """One rank of an engine, as the reader or writer of blocks stored under another layout.
+    """One rank of an engine that reads or writes blocks of another layout.
 
-    Its buffers hold, for each block, one part of the stored layout with `tp_size` replaced by `size`, and `order`
-    by the one given here; "" means the stored one.
+    For each block, its buffers hold one part of the stored layout with `tp_size` replaced by `size`, and `order` by
+    the `order` given here; "" means the stored one.
 
     Raises:
         InvalidArgument: the rank is not in [0, size).
@@ -63,18 +65,18 @@ class TensorParallelRank:
 
 @dataclass(slots=True, frozen=True)
 class TransferPlan:
-    """The pieces of one block for one rank: part by part, ascending within the stored part.
+    """The pieces of one block for one rank, part by part, in ascending order within the stored part.
 
     Each part has the same number of pieces. The arrays are read-only.
 
     Args:
-        parts: stored parts concerned.
+        parts: the stored parts that have pieces.
         rows: which of `parts` each piece belongs to, shape [n].
         stored_offsets: bytes from the start of the stored part, shape [n].
         rank_offsets: bytes from the start of the rank's own part, shape [n].
         lengths: bytes, shape [n].
         rank_bytes: size of the rank's own part.
-        is_whole: the pieces of each part are all of its bytes, so that its checksum can be computed from them.
+        is_whole: the pieces of each part cover it, so its checksum can be computed from them.
     """
 
     parts: tuple[int, ...]
@@ -87,11 +89,11 @@ class TransferPlan:
 
     @property
     def pieces_per_part(self) -> int:
-        """How many successive pieces belong to one part."""
+        """The number of pieces of each part."""
         return len(self.lengths) // len(self.parts)
 
     def effort_bytes(self, blocks: int) -> int:
-        """Contiguous bytes that would take as long to move as so many blocks by this plan."""
+        """Contiguous bytes that take as long to move as this many blocks by this plan."""
         extra = PIECE_COST_BYTES * (len(self.lengths) - len(self.parts))
         return blocks * (int(self.lengths.sum()) + extra)
 
@@ -101,8 +103,8 @@ class TransferPlan:
         """The pieces of many blocks: local addresses [m], places [m, 2] and lengths [m], block by block.
 
         Args:
-            addresses: where each block of the rank begins, shape [b]; or where each piece does, shape [b, n].
-            places: rows of (arena id, byte offset), block by block and within a block as `parts`.
+            addresses: of each block of the rank, shape [b], or of each piece, shape [b, n].
+            places: rows of (arena id, byte offset), block by block, in the order of `parts` within a block.
         """
         if len(self.lengths) == 1:
             shift = (0, self.stored_offsets[0])
@@ -115,11 +117,11 @@ class TransferPlan:
         return local.reshape(-1), stood.reshape(-1, 2), lengths
 
     def in_runs(self, lengths: Int64Array) -> TransferPlan:
-        """The same bytes for memory in which a block lies in several runs; give `runs` an address for each.
+        """The plan for memory in which a block has several runs. `runs` then takes an address for each of them.
 
         Raises:
-            WrongByteCount: the runs are not the rank's part together.
-            InvalidArgument: this plan consists of several pieces already.
+            WrongByteCount: the runs do not add up to the rank's part.
+            InvalidArgument: this plan has several pieces already.
         """
         if len(self.lengths) != 1:
             raise InvalidArgument("memory in runs is not combined with as_rank", hint="use part=")
@@ -144,7 +146,7 @@ class TransferPlan:
 
 
 def plan_part(stored: Layout, part: int) -> TransferPlan:
-    """The plan of an engine with the stored layout itself: its part, whole."""
+    """The plan of an engine that has the stored layout: its whole part."""
     whole = (_array(0), _array(0), _array(stored.part_bytes))
     return _plan((part,), [whole], stored.part_bytes, True)
 
@@ -153,14 +155,14 @@ def plan_part(stored: Layout, part: int) -> TransferPlan:
 def plan_read(
     stored: Layout, reader: Layout, rank: int, *, min_piece_bytes: int = MIN_PIECE_BYTES
 ) -> TransferPlan:
-    """What a rank of an engine with layout `reader` reads of each block stored as `stored`.
+    """Plan what a rank of an engine with layout `reader` reads of each block stored as `stored`.
 
-    Where ranks hold copies of one head, one stored copy is read.
+    If several stored parts have copies of one head, one copy is read.
 
     Raises:
         LayoutMismatch: the layouts differ in more than `tp_size` and `order`.
-        CannotReshard: neither size divides the other, the order of dimensions is not known, or the pieces would
-            be several a part and shorter than `min_piece_bytes`.
+        CannotReshard: neither size divides the other, the order of dimensions is unknown, or parts have
+            several pieces that are shorter than `min_piece_bytes`.
         InvalidArgument: there is no such rank.
     """
     _check(stored, reader, rank)
@@ -178,13 +180,13 @@ def plan_read(
 def plan_write(
     stored: Layout, writer: Layout, rank: int, *, min_piece_bytes: int = MIN_PIECE_BYTES
 ) -> TransferPlan:
-    """What a rank of an engine with layout `writer` writes of each block stored as `stored`: whole parts only.
+    """Plan what a rank of an engine with layout `writer` writes of each block stored as `stored`: whole parts only.
 
-    The ranks of one engine write all parts between them. Where ranks hold copies of one head, several may write
-    the same part; the pool grants it to one.
+    Together, the ranks of an engine write all parts. If ranks hold copies of one head, several may want to write the
+    same part; the pool grants it to one of them.
 
     Raises:
-        CannotReshard: as `plan_read`, or the rank holds no part wholly.
+        CannotReshard: as `plan_read`, or the rank holds no whole part.
         LayoutMismatch, InvalidArgument: as `plan_read`.
     """
     _check(stored, writer, rank)
@@ -237,7 +239,7 @@ def _is_same(stored: Layout, other: Layout) -> bool:
 
 
 def _shares(layout: Layout) -> int:
-    """How many different parts a block has; ranks beyond hold copies."""
+    """How many different parts a block has. Further ranks hold copies."""
     return min(layout.tp_size, layout.kv_heads)
 
 
@@ -275,7 +277,7 @@ def _pieces(
     heads: int,
     min_piece_bytes: int,
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Offsets in both parts and lengths of `heads` heads, which begin at the heads given."""
+    """Offsets in both parts and lengths of `heads` heads, from the given first heads on."""
     sizes = _sizes(stored) | {"head": heads}
     stored_strides, other_strides = _strides(stored), _strides(other)
     inner, length = _inner(sizes, stored_strides, other_strides, DTYPE_BYTES[stored.dtype])
@@ -299,7 +301,7 @@ def _pieces(
 def _inner(
     sizes: Mapping[str, int], stored: Mapping[str, int], other: Mapping[str, int], length: int
 ) -> tuple[set[str], int]:
-    """The dimensions within a piece and its bytes: all that follow each other without a gap on both sides.
+    """The dimensions within a piece, and its bytes: those without a gap on both sides.
 
     Args:
         stored, other: bytes from one element of a dimension to the next.

@@ -1,4 +1,4 @@
-"""Reading YAML files that people write: bounded, safe, and with a key given twice an error. No schema here."""
+"""Read YAML files that people write: bounded and safe. A key that is given twice is an error. No schema here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_FILE_BYTES = 1 << 20
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML where a key given twice is an error, instead of silently meaning the second."""
+    """YAML in which a key that is given twice is an error. In plain YAML, the second silently wins."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[object] = set()
