@@ -1,8 +1,8 @@
-"""Ways to copy and checksum 64 MiB from shared memory, each as its ratio to memcpy in the same run.
+"""Compares ways to copy and checksum 64 MiB from shared memory, as ratios to memcpy in the same run.
 
     python -m benchmarks.copying
 
-Shows why `kvpool.transports.copy` sums chunk by chunk behind the copy, and on several threads.
+Shows why `kvpool.transports.copy` checksums each chunk right after copying it, and on several threads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROUNDS = 15
 
 
 def median_s(work: Callable[[], object]) -> float:
-    """Median seconds of `work`, after one call that does not count."""
+    """Median seconds of `work`. The first call does not count."""
     times = []
     for _ in range(ROUNDS + 1):
         started = time.perf_counter()

@@ -8,7 +8,7 @@ buffer, as in an engine. Packed means a few large runs between the slots and a r
 a copy between that buffer and the pages (`kvpool.transports.batches`). A second part measures what it costs to build
 descriptor lists for each transfer instead of preparing them once and sending indices.
 
-Packed over direct, read and write, on 2 cores with others at work (two runs; one over TCP):
+Packed over direct, read and write, on 2 cores with other work to do (two runs; one over TCP):
 
     page     512     1 KiB  2 KiB  4 KiB  8 KiB  16 KiB  32 KiB    64 KiB    256 KiB
     CMA   16 to 33  7 to 10  5 to 6  3 to 4  2 to 4  2 to 3  0.6 to 1.9  0.7 to 1.1  0.6 to 0.9
@@ -68,7 +68,7 @@ def median_s(works: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def scattered(node: NodeDescriptor, direct: NixlTransport, packing: NixlTransport) -> None:
-    """Pages of growing length, each way, through a transport that never packs and one that always does."""
+    """Move pages of growing length through a transport that never packs and one that always does."""
     memory = Arena(1, 2 * TOTAL_BYTES)
     direct.register(memory.base, memory.size_bytes, memory)
     print("    page |  read GB/s: direct  packed  ratio | write GB/s: direct  packed  ratio")
@@ -91,7 +91,7 @@ def scattered(node: NodeDescriptor, direct: NixlTransport, packing: NixlTranspor
 
 
 def repeated(node: NodeDescriptor) -> None:
-    """The same buffers again and again: lists built for each transfer, or prepared once."""
+    """Move the same buffers again and again, with lists built for each transfer or prepared once."""
     agent = NixlAgent("bench-lists")
     raw = agent.raw
     memory = Arena(3, 64 << 20)

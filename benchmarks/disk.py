@@ -1,4 +1,4 @@
-"""Ways to read and write blocks of a preallocated file, each as its ratio to the NVMe tier's own in the same run.
+"""Compares ways to read and write blocks of a file, as ratios to the NVMe tier's own way in the same run.
 
     python -m benchmarks.disk [--directory /mnt/nvme] [--mib 256] [--json]
 
@@ -34,7 +34,7 @@ BLOCK_BYTES = (64 << 10, 1 << 20, 4 << 20)
 THREADS = (1, 2, 4, 8)
 REFERENCE = "preadv/pwritev, 4 threads"
 ROUNDS = 5
-RUN = 16  # blocks that the node moves together
+RUN = 16  # blocks that a node moves together
 
 Way = Callable[[bool, int], None]  # (is write, block bytes): move the whole file once
 
@@ -55,7 +55,7 @@ class Disk:
         os.fsync(self.direct)
 
     def starts(self, block_bytes: int) -> list[int]:
-        """Where the blocks begin, in the order in which they are moved."""
+        """The offsets of the blocks, in the order in which they are moved."""
         order = np.random.default_rng(1).permutation(self.size // block_bytes)
         return [int(i) * block_bytes for i in order]
 

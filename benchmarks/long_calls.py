@@ -51,7 +51,7 @@ async def put(client: WireClient, hashes: list[bytes]) -> tuple[float, float]:
 
 
 async def long_calls(address: str, blocks: int) -> list[dict[str, float]]:
-    """Three runs, one after the other."""
+    """Write three runs, one after another."""
     client = WireClient(address, "long")
     rounds = []
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""The measuring process for a peer: the same shapes, buffers and arithmetic as for kvpool."""
+"""The process that measures a peer, with the same shapes, buffers and arithmetic as for kvpool."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOOKUP_SECONDS = 2.0
 
 
 class Store(Protocol):
-    """What is measured of a peer."""
+    """The interface of a peer for measuring."""
 
     label: str
 
@@ -28,7 +28,7 @@ class Store(Protocol):
         """Use these buffers from now on."""
 
     def put(self, keys: list[str], size: int) -> None:
-        """Store `size` bytes of the source buffer under each key, one run after the other."""
+        """Store the next `size` bytes of the source buffer under each key."""
 
     def get(self, keys: list[str], size: int) -> None:
         """Read them back into the target buffer."""
@@ -57,7 +57,7 @@ class Mooncake:
             f"127.0.0.1:{master}",
         )
         if status != 0:
-            raise RuntimeError(f"mooncake's setup answered {status}")
+            raise RuntimeError(f"mooncake's setup returned {status}")
         self._addresses: tuple[int, int] = (0, 0)
         self._buffers: tuple[np.ndarray, ...] = ()
 
@@ -76,20 +76,20 @@ class Mooncake:
         if NO_ROOM in answers:
             raise PeerFull
         if any(answer != 0 for answer in answers):
-            raise RuntimeError(f"mooncake's put answered {sorted(set(answers))}")
+            raise RuntimeError(f"mooncake's put returned {sorted(set(answers))}")
 
     def get(self, keys: list[str], size: int) -> None:
         pointers = [self._addresses[1] + i * size for i in range(len(keys))]
         answers = self.store.batch_get_into(keys, pointers, [size] * len(keys))
         if any(answer != size for answer in answers):
-            raise RuntimeError(f"mooncake's get answered {sorted(set(answers))}")
+            raise RuntimeError(f"mooncake's get returned {sorted(set(answers))}")
 
     def forget(self) -> None:
         """Empty the store."""
         self.store.remove_all()
 
     def lookups(self) -> dict[str, float]:
-        """`batch_is_exist` of 256 keys, one call after the other."""
+        """Measure `batch_is_exist` of 256 keys, one call after another."""
         keys = [f"lookup-{i}" for i in range(LOOKUP_HASHES)]
         for left in reversed(range(MAX_WAITS)):
             try:

@@ -33,7 +33,7 @@ class PeerMissing(KvpoolError):
 
 
 def mooncake(order: dict[str, Any]) -> dict[str, Any]:
-    """Mooncake Store over TCP: its master, a process that lends a segment, and a client."""
+    """Measure Mooncake Store over TCP: its master, a process with a segment, and a client."""
     with (
         tempfile.TemporaryDirectory(prefix="kvpool-peer-") as logs,
         mooncake_master(Path(logs)) as rpc,
@@ -105,7 +105,7 @@ def _run(order: dict[str, Any]) -> dict[str, Any]:
     )
     if done.returncode != 0:
         raise KvpoolError(f"measuring {order['role']} ended with status {done.returncode}")
-    # Mooncake's libraries write to stdout as well: the result is the last line.
+    # Mooncake's libraries also write to stdout; the result is the last line.
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 

@@ -29,7 +29,7 @@ NODE = ("--set", "node.dram_bytes=1GiB", "node", "--wire-port", "0", "--http-por
 
 
 def space_of(piece_bytes: int) -> Namespace:
-    """A namespace of which a rank of TP=2 reads pieces of this length from two parts of TP=4."""
+    """A namespace from which a rank of TP=2 reads pieces of this length, out of two parts of TP=4."""
     layers = PART_BYTES // (2 * BLOCK_TOKENS * piece_bytes)
     order = "layer,kv,token,head,dim"
     layout = Layout("uint8", layers, 4, piece_bytes, BLOCK_TOKENS, tp_size=4, order=order)

@@ -49,7 +49,7 @@ def row(
     seconds: Sequence[float],
     memcpy_s: float,
 ) -> Row:
-    """A row from the first call's and the warm calls' seconds; `memcpy_s` of the same bytes."""
+    """A row from the seconds of the first call, of the warm calls, and of a memcpy of the same bytes."""
     size = block_bytes * batch
     ordered = sorted(seconds)
     p50 = percentile(ordered, 0.5)

@@ -3,11 +3,11 @@
     python -m benchmarks.scheduler [--trace conversation_trace.jsonl] [--strategies kv-centric,random,...]
     python -m benchmarks.scheduler --only overload,roles
 
-Each run gets a pool of its own: 3 nodes on 3 pretended hosts and 8 fake-engine workers (4 prefill, 4 decode),
-which take the time that a cost model says and verify every byte of KV that they load. The trace is Mooncake's
-format (`timestamp` ms, `input_length`, `output_length`, `hash_ids` of 512 tokens each); tokens are scaled
-down by 8, so that a block of the trace is one of 64 tokens, and arrivals are scaled to `--seconds`. Without a
-trace a synthetic one of many-turn conversations is used. Writes bench-scheduler.json and .png:
+Each run starts its own pool: 3 nodes on 3 pretended hosts and 8 workers with fake engines (4 prefill, 4 decode),
+which sleep as a cost model says and verify every byte of KV that they load. The trace has Mooncake's format
+(`timestamp` ms, `input_length`, `output_length`, `hash_ids` of 512 tokens each). Tokens are divided by 8, so a
+block of the trace has 64 tokens, and arrivals are scaled to `--seconds`. Without a trace, a synthetic one of
+conversations with many turns is used. Writes bench-scheduler.json and .png:
 
     strategies   the trace, one strategy after the other, without objectives
     overload     the same trace `--overload` times as fast, with objectives: refusing early, and never
@@ -112,7 +112,7 @@ def objectives(slo: SLO, admission: str) -> list[str]:
 def overload(
     requests: Sequence[Request], settings: Sequence[str], slo: SLO, **pool: Any
 ) -> dict[str, Any]:
-    """The same requests with early rejection and without."""
+    """Send the same requests with early rejection and without."""
     rows = {}
     for name, admission in (("with_rejection", "predicted"), ("without", "none")):
         rows[name] = run([*objectives(slo, admission), *settings], requests, name, slo, **pool)[0]
@@ -174,7 +174,7 @@ def draw(document: dict[str, Any], path: Path) -> None:
             axis.legend()
         else:
             axis.bar(where, [row["goodput_per_s"] for row in rows], 0.5)
-            axis.set_ylabel(f"goodput, requests a second ({part})")
+            axis.set_ylabel(f"goodput, requests per second ({part})")
     figure.tight_layout()
     figure.savefig(path)
 

@@ -1,6 +1,6 @@
-"""The measuring process of `kvpool bench store`: one transport, all shapes, against a node elsewhere.
+"""The process that measures for `kvpool bench store`: one transport, all shapes, a node in another process.
 
-A process of its own because UCX reads its environment once, when it is loaded.
+It is a separate process because UCX reads its environment only once, when it is loaded.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Bench:
         self._next_token = 0
 
     async def shape(self, block_bytes: int, batch: int) -> list[Row]:
-        """Rows for put and get, memcpy of the same bytes measured in between."""
+        """Rows for put and get. A memcpy of the same bytes is measured in between."""
         size = block_bytes * batch
         source, target, other = aligned(size), aligned(size), aligned(size)
         source[:] = np.random.default_rng(1).integers(0, 256, size, dtype=np.uint8)
@@ -120,7 +120,7 @@ def memcpy_gbps(size: int = 256 << 20) -> float:
 
 
 async def lookups(address: str, seconds: float) -> dict[str, float]:
-    """Look-ups and pins of 256 hashes over one connection: latency one by one, rate with 16 in flight."""
+    """Measure look-ups and pins of 256 hashes over one connection: latency alone, rate with 16 in flight."""
     space = namespace(64 << 10)
     hashes = hash_chain(space, np.arange(LOOKUP_HASHES * BLOCK_TOKENS))
     async with AsyncPool(node=address, host_label="bench") as pool:

@@ -36,7 +36,7 @@ class Request:
 
 @dataclass(slots=True)
 class Measured:
-    """What a client saw of one request."""
+    """One request as the client saw it."""
 
     status: str
     ttft_s: float = 0.0
@@ -92,7 +92,7 @@ def _tokens_of(block: int) -> list[int]:
 def steady(
     per_s: float, seconds: float, prompt_tokens: int, output_tokens: int, start_s: float = 0.0
 ) -> list[Request]:
-    """Requests at even intervals, each with a prompt of its own."""
+    """Requests at equal intervals, each with a different prompt."""
     count = int(per_s * seconds)
     return [
         Request(
@@ -132,7 +132,7 @@ async def replay(address: str, requests: Sequence[Request]) -> list[Measured]:
 
 
 async def send(client: httpx.AsyncClient, body: str, request: Request) -> Measured:
-    """One streamed completion, timed."""
+    """Send one streamed completion and time it."""
     asked = time.monotonic()
     first = last = 0.0
     usage: dict[str, Any] = {}

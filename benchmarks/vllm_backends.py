@@ -62,7 +62,7 @@ def kvpool(directory: Path, store_bytes: int) -> Iterator[Backend]:
 
 @contextlib.contextmanager
 def mooncake_store(directory: Path, store_bytes: int) -> Iterator[Backend]:
-    """vLLM's MooncakeStoreConnector over TCP: a master, and a segment in each vLLM process."""
+    """vLLM's MooncakeStoreConnector over TCP, with a master and a segment in each vLLM process."""
     with mooncake_master(directory) as port:
         config = directory / "mooncake.json"
         config.write_text(
@@ -92,7 +92,7 @@ def offloading(directory: Path, store_bytes: int) -> Iterator[Backend]:
 
 @contextlib.contextmanager
 def lmcache(directory: Path, store_bytes: int) -> Iterator[Backend]:
-    """LMCache within vLLM's process, with its store in host memory."""
+    """LMCache in vLLM's process, with its store in host memory."""
     if importlib.util.find_spec("lmcache") is None:
         raise PeerMissing("pip install lmcache")
     env = {

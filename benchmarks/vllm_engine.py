@@ -92,7 +92,7 @@ class BenchEngine:
                 self._process.stdin.close()
 
     def ready(self) -> Self:
-        """Wait until it serves. Raises EngineFailed with the reason in its log."""
+        """Wait until it serves. Raises EngineFailed with the reason from its log."""
         self._read(START_TIMEOUT_S)
         return self
 
@@ -195,7 +195,7 @@ class _Served:
 
     def forget(self) -> bool:
         deadline = time.monotonic() + 30.0
-        while not self._llm.reset_prefix_cache():  # pages that are being saved are in use
+        while not self._llm.reset_prefix_cache():  # it refuses while pages are being saved
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.1)

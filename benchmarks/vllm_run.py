@@ -48,7 +48,7 @@ class Order:
     Args:
         sizes: prompt lengths in tokens, multiples of 128; `TAIL_TOKENS` are added to each.
         repeats: prompts of each size; results are medians.
-        saving_tokens: length of the prompts by which the cost of saving is measured; 0: not at all.
+        saving_tokens: prompt length to measure the cost of saving; 0: it is not measured.
     """
 
     model: Path
@@ -94,7 +94,7 @@ class _Rival:
 
 @dataclass(slots=True)
 class _Size:
-    """What was measured of prompts of one length."""
+    """The measurements of prompts of one length."""
 
     tokens: int  # whole pages
     prompts: list[list[int]]

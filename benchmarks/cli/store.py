@@ -14,7 +14,7 @@ import typer
 
 from benchmarks.cli.vllm import vllm
 from benchmarks.peers import PEERS, PeerMissing
-from kvpool.cli.output import console, error_console, print_json, print_table
+from kvpool.cli.output import AsJson, console, error_console, print_json, print_table
 from kvpool.config.settings import parse_bytes
 from kvpool.errors import InvalidArgument, KvpoolError
 from kvpool.serving.supervisor import Supervisor
@@ -35,7 +35,7 @@ app.command()(vllm)
 
 @app.callback()
 def _group() -> None:
-    """Measure the store, and engines with it, on this machine."""
+    """Measure the store, and engines that use it, on this machine."""
 
 
 @app.command()
@@ -54,7 +54,7 @@ def store(
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Verify checksums on get.")
     ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure puts and gets between two processes, first and warm, against memcpy of the same bytes."""
     order = {
@@ -87,7 +87,7 @@ def store(
 
 
 def _measure(label: str, order: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Results of one transport; the node and the client are processes of their own."""
+    """The results of one transport. Node and client are separate processes."""
     transport, env = WAYS[label]
     with (
         tempfile.TemporaryDirectory(prefix="kvpool-bench-") as logs,
@@ -153,13 +153,13 @@ def _show(report: dict[str, Any]) -> None:
         theirs = report["peers"][name].get("lookup")
         if theirs and lookup:
             out.print(
-                f"{name}, the same one by one: p50 {theirs['p50_us']:.0f} us, {theirs['per_s']:.0f}/s;"
-                f" ours one by one is {theirs['p50_us'] / lookup['p50_us']:.1f}x as fast, with 16 in"
-                f" flight {lookup['per_s'] / theirs['per_s']:.1f}x"
+                f"{name}, one look-up at a time: p50 {theirs['p50_us']:.0f} us, {theirs['per_s']:.0f}/s;"
+                f" kvpool is {theirs['p50_us'] / lookup['p50_us']:.1f}x as fast one at a time, and"
+                f" {lookup['per_s'] / theirs['per_s']:.1f}x with 16 in flight"
             )
     for name, reason in report["not_installed"].items():
         out.print(f"{name} was not measured: {reason}")
-    error_console().print("GB/s are of the median call; GB are 10^9 bytes")
+    error_console().print("GB/s are those of the median call. GB are 10^9 bytes.")
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -187,11 +187,13 @@ def _size(text: str) -> int:
     except ValueError as error:
         raise InvalidArgument(f"block size {text!r}: {error}") from error
     if not 4096 <= size <= 64 << 20 or size % 4096:
-        raise InvalidArgument(f"block size {text}", hint="multiples of 4 KiB up to 64 MiB")
+        raise InvalidArgument(
+            f"block size {text} is invalid", hint="give multiples of 4 KiB up to 64 MiB"
+        )
     return size
 
 
 def _count(text: str) -> int:
     if not text.strip().isdigit() or not 1 <= int(text) <= 4096:
-        raise InvalidArgument(f"batch {text!r}", hint="1 to 4096")
+        raise InvalidArgument(f"batch {text!r} is out of range", hint="1 to 4096")
     return int(text)

@@ -1,4 +1,4 @@
-"""`kvpool bench vllm`: what the pool saves a user of vLLM on this machine."""
+"""`kvpool bench vllm`: measures how much TTFT the pool saves with vLLM on this machine."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ import typer
 
 from benchmarks.vllm_backends import PEERS
 from benchmarks.vllm_run import PAGE_TOKENS, Bench, Order
-from kvpool.cli.output import console, error_console, print_json, print_table
+from kvpool.cli.output import AsJson, console, error_console, print_json, print_table
 from kvpool.errors import ConfigError, InvalidArgument, did_you_mean
 
 MAX_TOKENS = 8192 - 2 * PAGE_TOKENS
 
 
 def vllm(
-    model: Annotated[
-        str, typer.Option(help="A model's directory, or smollm2-135m.")
-    ] = "smollm2-135m",
+    model: Annotated[str, typer.Option(help="Model directory, or smollm2-135m.")] = "smollm2-135m",
     tokens: Annotated[
-        str, typer.Option(help="Prompt lengths; half a page is added to each.")
+        str, typer.Option(help="Prompt lengths, separated by commas; half a page is added to each.")
     ] = "1024,2048,4096,7168",
     repeats: Annotated[int, typer.Option(min=1, help="Prompts of each length.")] = 3,
     peers: Annotated[
@@ -38,7 +36,7 @@ def vllm(
     logs: Annotated[
         Path | None, typer.Option(help="Keep the processes' logs here; it must not exist.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure vLLM's TTFT with the prompt in the pool, against computing it, vLLM's own hits and peers."""
     if importlib.util.find_spec("vllm") is None:
@@ -94,12 +92,15 @@ def _show(report: dict[str, Any], peers: list[str]) -> None:
     saving = report["saving"]
     if saving:
         out.print(
-            f"prefill while saving takes {saving['prefill_time_ratio']:.3f} of the time without"
-            f" ({saving['lowest']:.3f} to {saving['highest']:.3f}), {saving['prompt_tokens']} tokens"
+            f"a prefill of {saving['prompt_tokens']} tokens that is saved takes"
+            f" {saving['prefill_time_ratio']:.3f} of the time of one that is not"
+            f" ({saving['lowest']:.3f} to {saving['highest']:.3f})"
         )
     for name, reason in report["not_measured"].items():
         out.print(f"{name} was not measured: {reason}")
-    error_console().print("TTFT in ms, medians; outputs: the pool's beside the local hit's")
+    error_console().print(
+        "TTFT are medians in ms. outputs: whether pool and local hit give equal tokens."
+    )
 
 
 def _ms(seconds: float) -> str:
@@ -110,6 +111,7 @@ def _size(text: str) -> int:
     size = int(text) if text.strip().isdigit() else 0
     if not PAGE_TOKENS <= size <= MAX_TOKENS or size % PAGE_TOKENS:
         raise InvalidArgument(
-            f"prompt length {text!r}", hint=f"multiples of {PAGE_TOKENS} up to {MAX_TOKENS}"
+            f"prompt length {text!r} is invalid",
+            hint=f"give multiples of {PAGE_TOKENS} up to {MAX_TOKENS}",
         )
     return size

@@ -10,7 +10,7 @@ import typer
 
 from kvpool.cli.context import invocation, overrides
 from kvpool.cli.output import console, error_console, format_seconds
-from kvpool.client import Pool
+from kvpool.client import AsyncPool
 from kvpool.config.profile_file import ProfileFile, write_profile_file
 from kvpool.config.settings import Settings
 from kvpool.errors import NotFound
@@ -113,10 +113,10 @@ async def _running(settings: Settings, worker_id: str, grid: Any) -> tuple[str, 
 
     client = settings.client
     credentials = credentials_of(client)
-    with Pool(
+    async with AsyncPool(
         conductor=client.conductor, host_label=client.host_label, credentials=credentials
     ) as pool:
-        workers = [info.descriptor for info in (await asyncio.to_thread(pool.stats)).workers]
+        workers = [info.descriptor for info in (await pool.stats()).workers]
     found = [one for one in workers if one.worker_id.startswith(worker_id)]
     if len(found) != 1:
         raise NotFound(
