@@ -50,9 +50,7 @@ def apply(
     text = _text(file)
     from conductor.routing.rules import parse_rules
 
-    parse_rules(
-        text, f"file {file}"
-    )  # reports mistakes with the file's name, and without a conductor
+    parse_rules(text, f"file {file}")  # reports mistakes with the file's name
     _report(_call(ctx, conductor, m.RulesChange("replace", text)), as_json)
 
 

@@ -25,9 +25,7 @@ log = structlog.get_logger(__name__)
 
 # Reasons that can go away while a request waits. "ttft_slo" cannot: waiting only adds to TTFT.
 TRANSIENT_REASONS = frozenset((NO_PLACE, "no_room", "no_kv_room", "tpot_slo"))
-LOOK_AHEAD = (
-    8  # queued requests tried per round, so that one that cannot start does not block the others
-)
+LOOK_AHEAD = 8  # queued requests tried per round, so that the first one does not block the others
 TICK_S = 0.1  # interval between rounds: reports of workers and nodes do not wake the queue
 
 Decide = Callable[[GenerationRequest], Awaitable[Decision]]

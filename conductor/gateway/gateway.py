@@ -282,9 +282,8 @@ class Gateway:
         found = await self.cluster.find(request.namespace.namespace_id, request.hashes)
         limit = decision.reuse_blocks
         if decision.mode != "local" or limit == (len(request.prompt) - 1) // layout.block_tokens:
-            limit = len(
-                request.hashes
-            )  # read all; if the prompt is whole blocks, its last token is recomputed
+            # Read all. If the prompt is whole blocks, its last token is computed again.
+            limit = len(request.hashes)
         segments = cut(found.segments(host), limit)
         result.planned_blocks = sum(segment.count for segment in segments)
         return segments

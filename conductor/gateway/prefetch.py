@@ -178,9 +178,8 @@ class SessionPrefetch:
         )
         decision = schedule(schedule_request, inputs, self._cluster.clock())
         reader, blocks = decision.prefills_on, decision.reuse_blocks
-        if (
-            decision.is_refused and decision.candidates
-        ):  # refused for now, but the hint is about later
+        if decision.is_refused and decision.candidates:
+            # Refused for now, but the hint is about later.
             best = decision.candidates[0]
             reader, blocks = best.prefill or best.decode, best.reuse_blocks
         return (self._cluster.workers.get(reader) if reader else None), blocks

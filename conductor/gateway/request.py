@@ -29,18 +29,14 @@ class GenerationRequest:
     pin_decode: str | None = None
     local_prefix_tokens: int = 0
     priority: Priority = "normal"
-    received_at: float = (
-        0.0  # monotonic seconds at the first byte: TTFT and the deadline count from here
-    )
+    received_at: float = 0.0  # monotonic seconds at the first byte; TTFT counts from here
     tokenized_at: float = 0.0  # monotonic seconds
     hashes: list[bytes] = field(default_factory=list)
     found_blocks: int = 0  # leading blocks that the pool had at the last decision
     model: str = ""
     endpoint: str = ""
     key: str = ""  # of the user or conversation: a canary rule routes equal keys alike
-    transfer_timeout_s: float | None = (
-        None  # longest wait for a remote prefill, set by the routing rules
-    )
+    transfer_timeout_s: float | None = None  # routing rules: longest wait for a remote prefill
     routing: str = ""  # the routing rule that applied, as "rule:reason"
 
     def left_s(self) -> float:

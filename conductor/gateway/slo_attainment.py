@@ -9,9 +9,8 @@ from conductor.gateway.request import GenerationResult
 
 TPOT_AFTER_TOKENS = 16  # enough tokens for a reliable TPOT
 
-OnSloRecorded = Callable[
-    [bool, bool], None
-]  # (prefill met its objective, decode met its objective)
+# (prefill met its objective, decode met its objective)
+OnSloRecorded = Callable[[bool, bool], None]
 
 
 class SloAttainment:

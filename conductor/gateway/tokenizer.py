@@ -14,9 +14,8 @@ from kvpool.errors import ConfigError, InvalidArgument, ModelNotFound, brief
 
 _REPLACEMENT = "\ufffd"
 _FIRST_WORDS = ("a", "Z")  # of two conversations that share only the system prompt
-MAX_HELD_TOKENS = (
-    8  # a character never takes more tokens; a longer incomplete one is invalid and shown as is
-)
+# A character never takes more tokens. A longer incomplete one is invalid, and shown as it is.
+MAX_HELD_TOKENS = 8
 
 
 class Tokenizer:

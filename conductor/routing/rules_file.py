@@ -120,5 +120,5 @@ async def _read(path: Path) -> str:
             return text
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"cannot read the routing rules {path}: {error}", hint="see conductor.rules_path"
+            f"cannot read the routing rules {path}: {error}", hint="check conductor.rules_path"
         ) from None

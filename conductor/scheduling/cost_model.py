@@ -95,9 +95,8 @@ class OnlineFit:
         "weights",
     )
 
-    _START = (
-        25.0  # variance of a weight over that of the noise: seeds may be far off, noise is ~20 %
-    )
+    # Variance of a weight over that of the noise: seeds may be far off, noise is about 20 %.
+    _START = 25.0
     _LEAST = 1e-3  # lower bound of a weight: a fit could never raise a coefficient of zero again
     _CHANGE = 4  # clipped errors in a row with the same sign
     _LARGEST = 10.0  # largest relative error that one step follows

@@ -64,9 +64,7 @@ class InFlight:
         self._requests: dict[str, _Assignment] = {}
         # Dicts serve as ordered sets, so that sums do not depend on the hashes of strings.
         self._decodes: dict[str, dict[str, None]] = {}
-        self._prefills: dict[
-            str, dict[str, None]
-        ] = {}  # by prefilling worker, until the prefill ended
+        self._prefills: dict[str, dict[str, None]] = {}  # unfinished prefills, by worker
         self._decoding: dict[str, _Decoding] = {}  # a cache, dropped on change
         self._last_order: dict[str, int] = {}
         self._orders = 0

@@ -435,9 +435,8 @@ async def test_an_error_of_the_only_server_reaches_the_client(
 ) -> None:
     server = ScriptedServer()
     server.fails_with = failure
-    async with serving(
-        (server, "both"), max_queue_wait_s=0.3
-    ) as running:  # a busy one is asked again
+    # A busy server is asked again.
+    async with serving((server, "both"), max_queue_wait_s=0.3) as running:
         response = await running.ask()
         assert running.counters.get("fallback:decode:overloaded", 0) <= 1
     assert response.status_code == status, response.text

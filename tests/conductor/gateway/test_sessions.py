@@ -57,9 +57,8 @@ def test_the_longest_rested_goes_when_there_are_too_many() -> None:
 @given(
     st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 30), st.floats(0, 5)), max_size=60)
 )
-@example(
-    [("b", 1, 0.0), *[("a", 0, 5.0)] * 4]
-)  # a request without a whole block, at the time limit
+# A request without a whole block, at the time limit.
+@example([("b", 1, 0.0), *[("a", 0, 5.0)] * 4])
 def test_bounds_hold_after_any_sequence(steps: list[tuple[str, int, float]]) -> None:
     sessions = Sessions(ttl_s=20.0, max_sessions=4, max_blocks=50)
     now = 0.0

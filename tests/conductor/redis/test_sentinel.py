@@ -95,7 +95,6 @@ async def test_the_index_moves_to_the_replica_when_the_primary_dies(
             found = len(await index.holders(NS, CHAIN))
         await asyncio.sleep(0.05)
     assert found == len(CHAIN)
-    assert (
-        await client.identity() != before
-    )  # by which conductors know that the last writes may be lost
+    # This tells conductors that the last writes may be lost.
+    assert await client.identity() != before
     assert replica.is_running()

@@ -124,9 +124,8 @@ def test_a_measured_disk_outweighs_the_profiles() -> None:
 
 def test_a_wait_is_worth_the_measured_time_of_computing() -> None:
     model = CostModel()
-    assert (
-        model.worthwhile_s("w", 1000, 900, 0.0) == 0.0
-    )  # no limit: nothing is known of this worker
+    # No limit: this worker was not measured.
+    assert model.worthwhile_s("w", 1000, 900, 0.0) == 0.0
     for _ in range(20):
         model.observe_prefill("w", 1000, 0, 2.0)
         model.observe_prefill("w", 100, 900, 0.3)
