@@ -100,5 +100,5 @@ async def test_pages_are_written_and_read_whole_whatever_way_they_take(
         transport.read(link.node, pieces, 10)
         assert (out.reshape(-1, PAGE)[numbers].reshape(BLOCKS, SIZE) == written).all()
         assert len(taken) == (2 if is_packing else 0)
-        assert transport.staging.made == 1  # used again and again
+        assert transport.staging._made == 1  # used again and again
         assert transport.staging.free == MAX_BUFFERS

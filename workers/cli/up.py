@@ -77,8 +77,8 @@ def up(
         roles = ["prefill"] * prefill + ["decode"] * decode
         for i, role in enumerate(roles):
             own_worker = settings.worker
-            number = nodes - 1 + i  # further nodes take the ports before
-            flags = _port_flags(ports(own_worker.wire_port, own_worker.http_port, None, number))
+            place = nodes - 1 + i  # further nodes take the ports before
+            flags = _port_flags(ports(own_worker.wire_port, own_worker.http_port, None, place))
             command = [*shared, "worker", "--role", role, "--conductor", address, *flags]
             command += ["--model", str(model_path), "--model-name", str(model)]
             waiting.append(supervisor.launch(f"{role}-{i}", command))

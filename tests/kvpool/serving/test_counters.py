@@ -99,7 +99,8 @@ def metrics() -> list[str]:
                 first = node.args[0]
                 if family in FAMILIES and isinstance(first, ast.Constant):
                     is_counter = family in ("Counter", "CounterMetricFamily")
-                    names.append(f"{first.value}_total" if is_counter else str(first.value))
+                    name = str(first.value)
+                    names.append(f"{name}_total" if is_counter else name)
     return names
 
 
