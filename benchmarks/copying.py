@@ -2,7 +2,8 @@
 
     python -m benchmarks.copying
 
-Shows why `kvpool.transports.copy` checksums each chunk right after copying it, and on several threads.
+Shows why `kvpool.transports.copy` checksums each chunk right after copying it, and on several
+threads.
 """
 
 from __future__ import annotations

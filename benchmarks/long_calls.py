@@ -2,9 +2,10 @@
 
     python -m benchmarks.long_calls [--blocks 16000]
 
-One client process reserves and commits long runs at a real node process; another one pins 16 blocks over and over.
-Prints how long the long calls took, and how long the short ones waited meanwhile and at an idle node. The node's
-memory holds fewer than three such runs, so the third one evicts a block for each that it reserves.
+One client process reserves and commits long runs at a real node process; another one pins 16 blocks
+over and over. Prints how long the long calls took, and how long the short ones waited meanwhile and
+at an idle node. The node's memory holds fewer than three such runs, so the third one evicts a block
+for each that it reserves.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The same work on the other stores that are installed: Mooncake Store, and Redis or Valkey.
 
-Each peer runs as its users would run it on one host: its server or segment in one process, the measured client in
-another one, over loopback.
+Each peer runs as its users would run it on one host: its server or segment in one process, the
+measured client in another one, over loopback.
 """
 
 from __future__ import annotations

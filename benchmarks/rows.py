@@ -16,7 +16,8 @@ PAGE_BYTES = 4096
 class Row:
     """One operation of one shape.
 
-    `gbps` and the percentiles are of warm calls; `first_gbps` is of the first call. GB are 10^9 bytes.
+    `gbps` and the percentiles are of warm calls; `first_gbps` is of the first call. GB are 10^9
+    bytes.
     """
 
     op: str

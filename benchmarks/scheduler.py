@@ -1,13 +1,14 @@
 """Scheduling with real processes, the real pool and engines that sleep: strategies, admission, roles.
 
-    python -m benchmarks.scheduler [--trace conversation_trace.jsonl] [--strategies kv-centric,random,...]
+    python -m benchmarks.scheduler [--trace trace.jsonl] [--strategies kv-centric,random,...]
     python -m benchmarks.scheduler --only overload,roles
 
-Each run starts its own pool: 3 nodes on 3 pretended hosts and 8 workers with fake engines (4 prefill, 4 decode),
-which sleep as a cost model says and verify every byte of KV that they load. The trace has Mooncake's format
-(`timestamp` ms, `input_length`, `output_length`, `hash_ids` of 512 tokens each). Tokens are divided by 8, so a
-block of the trace has 64 tokens, and arrivals are scaled to `--seconds`. Without a trace, a synthetic one of
-conversations with many turns is used. Writes bench-scheduler.json and .png:
+Each run starts its own pool: 3 nodes on 3 pretended hosts and 8 workers with fake engines (4
+prefill, 4 decode), which sleep as a cost model says and verify every byte of KV that they load. The
+trace has Mooncake's format (`timestamp` ms, `input_length`, `output_length`, `hash_ids` of 512
+tokens each). Tokens are divided by 8, so a block of the trace has 64 tokens, and arrivals are
+scaled to `--seconds`. Without a trace, a synthetic one of conversations with many turns is used.
+Writes bench-scheduler.json and .png:
 
     strategies   the trace, one strategy after the other, without objectives
     overload     the same trace `--overload` times as fast, with objectives: refusing early, and never
@@ -45,7 +46,8 @@ ROLES_LIMITS = (
     "conductor.advanced.roles_min_requests=5",
 )
 ROLES_SLO: SLO = (2.0, 0.12)
-# Otherwise decode workers prefill while prefill workers are busy, and no worker helps the other way round.
+# Otherwise decode workers prefill while prefill workers are busy, and no worker helps the other way
+# round.
 ALL_REMOTE = "rules: [{name: apart, match: {min_prompt_tokens: 64}, mode: disaggregated}]\n"
 LOOK_S = 0.5
 

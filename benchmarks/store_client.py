@@ -38,7 +38,8 @@ def namespace(block_bytes: int) -> Namespace:
 class Bench:
     """Measures puts and gets of one shape after the other.
 
-    Every put writes blocks that the node does not have, from a buffer that is reused, as in an engine.
+    Every put writes blocks that the node does not have, from a buffer that is reused, as in an
+    engine.
     """
 
     def __init__(self, pool: AsyncPool, label: str, seconds_per_shape: float) -> None:

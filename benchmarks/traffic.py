@@ -166,7 +166,8 @@ def summary(
     name: str, measured: Sequence[Measured], arrivals_s: float, slo: tuple[float, float]
 ) -> dict[str, Any]:
     """One run's row. Goodput is the requests that met both objectives, per second in which requests arrived. The
-    time that it takes to serve the rest afterwards is left out, since these requests miss their objectives anyway.
+    time that it takes to serve the rest afterwards is left out, since these requests miss their
+    objectives anyway.
     """
     served = [m for m in measured if m.status == "ok"]
     ttft = np.array([m.ttft_s for m in served] or [0.0])

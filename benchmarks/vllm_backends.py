@@ -1,6 +1,7 @@
 """The KV stores behind vLLM that `kvpool bench vllm` measures: the pool, and the peers that are installed.
 
-Each runs as its users would run it on one host, over loopback or shared memory, with its own defaults.
+Each runs as its users would run it on one host, over loopback or shared memory, with its own
+defaults.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ class Backend:
 
     Args:
         transfer: vLLM's `KVTransferConfig`.
-        reader_role: `kv_role` of the process that reads. If it stored too, it would find what it computed itself.
-        is_shared: another process finds what one has stored. If not, hits are measured in the process that stored,
-            after it has dropped its own prefix cache.
+        reader_role: `kv_role` of the process that reads. If it stored too, it would find what it
+            computed itself.
+        is_shared: another process finds what one has stored. If not, hits are measured in the
+            process that stored, after it has dropped its own prefix cache.
     """
 
     transfer: dict[str, Any]

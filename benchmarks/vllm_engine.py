@@ -1,7 +1,8 @@
 """vLLM in a process of its own for `kvpool bench vllm`: JSON commands in and JSON results out, one per line.
 
-vLLM runs as its users run it: scheduler and model in a process of their own, chunked prefill and prefix caching on.
-Results go through a pipe of their own, because vLLM and its connectors write to stdout.
+vLLM runs as its users run it: scheduler and model in a process of their own, chunked prefill and
+prefix caching on. Results go through a pipe of their own, because vLLM and its connectors write to
+stdout.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ MAX_MODEL_TOKENS = 8192
 OUTPUT_TOKENS = 8  # greedy, since outputs are compared
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
-    # A core for each thread. If they may move, the kernel sometimes leaves two on one core for 0.15 s, while
-    # vLLM's scheduler spun on the other: a hit of 0.06 s then took 0.22 s.
+    # A core for each thread. If they may move, the kernel sometimes leaves two on one core for
+    # 0.15 s, while vLLM's scheduler spins on the other: a hit of 0.06 s then takes 0.22 s.
     "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
     "VLLM_LOGGING_LEVEL": "INFO",
     "VLLM_NO_USAGE_STATS": "1",
@@ -109,8 +110,9 @@ class BenchEngine:
             may_load: False asks kvpool's connector to load nothing.
 
         Returns:
-            `ttft_s`, `output` (token ids), `external` and `local` (tokens that vLLM counts as hits of the connector
-            and of its own cache), `loaded` (tokens that kvpool's connector began to load).
+            `ttft_s`, `output` (token ids), `external` and `local` (tokens that vLLM counts as hits
+            of the connector and of its own cache), `loaded` (tokens that kvpool's connector began
+            to load).
         """
         result: dict[str, Any] = self._call(
             "generate", prompt=list(prompt), output_tokens=output_tokens, may_load=may_load

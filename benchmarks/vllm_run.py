@@ -1,15 +1,17 @@
 """What `kvpool bench vllm` measures: TTFT of one prompt at a time, in one run, by four ways to get its KV.
 
 - Computing everything is measured in a vLLM without a connector.
-- A hit in the pool is measured in a process that has not computed the prompt, so that all of it must come from the
-  pool. Peers are measured in the same way.
-- vLLM's own hit is measured in that same process, with the pool left out, because equal processes differ by up to a
-  tenth, depending on where their memory is. The own hit of the vLLM without a connector is reported beside it.
+- A hit in the pool is measured in a process that has not computed the prompt, so that all of it
+  must come from the pool. Peers are measured in the same way.
+- vLLM's own hit is measured in that same process, with the pool left out, because equal processes
+  differ by up to a tenth, depending on where their memory is. The own hit of the vLLM without a
+  connector is reported beside it.
 
-Hits are measured in turns, also those of the pool and of each peer, so that other work on the machine affects all of
-them. Peers are measured one after another, since they would not fit into memory together. Prompts end half a page after
-a whole number of pages. This half is always computed, as in an average prompt, and it splits every hit at the same
-token; otherwise bf16 gives other numbers.
+Hits are measured in turns, also those of the pool and of each peer, so that other work on the
+machine affects all of them. Peers are measured one after another, since they would not fit into
+memory together. Prompts end half a page after a whole number of pages. This half is always
+computed, as in an average prompt, and it splits every hit at the same token; otherwise bf16 gives
+other numbers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Belady's optimum: the hits of a cache that knows the future, the upper bound for every policy.
 
-It evicts the block whose next use is farthest ahead. The blocks of one prompt are next used together, head
-first, so it evicts tails before heads, which suits prefix hits.
+It evicts the block whose next use is farthest ahead. The blocks of one prompt are next used
+together, head first, so it evicts tails before heads, which suits prefix hits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Fast textbook policies over bare block ids, for blocks of one size.
 
-Each gives the same hits as its namesake in `tiers.policies` under `BlockCache`, many times as fast; a property
-test checks this. A prompt's blocks are used head first, and any block may be evicted for any other.
+Each gives the same hits as its namesake in `tiers.policies` under `BlockCache`, many times as fast;
+a property test checks this. A prompt's blocks are used head first, and any block may be evicted for
+any other.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Generates traces in Mooncake's format from a seed.
 
-Kinds: `chat` (sessions of several turns behind one system prompt), `agents` (many short calls in a row behind a
-few long shared prefixes), `documents` (questions on documents, whose popularity follows Zipf's law), `scan`
-(prompts that never come again, between chats), `shift` (chat whose habits change halfway), `mixed` (all at once).
+Kinds: `chat` (sessions of several turns behind one system prompt), `agents` (many short calls in a
+row behind a few long shared prefixes), `documents` (questions on documents, whose popularity
+follows Zipf's law), `scan` (prompts that never come again, between chats), `shift` (chat whose
+habits change halfway), `mixed` (all at once).
 """
 
 from __future__ import annotations

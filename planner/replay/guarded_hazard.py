@@ -1,11 +1,12 @@
 """`guarded`: a cache that follows `hazard`, and switches to a plain policy that would have found clearly more.
 
-Six policies run beside the cache over ids alone. The cache follows one of them, its leader: it evicts what the
-leader has evicted, so it soon holds what the leader holds. Another policy becomes the leader once its lead in blocks
-found pays for the switch. The price is the number of blocks that it holds and the cache does not, because each may
-have to be computed again. This is the ski-rental rule: rent until the rent equals the price; the cost is at most twice
-that of the better choice. Following contents instead of eviction orders bounds the regret against several experts
-(Blum and Burch, "On-line Learning and the Metrical Task System Problem", 2000).
+Six policies run beside the cache over ids alone. The cache follows one of them, its leader: it
+evicts what the leader has evicted, so it soon holds what the leader holds. Another policy becomes
+the leader once its lead in blocks found pays for the switch. The price is the number of blocks that
+it holds and the cache does not, because each may have to be computed again. This is the ski-rental
+rule: rent until the rent equals the price; the cost is at most twice that of the better choice.
+Following contents instead of eviction orders bounds the regret against several experts (Blum and
+Burch, "On-line Learning and the Metrical Task System Problem", 2000).
 
 For replays only, like `hazard`.
 """
@@ -48,11 +49,13 @@ class GuardedCache:
         self._shadows: dict[str, _Shadow] = {**self._plain, HazardCache.name: self._hazard}
         self.leader = HazardCache.name  # which acts as LRU before it has learned
         self.changes = 0
-        # By policy: blocks found beyond those of the leader (at least 0), and the lead to compare with the price next.
+        # By policy: blocks found beyond those of the leader (at least 0), and the lead to compare
+        # with the price next.
         self._lead = dict.fromkeys(self._shadows, 0)
         self._weigh_at = dict.fromkeys(self._shadows, 1.0)
         self._resident: set[int] = set()
-        # Blocks that the cache holds and the leader does not, oldest first; the leader may hold some again.
+        # Blocks that the cache holds and the leader does not, oldest first; the leader may hold
+        # some again.
         self._surplus: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:

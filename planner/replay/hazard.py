@@ -1,12 +1,12 @@
 """`hazard`: evicts the blocks that promise the fewest hits per second in the cache, learned from the requests.
 
-Blocks last used together form a record and are treated alike: the next turn of the conversation asks for all of
-them, head first, so tails are evicted before heads. A prefix that branches often (a system prompt, a document) is a
-record of its own. Each record has an index, from how soon similar records have returned (`HazardModel`); the
-lowest index is evicted first.
+Blocks last used together form a record and are treated alike: the next turn of the conversation
+asks for all of them, head first, so tails are evicted before heads. A prefix that branches often (a
+system prompt, a document) is a record of its own. Each record has an index, from how soon similar
+records have returned (`HazardModel`); the lowest index is evicted first.
 
-It needs facts about each request that a node's store does not give to its policies. So it is a cache for
-replays, not one of `POLICIES`. docs/eviction.md describes it.
+It needs facts about each request that a node's store does not give to its policies. So it is a
+cache for replays, not one of `POLICIES`. docs/eviction.md describes it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from planner.replay.hazard_model import BINS, EDGES_S, HazardModel, age_bins
 _HUB_BRANCHES = 2  # prompts that went on differently behind a block, before it counts as shared
 _BATCH = 256  # outcomes that one step of learning takes
 _FEW = 1 / 512  # share of the records that one look queues for eviction
-# Rows of the model's weights: own and shared records by turn (or use), new tokens, output, pause, prompt.
+# Rows of the model's weights: own and shared records by turn (or use), new tokens, output, pause,
+# prompt.
 _TURN, _SHARED, _NEW, _OUTPUT, _GAP, _INPUT = 0, 8, 16, 30, 42, 54
 _ROWS = 66
 
@@ -72,8 +73,9 @@ class HazardCache:
         self._model = HazardModel(_ROWS)
         self.resident: dict[int, Record] = {}
         self.evicted: list[int] = []
-        # Remembered beyond the cache, the oldest forgotten first: evicted blocks, the last full blocks of
-        # prompts, and blocks after which prompts differed (how often, and the last record).
+        # Remembered beyond the cache, the oldest forgotten first: evicted blocks, the last full
+        # blocks of prompts, and blocks after which prompts differed (how often, and the last
+        # record).
         self._ghosts: OrderedDict[int, None] = OrderedDict()
         self._ends: OrderedDict[int, Record] = OrderedDict()
         self._branches: OrderedDict[int, int] = OrderedDict()

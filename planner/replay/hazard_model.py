@@ -1,8 +1,9 @@
 """Predicts when a record will be used again: a hazard rate by age, learned online.
 
-A record is a set of blocks last used together. The chance that it returns within an age bin, given that it has not
-returned before, is a logistic function of a base by age and of weights by feature, which are smooth in log age. The
-model learns from every outcome, also from those of records evicted long ago.
+A record is a set of blocks last used together. The chance that it returns within an age bin, given
+that it has not returned before, is a logistic function of a base by age and of weights by feature,
+which are smooth in log age. The model learns from every outcome, also from those of records evicted
+long ago.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ class HazardModel:
     def indices(self, features: Sequence[tuple[int, ...]]) -> Floats:
         """For each record and age bin, the most returns per second in the cache that keeping it can give.
 
-        A Gittins index: the maximum over all horizons of the chance to return by then, divided by the
-        expected time until the return or the horizon. Shape (records, BINS).
+        A Gittins index: the maximum over all horizons of the chance to return by then, divided by
+        the expected time until the return or the horizon. Shape (records, BINS).
         """
         hazard = _logistic(self._weights[np.array(features)].sum(1) @ self._basis.T + self._base)
         count = len(hazard)

@@ -35,8 +35,8 @@ class BlockCache(Generic[Id]):
     Args:
         policy: a name in `POLICIES`.
         capacity_bytes: the most that it holds.
-        is_leaves_only: keep a parent while a child is in the cache, as a node does (invariant 6); None: as
-            the policy itself says.
+        is_leaves_only: keep a parent while a child is in the cache, as a node does (invariant 6);
+            None: as the policy itself says.
         make: makes the policy instead, e.g. one with arguments.
         on_evicted: called with each evicted block's id, parent, size and cost.
 
@@ -95,7 +95,8 @@ class BlockCache(Generic[Id]):
     def access_chain(self, chain: Sequence[Id], size_bytes: int = 1, block_tokens: int = 64) -> int:
         """Use a prompt's blocks in order. Returns how many leading ones were in the cache (a prefix hit).
 
-        As in a node, the head counts as the most recent, and no block of the chain is evicted for another.
+        As in a node, the head counts as the most recent, and no block of the chain is evicted for
+        another.
         """
         self._tick += len(chain)
         self._shielded = set(chain)
@@ -112,7 +113,8 @@ class BlockCache(Generic[Id]):
     def touch_chain(self, chain: Sequence[Id], size_bytes: int = 1, block_tokens: int = 64) -> int:
         """The same for a cache without prompts: block after block, so the tail is the most recent.
 
-        Any block may be evicted for any other: of a prompt larger than the cache only the tail remains.
+        Any block may be evicted for any other: of a prompt larger than the cache only the tail
+        remains.
         """
         prefix = 0
         for ident in chain:

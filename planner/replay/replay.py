@@ -1,7 +1,7 @@
 """Replays a trace against one policy: how many blocks of each prompt a cache of a given size would have found.
 
-A request finds the leading blocks that are in the cache; then its blocks are added, head first. Sizes are in
-blocks. The policies are the node's own (`tiers.policies`), in a `BlockCache`.
+A request finds the leading blocks that are in the cache; then its blocks are added, head first.
+Sizes are in blocks. The policies are the node's own (`tiers.policies`), in a `BlockCache`.
 """
 
 from __future__ import annotations
@@ -80,13 +80,14 @@ def replay(
     Args:
         policy: one of `REPLAYABLE`.
         capacity_blocks: of the cache; with tiers, their sum.
-        is_as_node: evict no parent before its child, and no block of a prompt for another block of it, as a
-            node does under every policy; False: each policy as in its textbook.
-        tiers: levels of the cache, each under the policy. A block that one level evicts falls to the next, and
-            a hit there brings it back up.
+        is_as_node: evict no parent before its child, and no block of a prompt for another block of
+            it, as a node does under every policy; False: each policy as in its textbook.
+        tiers: levels of the cache, each under the policy. A block that one level evicts falls to
+            the next, and a hit there brings it back up.
 
     Raises:
-        ConfigError: no policy has that name, a capacity is not positive, or the policy does not support tiers.
+        ConfigError: no policy has that name, a capacity is not positive, or the policy does not
+            support tiers.
     """
     for size in [capacity_blocks, *(tier.capacity_blocks for tier in tiers)]:
         if size < 1:

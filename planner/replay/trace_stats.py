@@ -1,7 +1,7 @@
 """Describes a trace: lengths, turns, sessions, and the distances between uses of a block.
 
-A request is the next turn of a session if it begins with all full blocks of the session's last request. Prompts
-that only share a shorter prefix are sessions of their own.
+A request is the next turn of a session if it begins with all full blocks of the session's last
+request. Prompts that only share a shorter prefix are sessions of their own.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def reuse_distances(next_uses: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     previous = np.full(count, -1, np.int64)
     again = np.flatnonzero(next_uses < min(count, NEVER))
     previous[next_uses[again]] = again
-    # The distinct blocks between p and i are the uses there whose own previous use is not after p. All uses up
-    # to p have this property as well, so they are subtracted.
+    # The distinct blocks between p and i are the uses there whose own previous use is not after p.
+    # All uses up to p have this property as well, so they are subtracted.
     return (_earlier_not_larger(previous) - previous - 1)[previous >= 0]
 
 

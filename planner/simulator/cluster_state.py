@@ -22,7 +22,8 @@ PROBES = ((256, 0), (1024, 0), (4096, 0), (16384, 0), (2048, 8192), (8192, 32768
 class ClusterState:
     """The status of workers and nodes, and the fitted cost model.
 
-    The fits start from a few measurements of every worker, as if `kvpool worker profile` had been run on it.
+    The fits start from a few measurements of every worker, as if `kvpool worker profile` had been
+    run on it.
     """
 
     def __init__(self, setup: Setup, namespace_id: bytes) -> None:

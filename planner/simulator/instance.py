@@ -1,9 +1,9 @@
 """One engine on the virtual clock: a queue of prompts and a batch of decoding sequences.
 
-A prefill instance processes whole prompts one after another: it fetches, computes, and sends if sends do not
-overlap the prefill. Any other instance runs in steps. While prompts wait, each step computes a chunk of them and
-one token of every sequence (Sarathi-Serve). Otherwise steps only decode, and many of them are computed at once in
-closed form. Times come from its cost profile.
+A prefill instance processes whole prompts one after another: it fetches, computes, and sends if
+sends do not overlap the prefill. Any other instance runs in steps. While prompts wait, each step
+computes a chunk of them and one token of every sequence (Sarathi-Serve). Otherwise steps only
+decode, and many of them are computed at once in closed form. Times come from its cost profile.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Prompt:
 
     Args:
         output_tokens: to decode here afterwards; 0: it decodes elsewhere.
-        fetch: called when the instance begins with the prompt; may change `new` and `reused`; returns the
-            time at which the reused KV has arrived.
-        done: called when the prompt is computed, with the time at which computing began; returns the time
-            until which the instance is busy with it.
+        fetch: called when the instance begins with the prompt; may change `new` and `reused`;
+            returns the time at which the reused KV has arrived.
+        done: called when the prompt is computed, with the time at which computing began; returns
+            the time until which the instance is busy with it.
         finished: called after the last token.
     """
 

@@ -1,7 +1,7 @@
 """Links and disks on the virtual clock: each host's two directions are queues, and so is each disk.
 
-A transfer begins when sender and receiver are both free, and takes latency + bytes / bandwidth. Real flows share a
-link; queues are coarser but also keep every host within its line rate.
+A transfer begins when sender and receiver are both free, and takes latency + bytes / bandwidth.
+Real flows share a link; queues are coarser but also keep every host within its line rate.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Network:
     ) -> float:
         """The time at which bytes that become ready layer by layer from `begins` to `complete` have arrived.
 
-        The last layer's transfer starts when it is complete. The link is busy only for the duration of the
-        bytes at line rate, so other transfers can use the rest of the interval.
+        The last layer's transfer starts when it is complete. The link is busy only for the duration
+        of the bytes at line rate, so other transfers can use the rest of the interval.
         """
         if size_bytes <= 0:
             return complete

@@ -1,8 +1,8 @@
 """Searches the placement of N GPUs that serves the most within the objectives, by simulation, as DistServe does.
 
-It simulates every division into prefill and decode instances with every tensor parallelism that the model fits, and
-coupled serving, on a sample of the trace. For the best few it finds the highest rate at which 90 % of all requests
-meet both objectives (goodput, OSDI'24).
+It simulates every division into prefill and decode instances with every tensor parallelism that the
+model fits, and coupled serving, on a sample of the trace. For the best few it finds the highest
+rate at which 90 % of all requests meet both objectives (goodput, OSDI'24).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ OnProgress = Callable[[str], None]
 class EvaluatedPlacement:
     """One placement and its figures.
 
-    `row`: at the recorded rate. `speed`: the highest factor on the recorded rate within the objectives; 0: the
-    objectives are missed even at a quarter of the rate.
+    `row`: at the recorded rate. `speed`: the highest factor on the recorded rate within the
+    objectives; 0: the objectives are missed even at a quarter of the rate.
     """
 
     scenario: Scenario
@@ -137,7 +137,8 @@ def _sizes(base: Scenario, gpus: int) -> list[int]:
         except ConfigError as does_not_fit:
             error = does_not_fit
         else:
-            # With more than 8 GPUs, all-reduces leave the fast links within a host that the rates assume.
+            # With more than 8 GPUs, all-reduces leave the fast links within a host that the rates
+            # assume.
             if tp <= 8 or not found:
                 found.append(tp)
         tp *= 2

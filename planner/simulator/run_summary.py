@@ -76,8 +76,8 @@ def is_good(request: SimulatedRequest, slo_ttft_s: float, slo_tpot_s: float) -> 
 def summary(result: SimulationRun, slo_ttft_s: float, slo_tpot_s: float) -> dict[str, Any]:
     """The figures of one run.
 
-    Goodput counts requests within both objectives, per second until the last request ended. `slo_share` is
-    their share of all requests, including refused ones.
+    Goodput counts requests within both objectives, per second until the last request ended.
+    `slo_share` is their share of all requests, including refused ones.
     """
     requests = result.requests
     served = [r for r in requests if r.is_served]

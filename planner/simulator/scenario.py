@@ -57,11 +57,12 @@ class Scenario:
     """A cluster in a user's words. `kvpool simulate --help` describes the options behind the fields.
 
     Args:
-        hosts: the number of hosts, over which the instances are spread in turn; 0: one per instance.
+        hosts: the number of hosts, over which the instances are spread in turn; 0: one per
+            instance.
         link_bytes_per_s: of each host, in each direction.
         dram_bytes, nvme_bytes: of each host, for the pool.
-        admission: as in the scheduler; "late": TTFT is checked at arrival and TPOT at the decode instance when
-            the prefill is done, as in systems that decide in two places.
+        admission: as in the scheduler; "late": TTFT is checked at arrival and TPOT at the decode
+            instance when the prefill is done, as in systems that decide in two places.
         measured: costs of every instance, instead of those computed from the GPU.
     """
 
@@ -115,7 +116,8 @@ def setup_of(scenario: Scenario) -> Setup:
         for group in groups:
             cost, capacity, dollars, kind = _engine(scenario, group, other_host)
             for _ in range(group.count):
-                # Numbered per role: with half as many hosts as instances, each host has one of each role.
+                # Numbered per role: with half as many hosts as instances, each host has one of each
+                # role.
                 at = number if scenario.hosts else len(instances)
                 instances.append(
                     InstanceSpec(

@@ -60,14 +60,17 @@ class Setup:
     """A whole cluster and how it serves.
 
     Args:
-        serving: "coupled": each instance prefills in chunks and decodes, and reuses what its own engine keeps;
-            "disaggregated": instances prefill or decode, and nothing is kept in between; "pooled": the same, and
-            every block stays in the pool for later requests.
-        is_overlapped: layers are sent while the next ones compute; otherwise the prefill waits for its send.
-        chunk_tokens: of a step that prefills beside decodes (Sarathi-Serve); 0: whole prompts stall decoding.
-        engine_share: the share of an engine's KV memory that keeps prefixes; the rest is for running sequences.
-        tpot_check: who refuses requests that would break the TPOT objective: "scheduler" before the prefill,
-            "decode": the decode instance after it, or "both".
+        serving: "coupled": each instance prefills in chunks and decodes, and reuses what its own
+            engine keeps; "disaggregated": instances prefill or decode, and nothing is kept in
+            between; "pooled": the same, and every block stays in the pool for later requests.
+        is_overlapped: layers are sent while the next ones compute; otherwise the prefill waits for
+            its send.
+        chunk_tokens: of a step that prefills beside decodes (Sarathi-Serve); 0: whole prompts stall
+            decoding.
+        engine_share: the share of an engine's KV memory that keeps prefixes; the rest is for
+            running sequences.
+        tpot_check: who refuses requests that would break the TPOT objective: "scheduler" before the
+            prefill, "decode": the decode instance after it, or "both".
         heartbeat_s: the interval between reports of the load.
         roles: limits of the role controller; None: roles are fixed.
         max_waiting: length of the admission queue.

@@ -1,8 +1,8 @@
 """Runs a simulation: requests arrive, the real scheduler decides, and simulated engines and links carry it out.
 
-The steps are the gateway's (`conductor.gateway.gateway`): look the chain up, decide, reserve near the decode
-instance, prefill and send layer by layer, decode. Measurements go back to the cost model. Equal inputs give equal
-results.
+The steps are the gateway's (`conductor.gateway.gateway`): look the chain up, decide, reserve near
+the decode instance, prefill and send layer by layer, decode. Measurements go back to the cost
+model. Equal inputs give equal results.
 """
 
 from __future__ import annotations

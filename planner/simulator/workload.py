@@ -84,8 +84,8 @@ def synthetic(
     """Poisson arrivals through one shape after another.
 
     Args:
-        shared_prefixes: the number of prefixes, half as long as the mean prompt, of which each prompt begins
-            with one; 0: none.
+        shared_prefixes: the number of prefixes, half as long as the mean prompt, of which each
+            prompt begins with one; 0: none.
 
     Raises:
         ConfigError: a figure of a shape is not positive.

@@ -1,8 +1,8 @@
 """Compares, by prompt length, the TTFT that a transfer adds with the interference that a remote prefill removes.
 
-In coupled serving a prompt is computed in chunks, each beside one token of every decoding sequence. In disaggregated
-serving it is computed alone; then the exposed part of the transfer and the load are added. Closed forms over a
-machine's profile; the simulator also has queues.
+In coupled serving a prompt is computed in chunks, each beside one token of every decoding sequence.
+In disaggregated serving it is computed alone; then the exposed part of the transfer and the load
+are added. Closed forms over a machine's profile; the simulator also has queues.
 """
 
 from __future__ import annotations

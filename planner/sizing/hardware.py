@@ -1,8 +1,8 @@
 """GPUs and network links: their figures, and how fast a model runs on them.
 
-Rates are a roofline with efficiencies: prefill at a share of the arithmetic peak (`mfu`), decode at a share of
-the memory bandwidth (`mbu`); tensor parallelism adds two all-reduces per layer. They should be right within a
-factor of about 1.5. Measure to know more.
+Rates are a roofline with efficiencies: prefill at a share of the arithmetic peak (`mfu`), decode at
+a share of the memory bandwidth (`mbu`); tensor parallelism adds two all-reduces per layer. They
+should be right within a factor of about 1.5. Measure to know more.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Profiles a request log before disaggregating: lengths, turns, RAG, streaming, latencies.
 
-It reads JSON lines with the usual fields of Mooncake's traces and of vLLM's and OpenAI's logs. What a log does not
-contain is reported as unknown, not guessed.
+It reads JSON lines with the usual fields of Mooncake's traces and of vLLM's and OpenAI's logs. What
+a log does not contain is reported as unknown, not guessed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class RagRule:
     """What counts as retrieval-augmented: a long prompt with a short output, named documents, or a pattern.
 
     Args:
-        min_input, min_ratio: tokens of the prompt, and prompt over output; a request must reach both.
+        min_input, min_ratio: tokens of the prompt, and prompt over output; a request must reach
+            both.
         pattern: regular expression searched in the prompt's text; "": none.
 
     Raises:
@@ -143,8 +144,8 @@ class LogProfile:
                 leading += 1
             self.blocks_seen += leading
             self._known_blocks.update(ids)
-            # The next turn begins with all full blocks of the one before it, as in `kvpool trace stats`.
-            # Prompts that share less are conversations of their own.
+            # The next turn begins with all full blocks of the one before it, as in `kvpool trace
+            # stats`. Prompts that share less are conversations of their own.
             before = next((b for b in reversed(ids[:leading]) if b in self._last_turns), None)
             turn = 1 + (0 if before is None else self._last_turns.pop(before))
             full = min(len(ids), prompt // self.read.block_tokens)

@@ -1,7 +1,7 @@
 """The KV and the arithmetic of a model per token, from the numbers of its `config.json`.
 
-Supports grouped and multi-query attention, MLA (one latent vector per token and layer), sliding windows, layers
-that keep a fixed state instead of KV, and mixtures of experts.
+Supports grouped and multi-query attention, MLA (one latent vector per token and layer), sliding
+windows, layers that keep a fixed state instead of KV, and mixtures of experts.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class ModelShape:
     """The memory, traffic and arithmetic of a model.
 
     Args:
-        pair_flops: floating-point operations for each pair of a new token and a token that it attends to,
-            over all layers with full attention.
+        pair_flops: floating-point operations for each pair of a new token and a token that it
+            attends to, over all layers with full attention.
         windowed_flops: the same for layers with a window, per new token once the window is full.
         state_bytes: kept per sequence, independent of its length, by layers without KV.
     """

@@ -18,9 +18,9 @@ MAX_TOKENS = 1 << 30
 class Transfer:
     """One prompt's KV over one link.
 
-    `exposed_s`: the part of the transfer after the prefill, if each layer is sent while the next ones compute.
-    `verdict`: "masked" if a layer's transfer takes no longer than its computation, so that only the last layer's
-    transfer is exposed.
+    `exposed_s`: the part of the transfer after the prefill, if each layer is sent while the next
+    ones compute. `verdict`: "masked" if a layer's transfer takes no longer than its computation, so
+    that only the last layer's transfer is exposed.
     """
 
     link: NetworkLink

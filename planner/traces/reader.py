@@ -1,10 +1,11 @@
 """Reads requests from a file with one JSON object per line: Mooncake's trace format, or a log of requests.
 
-Mooncake: `timestamp` (ms), `input_length`, `output_length` (tokens), `hash_ids` (one id per block; equal ids
-mean an equal prefix up to there). A line without `hash_ids` is read as a logged request (`request_log`), or as a
-prompt that shares nothing if the caller does not need ids.
+Mooncake: `timestamp` (ms), `input_length`, `output_length` (tokens), `hash_ids` (one id per block;
+equal ids mean an equal prefix up to there). A line without `hash_ids` is read as a logged request
+(`request_log`), or as a prompt that shares nothing if the caller does not need ids.
 
-Lines are read one at a time. Bad lines are skipped and counted; with `is_strict` the first one ends the reading.
+Lines are read one at a time. Bad lines are skipped and counted; with `is_strict` the first one ends
+the reading.
 """
 
 from __future__ import annotations
@@ -105,10 +106,10 @@ def read_trace(
         lines: e.g. from `open_trace`.
         report: is filled while lines are read.
         name: of the file, for messages.
-        block_tokens: tokens per block; None: 512 as in Mooncake's traces, or another usual size if all of
-            the first lines imply it.
-        time_unit_s: the unit of `timestamp` in seconds; None: milliseconds in Mooncake's format, and in a
-            request log as `RequestLog` decides.
+        block_tokens: tokens per block; None: 512 as in Mooncake's traces, or another usual size if
+            all of the first lines imply it.
+        time_unit_s: the unit of `timestamp` in seconds; None: milliseconds in Mooncake's format,
+            and in a request log as `RequestLog` decides.
         is_strict: end at the first bad line.
         tokenize: tokenizes the texts of a request log.
         needs_ids: a line with lengths alone is bad; otherwise it is a request without `block_ids`.

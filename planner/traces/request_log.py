@@ -34,8 +34,8 @@ class RequestLog:
 
     Args:
         block_tokens: tokens per block.
-        time_unit_s: the unit of times in seconds; None: seconds, or milliseconds if the number can only be
-            milliseconds since 1970. Texts are ISO 8601.
+        time_unit_s: the unit of times in seconds; None: seconds, or milliseconds if the number can
+            only be milliseconds since 1970. Texts are ISO 8601.
         tokenize: makes token ids of a text; None: every four bytes of UTF-8 count as a token.
     """
 
@@ -50,8 +50,8 @@ class RequestLog:
     def read(self, row: Mapping[str, Any]) -> tuple[float, int, int, list[int]]:
         """Time in seconds, input and output tokens, and block ids of a request.
 
-        Fields within `body` or `request`, as in OpenAI's batch files, are read like fields of the row. The
-        model's name, a LoRA and a cache salt distinguish equal prompts.
+        Fields within `body` or `request`, as in OpenAI's batch files, are read like fields of the
+        row. The model's name, a LoRA and a cache salt distinguish equal prompts.
 
         Raises:
             InvalidArgument: there is no prompt, or a field is invalid.

@@ -1,8 +1,8 @@
 """`kvpool demo`: runs a pool with a real model on this machine, and measures a hit.
 
-One conductor, two pool nodes that pretend to be two hosts, one prefill worker and two decode workers, as separate
-processes on loopback. Two questions are asked about one document. The second is decoded by the other decode
-worker, which finds the document's KV in the pool.
+One conductor, two pool nodes that pretend to be two hosts, one prefill worker and two decode
+workers, as separate processes on loopback. Two questions are asked about one document. The second
+is decoded by the other decode worker, which finds the document's KV in the pool.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def demo(
 ) -> None:
     """Answer two questions about one document through a pool on this machine, and measure it.
 
-    The exit status is 0 only if the second question finds the document in the pool, and if the pool and the
-    engine's own cache give the same tokens.
+    The exit status is 0 only if the second question finds the document in the pool, and if the pool
+    and the engine's own cache give the same tokens.
     """
     out = _console(stderr=as_json)
     started = time.monotonic()
@@ -194,7 +194,8 @@ def _ask_all(out: Console, address: str) -> dict[str, Answer]:
             answers["reference"] = _chat(client, second, decode_worker=other, pool="off")
         hit_tokens = answers["hit"].report["pool_tokens"]
         with _step(out, LABELS["local"]):
-            # The engine computes the first prompt alone, then reuses the same prefix as from the pool.
+            # The engine computes the first prompt alone, then reuses the same prefix as from the
+            # pool.
             _chat(client, first, decode_worker=other, pool="local")
             answers["local"] = _chat(
                 client,

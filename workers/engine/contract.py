@@ -1,8 +1,8 @@
 """The interface of a model engine, which computes KV, exports it and loads it as pool blocks.
 
-An engine runs one model on one device for one caller at a time: a single thread makes all calls to it. It
-does not see nodes, leases or requests. Block bytes are in pool order (`kvpool.blocks.layout.Layout`) and in
-host memory, however the engine keeps KV inside.
+An engine runs one model on one device for one caller at a time: a single thread makes all calls to
+it. It does not see nodes, leases or requests. Block bytes are in pool order
+(`kvpool.blocks.layout.Layout`) and in host memory, however the engine keeps KV inside.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Tokens = npt.NDArray[np.int64]
 class LayerChunk:
     """One layer of a run of blocks, final: later layers and later tokens will not change it.
 
-    `blocks` has shape `[n, layer_bytes]`; row `i` belongs to block `first_block + i` of the prompt and
-    goes to byte `layer * layer_bytes` of that block's part. The receiver may keep the array: the
-    engine never writes to it again.
+    `blocks` has shape `[n, layer_bytes]`; row `i` belongs to block `first_block + i` of the prompt
+    and goes to byte `layer * layer_bytes` of that block's part. The receiver may keep the array:
+    the engine never writes to it again.
     """
 
     layer: int
@@ -42,9 +42,10 @@ OnLayer = Callable[[LayerChunk], None]
 class SequenceState:
     """One prompt on its way through an engine. Engines extend it; callers read it.
 
-    `kv_tokens` counts the tokens whose KV is in the engine. `load_prefix` loaded `loaded_tokens` of them.
-    `computed_tokens` counts the tokens of the prompt that this engine computed. `seconds` adds up wall time
-    by phase: "load", "prefill", "decode", and "pack", which is a part of "prefill".
+    `kv_tokens` counts the tokens whose KV is in the engine. `load_prefix` loaded `loaded_tokens` of
+    them. `computed_tokens` counts the tokens of the prompt that this engine computed. `seconds`
+    adds up wall time by phase: "load", "prefill", "decode", and "pack", which is a part of
+    "prefill".
     """
 
     prompt: Tokens
@@ -67,8 +68,8 @@ class Engine(Protocol):
     """A causal language model with KV that can be loaded and exported block by block.
 
     Every method may raise `EngineFailed` when the model itself fails, and `InvalidArgument` for a
-    sequence that is closed or belongs to another engine. A method that raised has changed nothing: the
-    caller may repeat it, or do something else with the same sequence.
+    sequence that is closed or belongs to another engine. A method that raised has changed nothing:
+    the caller may repeat it, or do something else with the same sequence.
     """
 
     @property
@@ -115,9 +116,9 @@ class Engine(Protocol):
         """Load the KV of the prompt's first `n` blocks instead of computing it.
 
         Args:
-            blocks: shape `[n, part_bytes]`, in pool order; read during the call only. They may cover the
-                whole prompt: its last token is still computed, because the first new token is drawn
-                from it.
+            blocks: shape `[n, part_bytes]`, in pool order; read during the call only. They may
+                cover the whole prompt: its last token is still computed, because the first new
+                token is drawn from it.
 
         Raises:
             WrongByteCount: the rows do not have `part_bytes` bytes.
@@ -132,10 +133,10 @@ class Engine(Protocol):
 
         Args:
             on_layer: called within the forward pass, once per layer and chunk, as soon as this
-                layer's K and V of the blocks that the chunk completes are final and before any later
-                layer is computed; not called if the chunk completes no block. Each block beyond the
-                loaded prefix comes exactly once per layer, unless a chunk failed and is repeated.
-                An exception from it ends the chunk and reaches the caller unchanged.
+                layer's K and V of the blocks that the chunk completes are final and before any
+                later layer is computed; not called if the chunk completes no block. Each block
+                beyond the loaded prefix comes exactly once per layer, unless a chunk failed and is
+                repeated. An exception from it ends the chunk and reaches the caller unchanged.
             chunk_tokens: tokens per forward pass; 0: all that remain.
 
         Raises:
@@ -149,7 +150,8 @@ class Engine(Protocol):
         Greedy at temperature 0; else nucleus sampling, seeded by `sampling.seed` and the position.
 
         Raises:
-            InvalidArgument: the prompt is not computed yet, or temperature or top_p is out of range.
+            InvalidArgument: the prompt is not computed yet, or temperature or top_p is out of
+                range.
         """
         ...
 

@@ -1,8 +1,8 @@
 """An engine without a model: it sleeps for the time that a cost model gives, and computes nothing.
 
-It serves to try out scheduling with many workers on a small machine. The KV that it "computes" for a block is
-a pattern derived from all tokens up to the block's end. It compares the blocks that it loads with that pattern,
-so it detects a wrong byte from the pool, which a real model would not.
+It serves to try out scheduling with many workers on a small machine. The KV that it "computes" for
+a block is a pattern derived from all tokens up to the block's end. It compares the blocks that it
+loads with that pattern, so it detects a wrong byte from the pool, which a real model would not.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class _Sequence(SequenceState):
 class FakeEngine(Engine):
     """An engine that sleeps.
 
-    Seconds of a prefill: `base + token * new + attention * new * (reused + new / 2)`; of one token of
-    a decode: `(base + context * tokens of KV + sequence * n) / n` with n sequences open, as if all of them
-    were decoded in one batch.
+    A prefill takes `base + token * new + attention * new * (reused + new / 2)` seconds. One token
+    takes `(base + context * tokens of KV + sequence * n) / n` seconds with n open sequences, as if
+    all of them were decoded in one batch.
 
     Args:
         config: the cost model and the shape of the KV.

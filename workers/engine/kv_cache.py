@@ -1,9 +1,10 @@
 """The KV of one sequence, in the form of transformers' attention and of the pool.
 
-K and V of all layers are in one array `[layer, kv, head, token, dim]` as large as the whole sequence, so
-that a step writes in place and copies nothing (transformers' DynamicCache concatenates on every step). The
-order of the dimensions is the pool's, except that the pool puts the block between head and token: loading
-and exporting blocks is one strided copy of runs of `block_tokens * head_dim` elements. Batch size 1.
+K and V of all layers are in one array `[layer, kv, head, token, dim]` as large as the whole
+sequence, so that a step writes in place and copies nothing (transformers' DynamicCache concatenates
+on every step). The order of the dimensions is the pool's, except that the pool puts the block
+between head and token: loading and exporting blocks is one strided copy of runs of `block_tokens *
+head_dim` elements. Batch size 1.
 
 Not thread-safe.
 """
@@ -84,8 +85,8 @@ class BlockedCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write one layer's new K and V in place; return views of all its K and V so far.
 
-        Calls `on_blocks_final` when this completes blocks. `is_notifying` stays true if the call raises,
-        so that the caller can tell its error from an error of the model.
+        Calls `on_blocks_final` when this completes blocks. `is_notifying` stays true if the call
+        raises, so that the caller can tell its error from an error of the model.
         """
         layer = self._filled[layer_idx]
         first = layer.length // self.layout.block_tokens

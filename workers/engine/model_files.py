@@ -1,8 +1,8 @@
 """Finds a model's directory, or converts the model into one.
 
-A model is a directory in Hugging Face's form (config.json, safetensors, tokenizer). One model has a name,
-"smollm2-135m", because a pip package carries it as GGUF; it is converted once. Nothing is downloaded, and
-transformers is imported only to convert.
+A model is a directory in Hugging Face's form (config.json, safetensors, tokenizer). One model has a
+name, "smollm2-135m", because a pip package carries it as GGUF; it is converted once. Nothing is
+downloaded, and transformers is imported only to convert.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def prepare_model(spec: str, cache_dir: Path) -> Path:
         cache_dir: where a converted model is kept (about 270 MB; converting takes half a minute).
 
     Raises:
-        ModelNotFound: `spec` is neither of the two, or a package for the conversion is not installed.
+        ModelNotFound: `spec` is neither of the two, or a package for the conversion is not
+            installed.
     """
     directory = Path(spec).expanduser()
     if spec and (directory / "config.json").is_file():
@@ -59,8 +60,8 @@ def prepare_model(spec: str, cache_dir: Path) -> Path:
 def build_once(target: Path, build: Callable[[Path], None]) -> Path:
     """Make the directory `target` by `build(empty directory)`, once for all processes.
 
-    One process builds and the others wait for it. `target` appears whole or not at all; the remains of a
-    killed process are removed.
+    One process builds and the others wait for it. `target` appears whole or not at all; the remains
+    of a killed process are removed.
     """
     if target.is_dir():
         return target

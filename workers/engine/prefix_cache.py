@@ -1,7 +1,7 @@
 """An engine's own prefix cache: blocks of recent prompts in this process's memory, by prefix hash.
 
-A serving engine has such a cache without any pool. Here it is the reference for measuring the pool. Other
-processes cannot use it. Not thread-safe: only the engine's thread may call it.
+A serving engine has such a cache without any pool. Here it is the reference for measuring the pool.
+Other processes cannot use it. Not thread-safe: only the engine's thread may call it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class LocalPrefixCache:
                 hint="0 or more, and 1 or more",
             )
         self.capacity_blocks = capacity_tokens // block_tokens
-        # Oldest first. A use touches a block before its ancestors, so a parent is always younger than its
-        # children: the oldest entry has no child here and may be evicted.
+        # Oldest first. A use touches a block before its ancestors, so a parent is always younger
+        # than its children: the oldest entry has no child here and may be evicted.
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()
         self._free = list(range(self.capacity_blocks))  # sorted
         self._arena: Bytes = np.empty((0, 0), np.uint8)
@@ -77,8 +77,8 @@ class LocalPrefixCache:
                 Copied.
 
         Returns:
-            The number of blocks added. 0 if the chain before `first_block` is not kept: a child without
-            its parent could never be found. Blocks beyond the capacity are left out.
+            The number of blocks added. 0 if the chain before `first_block` is not kept: a child
+            without its parent could never be found. Blocks beyond the capacity are left out.
 
         Raises:
             InvalidArgument: `blocks` reaches beyond the chain, or is not a uint8 matrix.

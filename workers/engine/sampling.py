@@ -1,7 +1,7 @@
 """Draws one token from logits: greedy, or nucleus sampling with a seed for each position.
 
-The draw depends on logits, sampling and position alone, so a request that moves to another worker in the
-middle of its text continues with the same tokens.
+The draw depends on logits, sampling and position alone, so a request that moves to another worker
+in the middle of its text continues with the same tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def draw(logits: torch.Tensor, sampling: Sampling, *, position: int) -> int:
     # subtracting the maximum first keeps a small temperature from overflowing
     scaled = (logits - logits.max()) / sampling.temperature
     chances, tokens = torch.softmax(scaled, dim=-1).sort(descending=True, stable=True)
-    # The fewest tokens that reach top_p together: keep a token while those before it do not reach top_p.
+    # The fewest tokens that reach top_p together: keep a token while those before it do not reach
+    # top_p.
     before = chances.cumsum(dim=-1) - chances
     is_kept = before < sampling.top_p
     is_kept[0] = True  # also where top_p is 0 in float32
@@ -46,6 +47,7 @@ def draw(logits: torch.Tensor, sampling: Sampling, *, position: int) -> int:
 
 
 def _seed(seed: int, position: int) -> int:
-    # torch's CPU generator uses the low 32 bits only, so these must depend on all bits of both numbers.
+    # torch's CPU generator uses the low 32 bits only, so these must depend on all bits of both
+    # numbers.
     mixed = struct.pack("<QQ", seed & 0xFFFF_FFFF_FFFF_FFFF, position)
     return xxhash.xxh3_64_intdigest(mixed) >> 1

@@ -1,11 +1,11 @@
 """An engine that runs a causal language model of Hugging Face transformers on any torch device.
 
-For models with plain full attention in every layer (Llama, Qwen, Mistral without a window, SmolLM ...)
-and one tensor-parallel rank. One sequence per step: no batching, no paging, no CUDA graphs. It serves tests,
-demos and CPUs; production GPUs join through vLLM's and SGLang's connectors.
+For models with plain full attention in every layer (Llama, Qwen, Mistral without a window, SmolLM
+...) and one tensor-parallel rank. One sequence per step: no batching, no paging, no CUDA graphs. It
+serves tests, demos and CPUs; production GPUs join through vLLM's and SGLang's connectors.
 
-Numerics: two prefills of one prompt agree bit for bit if they are split at the same tokens. In bfloat16
-another split rounds differently, so compare a pool hit with a local hit of the same split.
+Numerics: two prefills of one prompt agree bit for bit if they are split at the same tokens. In
+bfloat16 another split rounds differently, so compare a pool hit with a local hit of the same split.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class TransformersEngine(Engine):
 
     Raises:
         ModelNotFound: the directory holds no model that transformers can load.
-        ConfigError: the dtype is unknown, the device does not exist, or the model has layers without
-            full attention, whose KV does not fit into the pool's blocks.
+        ConfigError: the dtype is unknown, the device does not exist, or the model has layers
+            without full attention, whose KV does not fit into the pool's blocks.
     """
 
     def __init__(

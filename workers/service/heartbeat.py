@@ -26,8 +26,8 @@ class Membership:
     """Joins, sends heartbeats, and joins again whenever the conductor does not know this worker.
 
     Args:
-        conductors: wire addresses, separated by commas. The worker reports to the first that answers, and
-            to the next one when that is lost.
+        conductors: wire addresses, separated by commas. The worker reports to the first that
+            answers, and to the next one when that is lost.
         credentials: for all of them.
     """
 

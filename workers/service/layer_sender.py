@@ -1,7 +1,7 @@
 """Sends each layer of a prefill to the pool as soon as it is final, while the next one computes.
 
-Only the last layer's transfer is exposed. Slots were reserved before the prefill began; the blocks become
-visible together, at commit, with a checksum over the bytes that were sent.
+Only the last layer's transfer is exposed. Slots were reserved before the prefill began; the blocks
+become visible together, at commit, with a checksum over the bytes that were sent.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class LayerSender:
         await asyncio.shield(self._ending)
 
     async def _give_back(self) -> None:
-        # A thread that still writes, or a transfer past its deadline, may write into the slots later: then
-        # the node must quarantine them (invariant 2).
+        # A thread that still writes, or a transfer past its deadline, may write into the slots
+        # later: then the node must quarantine them (invariant 2).
         has_stopped = not self._thread.is_alive() and not isinstance(self._error, DeadlineExceeded)
         with contextlib.suppress(KvpoolError):
             await self._link.abort(
@@ -129,7 +129,8 @@ class LayerSender:
             try:
                 reply: m.RenewReply = await self._link.wire.call(request, max(0.1, left / 3))
             except KvpoolError as error:
-                # The reservation may end before the last write, and the node may reuse the slots: stop.
+                # The reservation may end before the last write, and the node may reuse the slots:
+                # stop.
                 if self._error is None:
                     self._error = TransferFailed(f"the reservation could not be renewed: {error}")
                 return

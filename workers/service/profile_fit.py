@@ -60,9 +60,9 @@ def fit_profile(
 def _fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, float, float]:
     """Least squares of relative errors with no negative coefficient.
 
-    There are three unknowns, so every subset of nonzero ones is tried. A coefficient that measured as zero
-    gets a share of the samples too small to matter, because the conductor scales coefficients as it learns
-    and could never raise a zero.
+    There are three unknowns, so every subset of nonzero ones is tried. A coefficient that measured
+    as zero gets a share of the samples too small to matter, because the conductor scales
+    coefficients as it learns and could never raise a zero.
     """
     if not rows or min(seconds) <= 0:
         raise InvalidArgument("fitting a profile needs samples with positive times")

@@ -1,7 +1,7 @@
 """Serves requests on a worker: reads what the pool has, computes the rest, and sends KV or streams tokens.
 
-If the pool fails (a node is gone, a lease has ended, a checksum differs), the worker computes what it did not
-get: no request is lost, and none is answered from wrong KV.
+If the pool fails (a node is gone, a lease has ended, a checksum differs), the worker computes what
+it did not get: no request is lost, and none is answered from wrong KV.
 """
 
 from __future__ import annotations
@@ -278,7 +278,8 @@ class WorkerService:
                 progress.add("prefill_compute_time", -packed_s)  # which included it
 
         await self._thread.run(work)
-        # Reused tokens, not read ones: if the whole prompt was found, its last token is still computed.
+        # Reused tokens, not read ones: if the whole prompt was found, its last token is still
+        # computed.
         if progress.local_tokens:
             progress.local_tokens = sequence.loaded_tokens
         else:
