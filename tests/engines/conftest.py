@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="module", autouse=True)
 def _own_environment() -> Iterator[None]:
-    """vLLM and SGLang set variables, one of which makes all servers started later share their metrics."""
+    """vLLM and SGLang set variables; one would make all servers started later share metrics."""
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():

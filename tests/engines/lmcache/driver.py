@@ -61,7 +61,7 @@ class Driver:
     def wait_known_to_others(
         self, cluster: Cluster, keys: Sequence[ObjectKey], layout: MemoryLayoutDesc = s.LAYOUT
     ) -> None:
-        """As `wait_known`, by an adapter that has stored nothing and so has only the index to go by."""
+        """As `wait_known`, by an adapter that stored nothing and so depends on the index."""
         with s.adapter(s.parameters(cluster)) as other:
             Driver(other, self.allocator).wait_known(keys, layout)
 

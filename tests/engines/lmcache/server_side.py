@@ -1,4 +1,4 @@
-"""LMCache's storage manager with our L2 adapter, as its multi-process server builds it, and what goes through it."""
+"""LMCache's storage manager with kvpool's L2 adapter, as its multi-process server builds it."""
 
 from __future__ import annotations
 

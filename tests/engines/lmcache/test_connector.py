@@ -1,4 +1,4 @@
-"""The remote connector through LMCache's own RemoteBackend, connector factory, CPU backend and memory objects."""
+"""The remote connector in LMCache's own RemoteBackend, with its CPU backend and memory objects."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def engine(settings: dict[str, Any], **fields: Any) -> Iterator[Engine]:
 
 
 def wait_known(settings: dict[str, Any], keys: Sequence[CacheEngineKey], **fields: Any) -> None:
-    """Wait until chunks are found by an engine that has stored nothing and so has only the index to go by."""
+    """Wait until an engine that stored nothing finds chunks, which depends on the index."""
     with engine(settings, **fields) as third:
         wait_until(
             lambda: third.backend.batched_contains(list(keys)) == len(keys), "another finds them"

@@ -1,4 +1,4 @@
-"""The L2 adapter through LMCache's interface alone, with its real memory objects: tasks, locks, keys, bad input."""
+"""The L2 adapter through LMCache's interface: tasks, locks, keys and bad input."""
 
 from __future__ import annotations
 

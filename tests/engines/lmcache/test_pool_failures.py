@@ -1,4 +1,4 @@
-"""The pool fails under LMCache's feet: it was never there, a node dies in mid-load, it is full, it restarts."""
+"""Failures of the pool: it was never there, a node dies during a load, it is full, it restarts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LMCache's real multi-process server, started by the command in docs/lmcache.md, and its real client."""
+"""LMCache's real multi-process server, started as in docs/lmcache.md, and its real client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LMCache's own storage manager, its L1, its controllers and its plugin loader, over a real pool."""
+"""LMCache's storage manager, L1, controllers and plugin loader over a real pool."""
 
 from __future__ import annotations
 

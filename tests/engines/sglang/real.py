@@ -185,7 +185,7 @@ def mla_pool(
 
 
 def mamba_pool(*, slots: int = 16, layout: str = "page_first") -> Any:
-    """SGLang's host pool of the states of linear layers: two buffers that lie apart, a page a slot."""
+    """SGLang's host pool for states of linear layers: two separate buffers, one slot per page."""
     info = MambaStateBufferInfo(
         temporal=torch.zeros((2, slots, 4, 8), dtype=torch.float32),
         conv=(torch.zeros((2, slots, 6, 3), dtype=torch.bfloat16),),

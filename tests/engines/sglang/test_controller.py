@@ -1,4 +1,4 @@
-"""The backend under SGLang's own cache controller: its queries, its I/O threads, its choice of interface."""
+"""The backend under SGLang's own cache controller, with its queries and I/O threads."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Allocator:
 
 
 def _page_hashes(tokens: Sequence[int], prior: str | None, page_size: int) -> list[str]:
-    """In the place of SGLang's own, which it compiles when it is first used: half a minute, and a C++ compiler."""
+    """Replaces SGLang's own, which it compiles on first use: half a minute, with a C++ compiler."""
     hashes = []
     for start in range(0, len(tokens), page_size):
         page = torch.tensor(tokens[start : start + page_size]).numpy().tobytes()

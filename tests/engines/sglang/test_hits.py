@@ -1,4 +1,4 @@
-"""The longest prefix that several pools restore together, with pages that vanish while they are being held."""
+"""The longest prefix that several pools restore together, with pages that vanish meanwhile."""
 
 from __future__ import annotations
 

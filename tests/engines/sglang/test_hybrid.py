@@ -1,4 +1,4 @@
-"""Side pools of hybrid models: a hit counts only where every pool has what it needs, and holds it."""
+"""Side pools of hybrid models: a hit counts only if every pool has its pages and leases them."""
 
 from __future__ import annotations
 

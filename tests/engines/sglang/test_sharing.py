@@ -1,4 +1,4 @@
-"""Who finds whose pages: ranks of one instance, other processes, other models, layouts and tenants."""
+"""Which ranks, processes, models, layouts and tenants find each other's pages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def wait_for(backend: Any, names: list[str], found: int) -> None:
 
 
 def wait_for_others(make_backend: MakeBackend, pool: Any, names: list[str], **how: Any) -> None:
-    """Until an instance that has stored nothing finds them: who stored them need not wait for the index."""
+    """Wait until an instance that stored nothing finds them, which depends on the index."""
     wait_for(make_backend(pool, **how), names, len(names))
 
 

@@ -1,4 +1,4 @@
-"""Whatever goes wrong is a miss, in time, counted and logged: SGLang's threads never see an exception or a None."""
+"""Every failure is a timely miss, counted and logged: SGLang's threads see no exception or None."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class EngineProcess:
         return self._read(timeout_s)
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, **more: Any) -> Any:
-        """`{"outputs": token ids of each, "external": tokens that vLLM counts as from the pool, ...}`."""
+        """`{"outputs": token ids of each, "external": tokens from the pool, ...}`."""
         return self.call(
             "generate", prompts=[list(p) for p in prompts], max_tokens=max_tokens, **more
         )

@@ -1,4 +1,4 @@
-"""vLLM's real scheduler and both roles of the connector, around a model that is a function of its KV.
+"""vLLM's real scheduler and both roles of the connector around a model that depends on its KV.
 
 The "model" writes a pattern of all tokens so far into each layer's page, and samples the next token
 from the pages' bytes. So a wrong byte anywhere changes the text.

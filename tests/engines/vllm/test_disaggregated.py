@@ -1,4 +1,4 @@
-"""Prefill and decode by two plain vLLM servers behind the conductor's gateway: the commands of docs/vllm.md."""
+"""Prefill and decode by two plain vLLM servers behind the gateway, as in docs/vllm.md."""
 
 from __future__ import annotations
 

@@ -131,7 +131,9 @@ def test_a_pool_that_is_not_there_at_start_is_met_when_it_comes(
         assert one.totals["lookups_without_pool"] == 1
         cluster.start_conductor(port=str(port))
         cluster.start_node("near")
-        wait_until(lambda: one.connector._health.is_well, "the pool is met")  # type: ignore[union-attr]
+        health = one.connector._health
+        assert health is not None
+        wait_until(lambda: health.is_well, "the pool is reached")
         cluster.wait_joined(nodes=1)
 
         def is_stored() -> bool:  # the node becomes known within a second

@@ -1,4 +1,4 @@
-"""Whatever changes KV changes its name, and nothing else does. Uses vLLM's configuration objects."""
+"""Whatever changes KV changes its name, and nothing else does, by vLLM's own configuration."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""vLLM with SmolLM2 on CPU: outputs equal those of vLLM's own hit of the same split, token by token.
+"""vLLM with SmolLM2 on CPU: outputs equal those of vLLM's own hit of the same split.
 
-The last bits of KV depend on how a prompt is cut into chunks. So a hit in the pool is compared with a
-hit in vLLM's own prefix cache, not with a cold run. It is compared in float32, where the batch does
-not change tokens.
+The last bits of KV depend on how a prompt is cut into chunks. So a hit in the pool is compared with
+a hit in vLLM's own prefix cache, not with a cold run. It is compared in float32, where the batch
+does not change tokens.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def engines(
 def served(
     engines: tuple[EngineProcess, EngineProcess], tokens: list[int]
 ) -> tuple[list[int], list[list[int]]]:
-    """A prompt that the first engine has computed and stored, and what follows it after a local hit."""
+    """A prompt that the first engine computed and stored, and its output after a local hit."""
     first, _ = engines
     prompt = tokens[: 7 * PAGE + 50]
     assert first.generate([prompt])["external"] == 0

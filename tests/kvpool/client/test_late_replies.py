@@ -1,4 +1,4 @@
-"""An answer that comes after its call was given up: what it grants is given back at once, not at the end of its time."""
+"""A reply that comes after its call was given up: the client gives back at once what it grants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Renewing a lease beside a read: when it is asked for, until when, and what becomes of a refusal."""
+"""Renewing a lease during a read: when, until when, and what a refusal does."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ class Server:
         lease.deadline = max(lease.deadline, asked + min(ttl_s, self.ttl_s))
 
 
-async def test_a_lease_is_renewed_at_a_third_of_its_life_and_for_no_longer_than_the_read_may_take() -> (
-    None
-):
+async def test_a_lease_is_renewed_at_a_third_of_its_life_while_the_read_may_last() -> None:
     server, lease = Server(1.2), a_lease(1.2)
     started = time.monotonic()
     first_end = lease.deadline

@@ -1,4 +1,4 @@
-"""The blocking client offers what the asyncio client offers, with the same signatures and docstrings."""
+"""Both clients have the same methods, with the same signatures and docstrings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client wrote a moment ago is found where it stands, for a while, unless it proved to be gone."""
+"""A client finds its recent writes for a while, unless they proved to be gone."""
 
 from __future__ import annotations
 

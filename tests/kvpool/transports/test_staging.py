@@ -1,4 +1,4 @@
-"""Buffers between scattered memory and long runs: every byte to its place, and no buffer used by two."""
+"""Buffers between scattered memory and long runs: every byte arrives, and no buffer is shared."""
 
 from __future__ import annotations
 
