@@ -114,7 +114,7 @@ def test_a_frozen_worker_is_routed_around_and_welcomed_back(cluster: Cluster) ->
     cluster.kill("w0", signal.SIGSTOP)
     try:
         ask()  # before the conductor knows: whichever it chose, it is answered
-        wait_until(lambda: states().get(frozen) != "live", "suspicion within the lease", 3)
+        wait_until(lambda: states().get(frozen) != "live", "it is suspect")
         assert {ask(40 + i) for i in range(4)} == {cluster.workers["w1"]["id"]}
         wait_until(lambda: frozen not in states(), "it is given up")
     finally:

@@ -31,8 +31,8 @@ from tests.support.scripted import NAMESPACE, Conductor, ScriptedWorker, conduct
 from tests.support.waiting import until
 
 PROMPT = [65] * 42  # ten blocks and two tokens
-# A server's sign of life takes two requests: a busy machine must not make it look silent.
-PATIENT = MembershipConfig(
+# For tests about silence. A server's sign of life takes two requests, which a busy machine delays.
+QUICK = MembershipConfig(
     heartbeat_s=0.05, suspect_after_s=3.0, dead_after_s=5.0, sweep_s=0.05, stall_s=5.0
 )
 
@@ -52,7 +52,6 @@ async def serving(
             engines=engines,
             engine_check_s=0.05,
             min_remote_prefill_tokens=0,
-            membership=PATIENT,
             **settings,
         ) as running:
             well = sum(server.health == 200 for server, _ in servers)
@@ -215,7 +214,7 @@ async def test_a_stop_string_ends_the_work_at_the_server() -> None:
 async def test_an_unhealthy_server_gets_no_request_until_it_is_healthy() -> None:
     sick, well = ScriptedServer(), ScriptedServer()
     sick.health = 503
-    async with serving((sick, "both"), (well, "both")) as running:
+    async with serving((sick, "both"), (well, "both"), membership=QUICK) as running:
         for _ in range(3):
             assert (await running.ask()).status_code == 200
         assert (len(sick.seen), len(well.seen)) == (0, 3)
@@ -236,9 +235,7 @@ async def test_a_servers_namespace_is_the_one_that_its_connector_registered() ->
     plain = {"layers": 0, "kv_heads": 0, "head_dim": 0, "revision": ""}
     async with (
         engine_servers(server),
-        conductor(
-            engines=[server.entry(role="both", **plain)], engine_check_s=0.05, membership=PATIENT
-        ) as running,
+        conductor(engines=[server.entry(role="both", **plain)], engine_check_s=0.05) as running,
     ):
         await until(
             lambda: running.counters.get("engine_servers:failed_checks", 0) > 1,
@@ -263,7 +260,6 @@ async def test_of_several_namespaces_the_revision_says_which_is_a_servers() -> N
             conductor(
                 engines=[server.entry(revision=revision, **plain)],
                 engine_check_s=0.05,
-                membership=PATIENT,
             ) as running,
         ):
             for space in (NAMESPACE, other):
@@ -286,9 +282,7 @@ async def test_each_reason_of_failed_checks_is_logged_once_and_clients_learn_whe
     with structlog.testing.capture_logs() as lines:
         async with (
             engine_servers(server),
-            conductor(
-                engines=[server.entry(**plain)], engine_check_s=0.05, membership=PATIENT
-            ) as running,
+            conductor(engines=[server.entry(**plain)], engine_check_s=0.05) as running,
         ):
 
             async def looks(more: int) -> None:
@@ -412,7 +406,7 @@ async def test_a_stream_that_ends_without_a_result_is_an_error() -> None:
 
 async def test_a_server_that_stops_altogether_is_passed_over() -> None:
     first, second = ScriptedServer(), ScriptedServer()
-    async with serving((first, "decode"), (second, "decode")) as running:
+    async with serving((first, "decode"), (second, "decode"), membership=QUICK) as running:
         gone = first.worker_id
         await first.stop()
         document = (await running.ask(kvpool={"decode_worker": gone})).json()
