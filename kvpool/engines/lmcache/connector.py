@@ -182,11 +182,11 @@ class KVPoolConnector(RemoteConnector):
             return [None] * len(keys)
         try:
             # If LMCache is cancelled, the read continues: it may write to the memory until it ends.
-            came = await asyncio.shield(asyncio.wrap_future(job))
+            was_read = await asyncio.shield(asyncio.wrap_future(job))
         except asyncio.CancelledError:
             job.add_done_callback(_free_result)
             raise
-        return [*came, *[None] * (len(keys) - len(came))]
+        return [*was_read, *[None] * (len(keys) - len(was_read))]
 
     def support_batched_get_non_blocking(self) -> bool:
         """Always true."""
@@ -200,17 +200,21 @@ class KVPoolConnector(RemoteConnector):
         return objects[:count]
 
     async def _read(self, keys: Sequence[Any], objects: Sequence[Any]) -> list[Any | None]:
-        came = [False] * len(objects)
+        was_read = [False] * len(objects)
         self._enlist()
         try:
             items = [self._item(key) for key in keys]
             buffers = [memoryview(memory.byte_array) for memory in objects]
-            came = await self._objects.read(items, buffers, self.settings.load_timeout_s)
-            loaded = [i for i, is_here in enumerate(came) if is_here]
+            was_read = await self._objects.read(items, buffers, self.settings.load_timeout_s)
+            loaded = [i for i, is_read in enumerate(was_read) if is_read]
             self._note([keys[i] for i in loaded], [items[i] for i in loaded])
         finally:
-            _free([memory for memory, is_here in zip(objects, came, strict=True) if not is_here])
-        return [memory if is_here else None for memory, is_here in zip(objects, came, strict=True)]
+            _free(
+                [memory for memory, is_read in zip(objects, was_read, strict=True) if not is_read]
+            )
+        return [
+            memory if is_read else None for memory, is_read in zip(objects, was_read, strict=True)
+        ]
 
     def _allocate(self, count: int) -> list[Any]:
         """Up to `count` memory objects of LMCache; fewer if it has no room."""

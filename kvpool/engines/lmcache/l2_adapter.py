@@ -162,13 +162,13 @@ class KVPoolL2Adapter(L2AdapterInterface):
     async def _lookup(self, task_id: int, keys: Sequence[Any], descs: Mapping[int, Any]) -> None:
         bitmap = Bitmap(len(keys))
         try:
-            told = {
+            given = {
                 group: object_layout(desc.shapes, desc.dtypes)
                 for group, desc in descs.items()
                 if desc.shapes  # LMCache's own benchmark gives none
             }
             layouts = [
-                told.get(key.object_group_id) or self._names.last_layout(key) for key in keys
+                given.get(key.object_group_id) or self._names.last_layout(key) for key in keys
             ]
             places = [i for i, layout in enumerate(layouts) if layout is not None]
             items = [
@@ -244,8 +244,8 @@ class KVPoolL2Adapter(L2AdapterInterface):
         bitmap = Bitmap(len(keys))
         try:
             places, items, buffers = self._items_of(keys, objects)
-            came = await self._objects.read(items, buffers, self.settings.load_timeout_s)
-            loaded = [i for i, is_here in enumerate(came) if is_here]
+            was_read = await self._objects.read(items, buffers, self.settings.load_timeout_s)
+            loaded = [i for i, is_read in enumerate(was_read) if is_read]
             for i in loaded:
                 bitmap.set(places[i])
             if loaded:
@@ -352,7 +352,7 @@ class KVPoolL2Adapter(L2AdapterInterface):
             self._thread.call_soon(self._run, job)
         except Unavailable as error:
             job.close()
-            self._warn("a task came after close", error)
+            self._warn("a task was_read after close", error)
             give_up()
 
     def _run(self, job: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -159,26 +159,26 @@ class ObjectStore:
         Nothing is written there after this returns: a NIXL read that may arrive late goes through
         the client's own memory.
         """
-        came = [False] * len(items)
+        was_read = [False] * len(items)
         if not items or not self.may_ask():
-            return came
+            return was_read
         deadline = time.monotonic() + timeout_s
         await asyncio.gather(
             *(
-                self._read_run(items, indices, buffers, came, deadline)
+                self._read_run(items, indices, buffers, was_read, deadline)
                 for _, indices in _by_namespace(items)
             )
         )
         self.counters["loads_asked"] += len(items)
-        self.counters["loaded"] += sum(came)
-        return came
+        self.counters["loaded"] += sum(was_read)
+        return was_read
 
     async def _read_run(
         self,
         items: Sequence[Item],
         indices: Sequence[int],
         buffers: Sequence[Any],
-        came: list[bool],
+        was_read: list[bool],
         deadline: float,
     ) -> None:
         rest, namespace = list(indices), items[indices[0]].space.namespace
@@ -192,7 +192,7 @@ class ObjectStore:
                 )
                 self._answered()
                 for index in rest[: result.found]:
-                    came[index] = True
+                    was_read[index] = True
                 if result.found < len(rest):
                     self.counters[f"miss:{result.miss_reason}"] += 1
                 for transport, count in result.bytes_moved.items():

@@ -22,11 +22,11 @@ def options_of(request: Any) -> RequestOptions:
 
     If they are invalid, the request shares nothing, to be safe.
     """
-    told = (request.kv_transfer_params or {}).get("kvpool")
-    if told is None:
+    given = (request.kv_transfer_params or {}).get("kvpool")
+    if given is None:
         return RequestOptions()
     try:
-        return msgspec.convert(told, RequestOptions)
+        return msgspec.convert(given, RequestOptions)
     except msgspec.ValidationError as error:
         log.warning(
             "a request shares nothing: kv_transfer_params.kvpool takes booleans load and save",
