@@ -13,9 +13,9 @@ import httpx
 import numpy as np
 import pytest
 
-from kvpool import AsyncPool, Pool, hash_chain
+from kvpool import AsyncPool, Pool
 from tests.support.node_pair import Pair, running_pair
-from tests.support.process_cluster import LAYOUT, NAMESPACE, wait_until
+from tests.support.process_cluster import LAYOUT, NAMESPACE, chain, some_bytes, wait_until
 
 SIZE = LAYOUT.part_bytes
 
@@ -34,21 +34,12 @@ def patient_pair(tmp_path: Path) -> Iterator[Pair]:
         yield running
 
 
-def chain(seed: int, blocks: int) -> list[bytes]:
-    tokens = np.random.default_rng(seed).integers(0, 50_000, blocks * LAYOUT.block_tokens)
-    return hash_chain(NAMESPACE, tokens)
-
-
-def some_data(seed: int, blocks: int) -> Any:
-    return np.random.default_rng(seed).integers(0, 256, (blocks, SIZE), dtype=np.uint8)
-
-
 def test_what_one_conductor_knows_the_other_knows(pair: Pair) -> None:
     pair.start_node("n0")
     pair.start_node("n1", host="there")
     for name in "ab":
         pair.wait_live(name, 2)
-    hashes, data = chain(1, 6), some_data(1, 6)
+    hashes, data = chain(1, 6), some_bytes(1, 6)
     with (
         Pool(conductor=pair.facts["a"]["wire"], host_label="here") as at_a,
         Pool(conductor=pair.facts["b"]["wire"], host_label="here") as at_b,
@@ -77,7 +68,7 @@ async def test_no_call_is_lost_when_a_conductor_is_killed_under_load(
     pair.wait_live("b", 2)
     survivor = "b" if victim == "a" else "a"
     seeds = range(10, 16)
-    data = {seed: some_data(seed, 4) for seed in seeds}
+    data = {seed: some_bytes(seed, 4) for seed in seeds}
     calls = 0
     is_over = False
 
@@ -108,7 +99,7 @@ async def test_no_call_is_lost_when_a_conductor_is_killed_under_load(
         await asyncio.gather(*tasks)
         # Nodes report to the one that is left within seconds: what is new is found there.
         fresh = chain(99, 3)
-        await writer.put(NAMESPACE, fresh, some_data(99, 3))
+        await writer.put(NAMESPACE, fresh, some_bytes(99, 3))
         await _found(pool, fresh)
     # The other node may be the last to learn which conductor is left.
     await asyncio.to_thread(pair.wait_live, survivor, 2)
@@ -137,7 +128,7 @@ def test_without_redis_conductors_go_on_say_so_and_recover_even_from_an_empty_on
     pair.start_node("n0")
     for name in "ab":
         pair.wait_live(name, 1)
-    hashes, data = chain(2, 5), some_data(2, 5)
+    hashes, data = chain(2, 5), some_bytes(2, 5)
     later = chain(3, 4)
     out = np.zeros_like(data)
     with (
@@ -176,7 +167,7 @@ def test_without_redis_conductors_go_on_say_so_and_recover_even_from_an_empty_on
 def test_a_redis_that_hangs_costs_one_deadline_and_no_request(pair: Pair) -> None:
     pair.start_node("n0")
     pair.wait_live("a", 1)
-    hashes, data = chain(4, 5), some_data(4, 5)
+    hashes, data = chain(4, 5), some_bytes(4, 5)
     with Pool(conductor=pair.facts["a"]["wire"], host_label="here") as pool:
         pool.put(NAMESPACE, hashes, data)
         wait_until(lambda: pool.lookup(NAMESPACE, hashes).found == 5, "found")
@@ -197,7 +188,7 @@ def test_a_frozen_conductor_is_left_and_comes_back_without_harm(pair: Pair) -> N
     pair.start_node("n0")
     for name in "ab":
         pair.wait_live(name, 1)
-    hashes, data = chain(5, 5), some_data(5, 5)
+    hashes, data = chain(5, 5), some_bytes(5, 5)
     addresses = f"{pair.facts['a']['wire']},{pair.facts['b']['wire']}"
     with Pool(conductor=addresses, host_label="here") as pool:
         pool.put(NAMESPACE, hashes, data)
@@ -226,7 +217,7 @@ def test_a_node_that_dies_is_forgotten_by_all_conductors(pair: Pair) -> None:
     pair.start_node("n1")
     for name in "ab":
         pair.wait_live(name, 2)
-    hashes, data = chain(7, 3), some_data(7, 3)
+    hashes, data = chain(7, 3), some_bytes(7, 3)
     with Pool(conductor=pair.facts["b"]["wire"], host_label="here") as pool:
         pool.put(NAMESPACE, hashes, data)
         wait_until(lambda: pool.lookup(NAMESPACE, hashes).found == 3, "found")

@@ -20,7 +20,7 @@ from kvpool.errors import Draining, InvalidArgument, NotFound
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
 from tests.support.fork_server import run_kvpool
-from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, wait_until
+from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, chain, some_bytes, wait_until
 
 SIZE = LAYOUT.part_bytes
 HOSTS = {"a": "here", "b": "there"}
@@ -40,18 +40,9 @@ def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]
             settings = (f"node.node_id={name}", "node.advanced.grace_s=0.2", *more)
             running.launch_node(name, *settings, host=host)
         for name in HOSTS:
-            running.nodes[name] = running.supervisor.wait_ready(running.member(name), 60)
+            running.ready_node(name)
         running.wait_joined(nodes=2)
         yield running
-
-
-def chain(seed: int, blocks: int) -> list[bytes]:
-    tokens = np.random.default_rng(seed).integers(0, 50_000, blocks * LAYOUT.block_tokens)
-    return hash_chain(NAMESPACE, tokens)
-
-
-def some_bytes(seed: int, blocks: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (blocks, SIZE), dtype=np.uint8)
 
 
 def client(cluster: Cluster, host: str = "here") -> Pool:

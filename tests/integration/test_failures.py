@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import AsyncPool, Pool, hash_chain
+from kvpool import AsyncPool, Pool
 from kvpool.errors import KvpoolError, LeaseExpired, StaleEpoch, TransferFailed, Unavailable
-from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, wait_until
+from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, chain, wait_until
 
 SIZE = LAYOUT.part_bytes
 QUICK = (
@@ -37,11 +37,6 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
             "conductor.advanced.dead_after_s=2",
         )
         yield running
-
-
-def chain(seed: int, blocks: int) -> list[bytes]:
-    tokens = np.random.default_rng(seed).integers(0, 50_000, blocks * LAYOUT.block_tokens)
-    return hash_chain(NAMESPACE, tokens)
 
 
 def accounting(cluster: Cluster, name: str = "n0") -> dict[str, int]:

@@ -14,10 +14,9 @@ import openai
 import pytest
 
 from tests.support.node_pair import Pair, running_pair
-from tests.support.process_cluster import FREE_PORTS, wait_until
+from tests.support.process_cluster import wait_until
 
 ENGINE = (
-    "worker.engine=fake",
     "worker.model_name=fake",
     "worker.block_tokens=32",
     "worker.max_concurrent=64",
@@ -37,12 +36,9 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
         for name in ("n0", "n1"):
             running.start_node(name, "node.advanced.quarantine_s=1", "node.advanced.grace_s=0.2")
         for number, role in enumerate(ROLES):
-            sets = [text for setting in ENGINE for text in ("--set", setting)]
-            arguments = [*sets, "worker", *FREE_PORTS, "--role", role, "--host-label", "here"]
-            arguments += ["--conductor", running.conductor["wire"]]
-            running.supervisor.launch(f"w{number}", arguments)
+            running.launch_fake_worker(f"w{number}", role, *ENGINE)
         for number in range(len(ROLES)):
-            running.supervisor.wait_ready(running.member(f"w{number}"), 60)
+            running.ready_worker(f"w{number}")
         for name in "ab":
             running.wait_live(name, 2)
             wait_until(lambda name=name: _live_workers(running, name) == len(ROLES), "workers")

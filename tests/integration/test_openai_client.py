@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from tests.support.process_cluster import FREE_PORTS, Cluster, wait_until
+from tests.support.process_cluster import Cluster, wait_until
 
 ENGINE = (
-    "worker.engine=fake",
     "worker.model_name=fake",
     "worker.block_tokens=32",
     "fake_engine.bytes_per_token=1024",
@@ -31,11 +30,9 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         )
         running.start_node("n0", "node.advanced.quarantine_s=1", "node.advanced.grace_s=0.2")
         for role in ("prefill", "decode"):
-            sets = [text for setting in ENGINE for text in ("--set", setting)]
-            arguments = [*sets, "worker", *FREE_PORTS, "--role", role, "--host-label", "here"]
-            running.supervisor.launch(role, [*arguments, "--conductor", running.conductor["wire"]])
+            running.launch_fake_worker(role, role, *ENGINE)
         for role in ("prefill", "decode"):
-            running.workers[role] = running.supervisor.wait_ready(running.member(role), 60)
+            running.ready_worker(role)
         running.wait_joined(nodes=1, workers=2)
         yield running
 

@@ -17,12 +17,11 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.support.process_cluster import FREE_PORTS, LAYOUT, NAMESPACE, Cluster
+from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster
 from tests.support.sizes import examples
 from tests.support.tiny_tokenizer import save_tiny_tokenizer
 
 ENGINE = (
-    "worker.engine=fake",
     "worker.max_concurrent=64",
     "fake_engine.prefill_base_s=0",
     "fake_engine.prefill_token_s=0",
@@ -48,10 +47,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             model=str(tokenizer),
         )
         running.start_node("n")
-        sets = [text for setting in ENGINE for text in ("--set", setting)]
-        arguments = [*sets, "worker", *FREE_PORTS, "--role", "both", "--host-label", "here"]
-        running.supervisor.launch("w", [*arguments, "--conductor", running.conductor["wire"]])
-        running.supervisor.wait_ready(running.member("w"), 60)
+        running.launch_fake_worker("w", "both", *ENGINE)
         running.wait_joined(nodes=1, workers=1)
         yield running
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvpool import AsyncPool, Layout, Namespace, Pool, hash_chain
+from kvpool import AsyncPool, Layout, Namespace, Pool
 from kvpool.blocks.hashing import pack_hashes
 from kvpool.errors import (
     BlockTooLarge,
@@ -29,7 +29,7 @@ from kvpool.proto import kvpool_pb2 as pb
 from kvpool.proto import kvpool_pb2_grpc as pb_grpc
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
-from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, wait_until
+from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, chain, some_bytes, wait_until
 
 SIZE = LAYOUT.part_bytes
 
@@ -42,19 +42,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         for name, host in (("here", "here"), ("there", "there")):
             running.launch_node(name, "node.advanced.lease_s=5", host=host)
         for name in ("here", "there"):
-            running.nodes[name] = running.supervisor.wait_ready(running.member(name), 60)
+            running.ready_node(name)
         running.wait_joined(nodes=2)
         yield running
-
-
-def chain(seed: int, blocks: int, namespace: Namespace = NAMESPACE) -> list[bytes]:
-    """Hashes of a prompt that no other test uses."""
-    tokens = np.random.default_rng(seed).integers(0, 50_000, blocks * namespace.layout.block_tokens)
-    return hash_chain(namespace, tokens)
-
-
-def some_bytes(seed: int, blocks: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (blocks, SIZE), dtype=np.uint8)
 
 
 def client(cluster: Cluster, **options: Any) -> Pool:

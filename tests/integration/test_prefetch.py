@@ -13,15 +13,10 @@ from kvpool.blocks.hashing import pack_hashes
 from kvpool.errors import InvalidArgument
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
-from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, wait_until
+from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, chain, wait_until
 
 SIZE = LAYOUT.part_bytes
 BLOCKS = 20
-
-
-def chain(seed: int, blocks: int) -> list[bytes]:
-    tokens = np.random.default_rng(seed).integers(0, 50_000, blocks * LAYOUT.block_tokens)
-    return hash_chain(NAMESPACE, tokens)
 
 
 HASHES = chain(1, BLOCKS)

@@ -12,12 +12,11 @@ import pytest
 
 from kvpool import Pool, hash_chain
 from kvpool.blocks.tier import Tier
-from tests.support.process_cluster import FREE_PORTS, Cluster, wait_until
+from tests.support.process_cluster import Cluster, wait_until
 
 BLOCK_TOKENS = 32
 BLOCKS = 20  # of 32 KiB: of three such prompts a node's DRAM holds two
 ENGINE = (
-    "worker.engine=fake",
     f"worker.block_tokens={BLOCK_TOKENS}",
     "fake_engine.bytes_per_token=1024",
     "fake_engine.prefill_token_s=0.0001",
@@ -43,12 +42,10 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
                 "node.nvme_bytes=64MiB",
                 host=f"host-{name}",
             )
-        sets = [text for setting in ENGINE for text in ("--set", setting)]
-        arguments = [*sets, "worker", *FREE_PORTS, "--role", "both", "--host-label", "host-a"]
-        running.supervisor.launch("w", [*arguments, "--conductor", running.conductor["wire"]])
+        running.launch_fake_worker("w", "both", *ENGINE, host="host-a")
         for name in ("a", "b"):
-            running.nodes[name] = running.supervisor.wait_ready(running.member(name), 60)
-        running.supervisor.wait_ready(running.member("w"), 60)
+            running.ready_node(name)
+        running.ready_worker("w")
         running.wait_joined(nodes=2, workers=1)
         yield running
 

@@ -8,12 +8,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvpool import AsyncPool, Namespace, Pool, hash_chain
+from kvpool import AsyncPool, Namespace, Pool
 from kvpool.blocks.hashing import pack_hashes
 from kvpool.errors import InvalidArgument, NoRoom
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
-from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster
+from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, chain
 
 SIZE = LAYOUT.part_bytes
 CAPACITY = 2 << 20
@@ -40,11 +40,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def pool(cluster: Cluster) -> Iterator[Pool]:
     with Pool(conductor=cluster.conductor["wire"], host_label="here") as made:
         yield made
-
-
-def chain(seed: int, blocks: int, namespace: Namespace = NAMESPACE) -> list[bytes]:
-    tokens = np.random.default_rng(seed).integers(0, 50_000, blocks * LAYOUT.block_tokens)
-    return hash_chain(namespace, tokens)
 
 
 def put_short_chains(pool: Pool, seed: int, count: int, namespace: Namespace = NAMESPACE) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from kvpool import AsyncPool, Layout, Namespace, Pool, hash_chain
+from kvpool import AsyncPool, Layout, Namespace, Pool
 from kvpool.blocks.hashing import pack_hashes
 from kvpool.blocks.tier import Tier
 from kvpool.client.node.node_link import NodeLink
@@ -30,7 +30,7 @@ from kvpool.transports import Pieces, Transport, Transports
 from kvpool.transports.shm import ShmTransport
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
-from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, wait_until
+from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, chain, some_bytes, wait_until
 from tiers.memory.arena import Arena
 from tiers.service import replication
 from tiers.service.replication import Replicator
@@ -56,7 +56,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
                 name, f"node.node_id={name}", "node.advanced.quarantine_s=1", host=host
             )
         for name in HOSTS:
-            running.nodes[name] = running.supervisor.wait_ready(running.member(name), 60)
+            running.ready_node(name)
         running.wait_joined(nodes=3)
         yield running
 
@@ -78,18 +78,9 @@ def doomed(tmp_path: Path) -> Iterator[Cluster]:
             )
             running.launch_node(name, *sizes, *once, host=HOSTS[name])
         for name in ("a", "b"):
-            running.nodes[name] = running.supervisor.wait_ready(running.member(name), 60)
+            running.ready_node(name)
         running.wait_joined(nodes=2)
         yield running
-
-
-def chain(seed: int, blocks: int, namespace: Namespace = NAMESPACE) -> list[bytes]:
-    tokens = np.random.default_rng(seed).integers(0, 50_000, blocks * namespace.layout.block_tokens)
-    return hash_chain(namespace, tokens)
-
-
-def some_bytes(seed: int, blocks: int, size: int = SIZE) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (blocks, size), dtype=np.uint8)
 
 
 def client(cluster: Cluster, host: str = "here") -> Pool:

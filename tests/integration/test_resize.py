@@ -13,12 +13,12 @@ import httpx
 import numpy as np
 import pytest
 
-from kvpool import Pool, hash_chain
+from kvpool import Pool
 from kvpool.client import PinnedBlocks
 from kvpool.errors import InvalidArgument, NoSharedMemory
 from kvpool.wire import messages as m
 from tests.support.fork_server import run_kvpool
-from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, wait_until
+from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, chain, some_bytes, wait_until
 
 MIB = 1 << 20
 SIZE = LAYOUT.part_bytes
@@ -40,15 +40,6 @@ def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]
         running.start_node("a", *settings, *getattr(request, "param", ()))
         running.wait_joined(nodes=1)
         yield running
-
-
-def chain(seed: int, blocks: int) -> list[bytes]:
-    tokens = np.random.default_rng(seed).integers(0, 50_000, blocks * LAYOUT.block_tokens)
-    return hash_chain(NAMESPACE, tokens)
-
-
-def some_bytes(seed: int, blocks: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (blocks, SIZE), dtype=np.uint8)
 
 
 def client(cluster: Cluster, transport: str = "shm") -> Pool:

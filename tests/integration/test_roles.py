@@ -13,10 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.process_cluster import FREE_PORTS, Cluster
+from tests.support.process_cluster import Cluster
 
 ENGINE = (
-    "worker.engine=fake",
     "worker.max_concurrent=64",
     "fake_engine.bytes_per_token=16",
     "fake_engine.prefill_base_s=0.0",
@@ -46,14 +45,8 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
             "conductor.advanced.roles_min_requests=4",
         )
         running.start_node("n0")
-        members = []
         for number, role in enumerate(("prefill", "prefill", "decode", "decode")):
-            sets = [text for setting in ENGINE for text in ("--set", setting)]
-            arguments = [*sets, "worker", *FREE_PORTS, "--role", role, "--host-label", "here"]
-            arguments += ["--conductor", running.conductor["wire"]]
-            members.append(running.supervisor.launch(f"w{number}", arguments))
-        for member in members:
-            running.supervisor.wait_ready(member, 60)
+            running.launch_fake_worker(f"w{number}", role, *ENGINE)
         running.wait_joined(nodes=1, workers=4)
         yield running
 

@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from tests.support.fork_server import run_kvpool
-from tests.support.process_cluster import FREE_PORTS, Cluster, wait_until
+from tests.support.process_cluster import Cluster, wait_until
 
-ENGINE = ("worker.engine=fake", "fake_engine.bytes_per_token=64", "worker.block_tokens=32")
+ENGINE = ("fake_engine.bytes_per_token=64", "worker.block_tokens=32")
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +28,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         )
         running.start_node("n0")
         for role in ("prefill", "decode"):
-            sets = [text for setting in ENGINE for text in ("--set", setting)]
-            arguments = [*sets, "worker", *FREE_PORTS, "--role", role, "--host-label", "here"]
-            running.supervisor.start(role, [*arguments, "--conductor", running.conductor["wire"]])
+            running.launch_fake_worker(role, role, *ENGINE)
         running.wait_joined(nodes=1, workers=2)
         yield running
 

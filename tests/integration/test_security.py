@@ -50,7 +50,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             running.launch_node(name)
         running.launch_worker("w", "both", Path(MODEL), "worker.engine=fake")
         for name in ("a", "b"):
-            running.nodes[name] = running.supervisor.wait_ready(running.member(name), 60)
+            running.ready_node(name)
         running.ready_worker("w")
         running.wait_joined(nodes=2, workers=1)
         with client(running, "acme") as pool:

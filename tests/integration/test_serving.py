@@ -46,7 +46,7 @@ def start(cluster: Cluster, model: Path) -> Cluster:
     cluster.launch_worker("decode-a", "decode", model, cache, host="host-a")
     cluster.launch_worker("decode-b", "decode", model, cache, host="host-b")
     for name in ("node-a", "node-b"):
-        cluster.nodes[name] = cluster.supervisor.wait_ready(cluster.member(name), 60)
+        cluster.ready_node(name)
     for name in ("prefill", "decode-a", "decode-b"):
         cluster.ready_worker(name)
     cluster.wait_joined(nodes=2, workers=3)

@@ -11,8 +11,8 @@ import httpx
 import numpy as np
 import pytest
 
-from kvpool import Pool, hash_chain
-from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, wait_until
+from kvpool import Pool
+from tests.support.process_cluster import LAYOUT, NAMESPACE, Cluster, chain, wait_until
 
 SIZE = LAYOUT.part_bytes
 SETTINGS = (
@@ -30,11 +30,6 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     with running.supervisor:
         running.start_conductor(*SETTINGS)
         yield running
-
-
-def chain(seed: int, blocks: int) -> list[bytes]:
-    tokens = np.random.default_rng(seed).integers(0, 50_000, blocks * LAYOUT.block_tokens)
-    return hash_chain(NAMESPACE, tokens)
 
 
 def stand_still(cluster: Cluster, name: str, for_s: float) -> None:

@@ -54,7 +54,7 @@ def secured(
         for name, host in (("a", "here"), ("b", "there")):
             running.launch_node(name, host=host)
         for name in ("a", "b"):
-            running.nodes[name] = running.supervisor.wait_ready(running.member(name), 60)
+            running.ready_node(name)
         running.wait_joined(nodes=2)  # over HTTPS; and the nodes joined over TLS
         yield running, is_mutual
 

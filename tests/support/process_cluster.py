@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import msgspec
+import numpy as np
 
 from kvpool import Pool, hash_chain
 from kvpool.blocks.layout import Layout, Namespace
@@ -35,6 +36,17 @@ def wait_until(claim: Callable[..., Any], what: str, timeout_s: float = 60.0) ->
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {timeout_s:g} s: {what}")
         time.sleep(0.02)
+
+
+def chain(seed: int, blocks: int, namespace: Namespace = NAMESPACE) -> list[bytes]:
+    """Hashes of a random prompt of so many blocks; another prompt for every seed."""
+    count = blocks * namespace.layout.block_tokens
+    return hash_chain(namespace, np.random.default_rng(seed).integers(0, 50_000, count))
+
+
+def some_bytes(seed: int, blocks: int, size: int = LAYOUT.part_bytes) -> np.ndarray:
+    """Random contents of so many blocks, a row each."""
+    return np.random.default_rng(seed).integers(0, 256, (blocks, size), dtype=np.uint8)
 
 
 class Cluster:
@@ -62,8 +74,11 @@ class Cluster:
         return self.supervisor.launch(name, arguments)
 
     def start_node(self, name: str, *settings: str, host: str = "here") -> dict[str, Any]:
-        member = self.launch_node(name, *settings, host=host)
-        self.nodes[name] = self.supervisor.wait_ready(member, START_S)
+        self.launch_node(name, *settings, host=host)
+        return self.ready_node(name)
+
+    def ready_node(self, name: str) -> dict[str, Any]:
+        self.nodes[name] = self.supervisor.wait_ready(self.member(name), START_S)
         return self.nodes[name]
 
     def launch_worker(
@@ -73,6 +88,14 @@ class Cluster:
         arguments = [*_sets((*defaults, *settings)), "worker", *FREE_PORTS, "--role", role]
         arguments += ["--model", str(model), "--model-name", "tiny", "--host-label", host]
         arguments += ["--conductor", self.conductor["wire"]]
+        return self.supervisor.launch(name, arguments)
+
+    def launch_fake_worker(
+        self, name: str, role: str, *settings: str, host: str = "here"
+    ) -> Member:
+        """A worker whose engine sleeps instead of computing."""
+        arguments = [*_sets(("worker.engine=fake", *settings)), "worker", *FREE_PORTS]
+        arguments += ["--role", role, "--host-label", host, "--conductor", self.conductor["wire"]]
         return self.supervisor.launch(name, arguments)
 
     def ready_worker(self, name: str) -> dict[str, Any]:

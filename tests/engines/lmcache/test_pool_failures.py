@@ -82,7 +82,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         cluster.launch_node("small", *SMALL, host="small")
         cluster.launch_node("disk", *nvme, "node.advanced.write_through=true", SHM, host="disk")
         for name in ("here", "small", "disk"):
-            cluster.nodes[name] = cluster.supervisor.wait_ready(cluster.member(name), 240)
+            cluster.ready_node(name)
         cluster.wait_joined(nodes=3)
         yield World(cluster, driver, late)
 
