@@ -1,6 +1,6 @@
 """How pytest-xdist shares the tests out between its workers.
 
-A worker gets one unit at a time: a file, or all tests of an engine, whose imports take long. So a module's
+A worker gets one unit at a time: a file, or the tests of an engine, whose imports take long. So a module's
 fixtures start once. Long units go first. The tests that load or measure the whole machine are one unit,
 which starts when the other workers have finished.
 """
@@ -12,8 +12,11 @@ from typing import Any
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
 ALONE = "alone"
+_SERVERS_OF_VLLM = "vllm in processes of its own"
 _FOLDERS = {
     "tests/chaos/": ALONE,
+    "tests/engines/vllm/test_disaggregated.py": _SERVERS_OF_VLLM,
+    "tests/engines/vllm/test_real_model.py": _SERVERS_OF_VLLM,
     "tests/engines/vllm/": "tests/engines/vllm/",
     "tests/engines/sglang/": "tests/engines/sglang/",
     "tests/engines/lmcache/": "tests/engines/lmcache/",
@@ -21,10 +24,13 @@ _FOLDERS = {
 # Longest first; units that are not listed take less and follow in the order of their names.
 _LONGEST = (
     "tests/engines/vllm/",
+    _SERVERS_OF_VLLM,
+    "tests/engines/lmcache/",
+    "tests/engines/sglang/",
     "tests/integration/test_demo.py",
     "tests/integration/test_serving.py",
-    "tests/engines/sglang/",
-    "tests/engines/lmcache/",
+    "tests/integration/test_replication.py",
+    "tests/planner/simulator/test_simulation.py",
     "tests/tiers/store/test_mutations.py",
     "tests/tiers/store/test_properties.py",
 )
