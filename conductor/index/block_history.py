@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from kvpool.blocks.records import BlockEvent
 from kvpool.errors import InvalidArgument
-from kvpool.wire.messages import BlockEvent
 
 _NODE_BITS = 14
 _KIND_BITS = 2

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from kvpool.blocks.hashing import HASH_BYTES, unpack_hashes
+from kvpool.blocks.records import BlockEvent, Segment
 from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument
-from kvpool.wire.messages import BlockEvent, Segment
 
 V = TypeVar("V")
 

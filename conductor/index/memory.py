@@ -24,9 +24,9 @@ from itertools import repeat
 from conductor.index.contract import Holder, Holders, checked_hashes, cover_runs, runs_of
 from conductor.index.negative_cache import Copies, NegativeCache
 from conductor.index.packed_hashes import PackedHashes
+from kvpool.blocks.records import BlockEvent, Segment
 from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument, StaleEpoch
-from kvpool.wire.messages import BlockEvent, Segment
 
 MAX_FENCES = 65_536  # epochs of nodes, also of those that left
 FIRST_PIECE, PIECE = 32, 1024  # blocks of a chain that are probed at a time

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from kvpool.blocks.records import Segment
 from kvpool.blocks.tier import Tier
-from kvpool.wire.messages import Segment
 
 
 def cut(segments: Sequence[Segment], limit: int) -> list[Segment]:

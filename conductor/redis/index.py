@@ -20,9 +20,9 @@ from conductor.index.negative_cache import NegativeCache
 from conductor.redis import scripts as lua
 from conductor.redis.client import RedisClient
 from kvpool.blocks.hashing import HASH_BYTES, pack_hashes
+from kvpool.blocks.records import BlockEvent, Segment
 from kvpool.blocks.tier import Tier
 from kvpool.errors import StaleEpoch
-from kvpool.wire.messages import BlockEvent, Segment
 
 SLICE_BLOCKS = 2_000  # per script, during which Redis serves no other client: about 2 ms
 MAX_HOLDERS = 65_536  # decoded holders in the cache; ids never change their meaning

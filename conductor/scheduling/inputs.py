@@ -12,9 +12,10 @@ from typing import Literal
 from conductor.members.membership import State
 from conductor.scheduling.cost_model import CostModel
 from conductor.scheduling.in_flight import InFlight
+from kvpool.blocks.records import Segment
 from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument
-from kvpool.wire.messages import Segment, WorkerLoad
+from kvpool.wire.messages import WorkerLoad
 
 IDLE = WorkerLoad(0, 0, 0, 0, 0.0, 0.0)
 

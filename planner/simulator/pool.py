@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from conductor.index.contract import Found
 from conductor.index.memory import MemoryIndex
 from kvpool.blocks.hashing import pack_hashes
+from kvpool.blocks.records import BlockEvent
 from kvpool.blocks.tier import Tier
-from kvpool.wire.messages import BlockEvent
 from planner.simulator.setup import Cache, CacheFactory, NodeSpec
 
 EPOCH = 1

@@ -19,8 +19,8 @@ from conductor.routing.service import pool_facts
 from conductor.scheduling.decision import Decision
 from conductor.scheduling.hot_blocks import HotBlocks
 from conductor.scheduling.scheduler import ScheduleRequest, schedule
+from kvpool.blocks.records import Segment
 from kvpool.blocks.tier import Tier
-from kvpool.wire.messages import Segment
 from planner.simulator.cluster_state import ClusterState
 from planner.simulator.instance import Instance, Prompt
 from planner.simulator.network import Network

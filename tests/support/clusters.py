@@ -20,8 +20,9 @@ from conductor.scheduling.scheduler import (
     SchedulingInputs,
     WorkerStatus,
 )
+from kvpool.blocks.records import Segment
 from kvpool.blocks.tier import Tier
-from kvpool.wire.messages import Segment, WorkerLoad
+from kvpool.wire.messages import WorkerLoad
 
 NS = b"n" * 16
 BLOCK = 64

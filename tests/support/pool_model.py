@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvpool.blocks.layout import Layout, Namespace
+from kvpool.blocks.records import BlockStatus
 from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument, LeaseExpired, NoRoom, ReservationGone
-from kvpool.wire.messages import BlockStatus
 from tiers.store.blocks import Migration
 from tiers.store.slab_allocator import Place, SlabAllocator
 from tiers.store.store import Store, StoreConfig

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
+from kvpool.blocks.records import BlockInfo, NamespaceUsage, TierUsage
 from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument
-from kvpool.wire import messages as m
 from tiers.store.access_clock import AccessClock
 from tiers.store.block_table import BlockTable
 from tiers.store.blocks import FOREVER, NEVER, Block
@@ -33,14 +33,14 @@ class Inspection:
         self._namespaces = namespaces
         self._access_clock = access_clock
 
-    def tiers(self) -> list[m.TierUsage]:
+    def tiers(self) -> list[TierUsage]:
         """Bytes by state of each tier; free + reserved + committed + quarantined = capacity.
 
         Pinned bytes are part of the committed ones. Targets of migrations count as reserved.
         """
         spaces = self._table.spaces.values()
         return [
-            m.TierUsage(
+            TierUsage(
                 tier.index,
                 tier.allocator.capacity_bytes,
                 tier.free_bytes,
@@ -69,13 +69,13 @@ class Inspection:
         arenas = self._table.tiers[Tier.DRAM].allocator.arenas
         return {arena.arena_id: arena.used_bytes for arena in arenas}
 
-    def namespaces(self) -> list[m.NamespaceUsage]:
+    def namespaces(self) -> list[NamespaceUsage]:
         """Each namespace with the number of its blocks in each tier, in the order of registration."""
-        usages: list[m.NamespaceUsage] = []
+        usages: list[NamespaceUsage] = []
         for space in self._table.spaces.values():
             blocks = {tier: len(space.visible[tier]) for tier in Tier}
             usages.append(
-                m.NamespaceUsage(
+                NamespaceUsage(
                     space.namespace_id,
                     space.namespace.name,
                     space.namespace.model,
@@ -87,7 +87,7 @@ class Inspection:
             )
         return usages
 
-    def blocks(self, namespace_id: bytes, offset: int, limit: int, now: float) -> list[m.BlockInfo]:
+    def blocks(self, namespace_id: bytes, offset: int, limit: int, now: float) -> list[BlockInfo]:
         """One page of a namespace's blocks, in the order of their arrival.
 
         Raises:
@@ -121,13 +121,13 @@ class Inspection:
         ]
         return ((space_id, tier, name) for space_id, tier, names in slices for name in names)
 
-    def _described(self, block: Block, now: float) -> m.BlockInfo:
+    def _described(self, block: Block, now: float) -> BlockInfo:
         copies = [copy for copy in (block.copies[tier] for tier in Tier) if copy is not None]
         retained_s = -1.0
         if block.retained_until != NEVER:
             is_hard_pinned = block.retained_until == FOREVER
             retained_s = 0.0 if is_hard_pinned else max(1e-3, block.retained_until - now)
-        return m.BlockInfo(
+        return BlockInfo(
             block.name,
             block.parent,
             block.depth,

@@ -20,9 +20,9 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from kvpool.blocks.hashing import HASH_BYTES
+from kvpool.blocks.records import BlockStatus
 from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument, ReservationGone
-from kvpool.wire.messages import BlockStatus
 from tiers.store.block_table import BlockTable
 from tiers.store.blocks import Block, Copy, Space, check_memory_tier
 from tiers.store.config import StoreConfig

@@ -6,6 +6,7 @@ each), as are places (int64 pairs of arena id and byte offset) and checksums (ui
 message about 256 blocks has four small objects and not a thousand.
 """
 
+from kvpool.blocks.records import *
 from kvpool.wire.messages.conductor import *
 from kvpool.wire.messages.node import *
 from kvpool.wire.messages.registry import *

@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from kvpool.blocks.hash_check import HashProof
 from kvpool.blocks.layout import Namespace
-from kvpool.blocks.tier import Tier
+from kvpool.blocks.records import BlockEvent, Segment
 from kvpool.wire.messages.node import NodeDescriptor, NodeStatsReply
 from kvpool.wire.messages.types import Message, Reply
-
-
-class BlockEvent(Reply, frozen=True):
-    """Blocks of one namespace that a node stored or removed: a packed run of hashes."""
-
-    kind: str  # "stored", "removed", "cleared"
-    namespace_id: bytes
-    hashes: bytes
-    tier: Tier | None  # of a "stored" event; None: every tier
 
 
 class NodeJoin(Message, frozen=True):
@@ -106,16 +97,6 @@ class WorkerHeartbeat(Message, frozen=True):
 class WorkerLeave(Message, frozen=True):
     worker_id: str
     epoch: int
-
-
-class Segment(Reply, frozen=True):
-    """A run of a chain that one node holds: blocks [start, start + count)."""
-
-    node_id: str
-    start: int
-    count: int
-    tier: Tier  # the slowest that has some of the blocks
-    ready: int = 0  # leading blocks that are in a faster tier
 
 
 class Lookup(Message, frozen=True):

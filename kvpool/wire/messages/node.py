@@ -6,6 +6,7 @@ import msgspec
 
 from kvpool.blocks.hash_check import HashProof
 from kvpool.blocks.layout import Namespace
+from kvpool.blocks.records import BlockInfo, NamespaceUsage, TierUsage
 from kvpool.blocks.tier import Tier
 from kvpool.wire.messages.types import Message, Reply
 
@@ -77,15 +78,6 @@ class ReserveReply(Reply, frozen=True):
     places: bytes
     slot_bytes: int
     ttl_s: float
-
-
-class BlockStatus:
-    """Values of `ReserveReply.statuses`."""
-
-    GRANTED = 0
-    EXISTS = 1
-    IN_PROGRESS = 2
-    NO_ROOM = 3
 
 
 class Commit(Message, frozen=True):
@@ -253,36 +245,6 @@ class DropBlocksReply(Reply, frozen=True):
     count: int
 
 
-class TierUsage(Reply, frozen=True):
-    """Accounting of one tier, in bytes; the states add up to `capacity_bytes` (invariant 7)."""
-
-    tier: Tier
-    capacity_bytes: int
-    free_bytes: int
-    reserved_bytes: int
-    committed_bytes: int
-    pinned_bytes: int
-    quarantined_bytes: int
-    blocks: int
-    retained_bytes: int = 0  # of protected blocks, here or not; not one of the states
-    read_bytes_per_s: float = 0.0  # measured while the tier is used; 0: unknown
-    write_bytes_per_s: float = 0.0
-    queued_read_bytes: int = 0  # of promotions that run or wait
-    note: str = ""  # a remark for people
-
-
-class NamespaceUsage(Reply, frozen=True):
-    """One namespace of a node, without its secrets. `resident`: whole blocks by tier."""
-
-    namespace_id: bytes
-    name: str
-    model: str
-    block_tokens: int
-    tp_size: int
-    blocks: int  # including those that are being written
-    resident: dict[Tier, int]
-
-
 class ListNamespaces(Message, frozen=True):
     """A page of the node's namespaces that the caller may see, oldest first; one shorter than `limit` is the last."""
 
@@ -292,20 +254,6 @@ class ListNamespaces(Message, frozen=True):
 
 class ListNamespacesReply(Reply, frozen=True):
     namespaces: list[NamespaceUsage]
-
-
-class BlockInfo(Reply, frozen=True):
-    """One block of a node. `depth`: how many blocks before it were known when it was written; an estimate."""
-
-    block_hash: bytes
-    parent: bytes
-    depth: int
-    tiers: list[Tier]  # that have all its parts, fastest first; empty while it is written
-    parts: int  # committed parts of its fullest copy
-    size_bytes: int  # of its slots, in all tiers
-    pins: int  # leases on it
-    retained_s: float  # seconds of protection left; 0: for ever, -1: not protected
-    idle_s: float  # since its last use, or the node's start if that is later; approximate
 
 
 class ListBlocks(Message, frozen=True):

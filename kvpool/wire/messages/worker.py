@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpool.wire.messages.conductor import Segment
+from kvpool.blocks.records import Segment
 from kvpool.wire.messages.node import NodeDescriptor, ReserveReply
 from kvpool.wire.messages.types import Message, Reply
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from conductor.index.contract import Holder, Index, cover_run
 from conductor.index.memory import MemoryIndex
+from kvpool.blocks.records import BlockEvent
 from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument, StaleEpoch
-from kvpool.wire.messages import BlockEvent
 from tests.support import valkey
 from tests.support.sizes import examples
 from tests.support.valkey import Driven

@@ -20,9 +20,9 @@ from conductor.scheduling.scheduler import (
     schedule,
     strategies,
 )
+from kvpool.blocks.records import Segment
 from kvpool.blocks.tier import Tier
 from kvpool.errors import ConfigError, InvalidArgument
-from kvpool.wire.messages import Segment
 from tests.support.clusters import (
     BLOCK,
     BLOCK_BYTES,

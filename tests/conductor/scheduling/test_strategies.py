@@ -18,11 +18,11 @@ from conductor.scheduling.inputs import DynamoOptions, SglangOptions
 from conductor.scheduling.scheduler import NodeStatus, ScheduleRequest, WorkerStatus, schedule
 from conductor.scheduling.strategies import strategy_named
 from conductor.server import scheduler_config
+from kvpool.blocks.records import Segment
 from kvpool.blocks.tier import Tier
 from kvpool.config.loader import ConductorConfig
 from kvpool.config.settings import STRATEGIES
 from kvpool.errors import ConfigError
-from kvpool.wire.messages import Segment
 from tests.support.clusters import (
     BLOCK_BYTES,
     GIB,

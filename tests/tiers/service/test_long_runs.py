@@ -10,11 +10,11 @@ import pytest
 
 from kvpool.blocks.hashing import pack_hashes
 from kvpool.blocks.layout import Layout, Namespace
+from kvpool.blocks.records import BlockStatus
 from kvpool.blocks.tier import Tier
 from kvpool.errors import ReservationGone
 from kvpool.wire import WireClient, WireServer
 from kvpool.wire import messages as m
-from kvpool.wire.messages import BlockStatus
 from tests.support import pool_model
 from tests.support.pool_model import random_walk
 from tiers.service.migrator import Migrator

@@ -9,9 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvpool.blocks.layout import Layout, Namespace
+from kvpool.blocks.records import BlockStatus
 from kvpool.blocks.tier import Tier
 from kvpool.errors import ConfigError
-from kvpool.wire.messages import BlockStatus
 from tests.support.pool_model import CONFIG, PAGE, SLAB
 from tests.support.sizes import examples
 from tests.tiers.store.test_store import names, put

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvpool.blocks.layout import Layout, Namespace
+from kvpool.blocks.records import BlockStatus
 from kvpool.blocks.tier import Tier
 from kvpool.errors import (
     BlockTooLarge,
@@ -19,7 +20,6 @@ from kvpool.errors import (
     ReservationGone,
     UnknownNamespace,
 )
-from kvpool.wire.messages import BlockStatus
 from tests.support.pool_model import CONFIG, LARGE, PAGE, SLAB, SMALL
 from tiers.store.slab_allocator import Place, SlabAllocator
 from tiers.store.store import Migration, Store, StoreConfig, StoreCorrupt
