@@ -69,6 +69,15 @@ class Profile:
         if not all(math.isfinite(figure) and figure > 0 for figure in figures):
             raise InvalidArgument("every figure of a cost profile must be positive and finite")
 
+    def prefill_s(self, new: int, reused: int = 0) -> float:
+        """Seconds to compute `new` tokens after `reused` ones."""
+        attention_s = self.prefill_attention_s * new * (reused + new / 2)
+        return self.prefill_base_s + self.prefill_token_s * new + attention_s
+
+    def tpot_s(self, context: float, batch: int) -> float:
+        """Seconds of a decode step of `batch` sequences with `context` tokens in total."""
+        return self.tpot_base_s + self.tpot_context_s * context + self.tpot_sequence_s * batch
+
 
 class OnlineFit:
     """A fit of y = sum(weight[i] * seed[i] * x[i]) by weighted recursive least squares.

@@ -109,14 +109,12 @@ class ClusterState:
                 self.nodes[spec.node_id] = replace(node, queued_read_bytes=queued)
 
     def _profile(self, spec: InstanceSpec) -> None:
-        c = spec.cost
         for _ in range(max(1, MEASURED - 2)):
             for new, reused in PROBES:
-                seconds = c.prefill_base_s + c.prefill_token_s * new
-                seconds += c.prefill_attention_s * new * (reused + new / 2)
+                seconds = spec.cost.prefill_s(new, reused)
                 self.cost.observe_prefill(spec.worker_id, new, reused, seconds)
             for batch in (1, 8, 32, 128):
                 for context in (512, 4096):
                     total = batch * context
-                    seconds = c.tpot_base_s + c.tpot_context_s * total + c.tpot_sequence_s * batch
+                    seconds = spec.cost.tpot_s(total, batch)
                     self.cost.observe_tpot(spec.worker_id, total, batch, seconds)

@@ -119,9 +119,7 @@ class Instance:
 
     def tpot_with(self, context: int) -> float:
         """Seconds of a decode step if one more sequence of `context` tokens joined."""
-        c = self._cost
-        total = self._now_context() + context
-        return c.tpot_base_s + c.tpot_context_s * total + c.tpot_sequence_s * (len(self._batch) + 1)
+        return self._cost.tpot_s(self._now_context() + context, len(self._batch) + 1)
 
     def add(self, prompt: Prompt) -> None:
         """Queue a prompt."""
@@ -152,9 +150,7 @@ class Instance:
             self._reserve(prompt)
         start = self._loop.now
         ready = prompt.fetch() if prompt.fetch is not None else start
-        c = self._cost
-        takes_s = c.prefill_base_s + c.prefill_token_s * prompt.new
-        takes_s += c.prefill_attention_s * prompt.new * (prompt.reused + prompt.new / 2)
+        takes_s = self._cost.prefill_s(prompt.new, prompt.reused)
         prompt.began = ready
 
         def computed() -> None:
@@ -285,12 +281,7 @@ class Instance:
         return self._kv_used + prompt.context + prompt.output_tokens <= self._kv_tokens
 
     def _decode_s(self) -> float:
-        c = self._cost
-        return (
-            c.tpot_base_s
-            + c.tpot_context_s * self._now_context()
-            + c.tpot_sequence_s * len(self._batch)
-        )
+        return self._cost.tpot_s(self._now_context(), len(self._batch))
 
     def _now_context(self) -> float:
         if self._doing != "steps":
@@ -299,16 +290,16 @@ class Instance:
 
     def _steps_s(self, steps: int) -> float:
         """Seconds of `steps` decode steps from `_since`: each reads one more token of every sequence."""
-        c, batch = self._cost, len(self._batch)
-        first = c.tpot_base_s + c.tpot_context_s * self.context + c.tpot_sequence_s * batch
-        return steps * first + c.tpot_context_s * batch * steps * (steps - 1) / 2
+        batch = len(self._batch)
+        first = self._cost.tpot_s(self.context, batch)
+        return steps * first + self._cost.tpot_context_s * batch * steps * (steps - 1) / 2
 
     def _steps_until(self, now: float) -> int:
         """The number of steps that have begun by `now`."""
         elapsed = now - self._since
-        c, batch = self._cost, len(self._batch)
-        first = c.tpot_base_s + c.tpot_context_s * self.context + c.tpot_sequence_s * batch
-        slope = c.tpot_context_s * batch / 2
+        batch = len(self._batch)
+        first = self._cost.tpot_s(self.context, batch)
+        slope = self._cost.tpot_context_s * batch / 2
         # slope * k^2 + (first - slope) * k = elapsed
         b = first - slope
         root = (-b + math.sqrt(b * b + 4 * slope * elapsed)) / (2 * slope) if slope else elapsed / b

@@ -65,7 +65,7 @@ def crossover(
     sent_s = exposed_s(alone_s, size / link.bytes_per_s, machine.model.layers)
     transfer_s = sent_s + size / (GPU_COPY_BYTES_PER_S * machine.tp)
     steps = math.ceil(tokens / max(64, chunk_tokens - batch))
-    decode_s = cost.tpot_base_s + (cost.tpot_context_s * context + cost.tpot_sequence_s) * batch
+    decode_s = cost.tpot_s(context * batch, batch)
     return Crossover(
         tokens,
         link.name,

@@ -164,12 +164,7 @@ class Machine:
 
     def prefill_s(self, new: int, reused: int = 0) -> float:
         """Seconds to compute `new` tokens after `reused` ones."""
-        p = self.profile()
-        return (
-            p.prefill_base_s
-            + p.prefill_token_s * new
-            + p.prefill_attention_s * new * (reused + new / 2)
-        )
+        return self.profile().prefill_s(new, reused)
 
     def profile(
         self,

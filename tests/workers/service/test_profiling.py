@@ -29,8 +29,7 @@ def assert_predicts_its_samples(path: Path, tokens: int, least_s: float) -> None
     """What the profile predicts lies among what was measured, however slow this machine is."""
     found, measured = read_profile(path), read_profile_file(path).measured["prefill"]
     seconds = [taken for new, _, taken in measured if new == tokens]
-    predicted_s = found.prefill_base_s + tokens * found.prefill_token_s
-    predicted_s += found.prefill_attention_s * tokens * tokens / 2
+    predicted_s = found.prefill_s(tokens)
     assert min(seconds) >= least_s
     assert 0.99 * min(seconds) <= predicted_s <= 1.01 * max(seconds)
 
