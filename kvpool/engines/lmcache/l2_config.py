@@ -31,7 +31,5 @@ class KVPoolL2AdapterConfig(L2AdapterConfigBase):
     def help(cls) -> str:
         """One line for each setting."""
         fields = AdapterSettings.model_fields.items()
-        lines = (
-            f"- {name}: {field.description or 'as for kvpool clients'}" for name, field in fields
-        )
+        lines = (f"- {name}: {field.description}" for name, field in fields)
         return "kvpool L2 adapter, adapter_params:\n" + "\n".join(lines)

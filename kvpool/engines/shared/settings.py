@@ -26,8 +26,15 @@ class EngineSettings(CallerConfig):
         DEFAULT_CONDUCTOR, description="wire address of a conductor, or several separated by commas"
     )
     node: OptionalText = Field(None, description="wire address of one node, instead of a conductor")
-    host_label: str = Field(default_factory=socket.gethostname, min_length=1, max_length=128)
-    transport: Literal["auto", "shm", "nixl"] = "auto"
+    host_label: str = Field(
+        default_factory=socket.gethostname,
+        min_length=1,
+        max_length=128,
+        description="label of this machine; shared memory is used with nodes of the same label",
+    )
+    transport: Literal["auto", "shm", "nixl"] = Field(
+        "auto", description="auto; shm or nixl to allow only that one"
+    )
     require_rdma: bool = Field(
         False, description="reach nodes on other hosts by RDMA only, never by TCP"
     )
