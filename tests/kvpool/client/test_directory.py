@@ -38,3 +38,21 @@ async def test_close_waits_for_every_link_that_was_dropped(
     await closing
     assert sorted(closed) == ["a", "b"]
     assert not pool.directory._closing
+
+
+async def test_a_call_may_drop_a_link_while_the_client_closes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = AsyncPool(conductor="127.0.0.1:1")
+    closed: list[str] = []
+
+    async def close(link: NodeLink) -> None:
+        closed.append(link.node.node_id)
+        pool.directory.forget_node("b", Unavailable("gone"))
+
+    monkeypatch.setattr(NodeLink, "close", close)
+    for node_id in ("a", "b"):
+        pool.directory.link_to(node(node_id))
+    await pool.close()
+    assert set(closed) == {"a", "b"}
+    assert not pool.directory._closing
