@@ -178,7 +178,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             namespace=namespace.name,
             namespace_id=namespace.namespace_id.hex()[:12],  # as much as `kvpool ls` shows
             pool=settings.node or settings.conductor,
-            pool_is_there=health.is_well,
+            pool_is_reachable=health.is_well,
         )
         if self._scheduler is not None:
             self._scheduler.start(pool, health, namespace, first.page_tokens)
