@@ -1,4 +1,4 @@
-"""`kvpool replay` and `kvpool trace` as a user calls them: tables, JSON, pictures, exit statuses."""
+"""`kvpool replay` and `kvpool trace` from the command line: tables, JSON, pictures, exit statuses."""
 
 from __future__ import annotations
 
@@ -55,9 +55,7 @@ def test_json_has_a_row_for_each_policy_and_capacity(run: Run, chat: str) -> Non
         assert sum(w["blocks"] for w in row["over_time"]) == found["blocks"]
 
 
-def test_all_are_the_policies_of_a_node_and_those_for_requests_where_they_can_be(
-    run: Run, chat: str
-) -> None:
+def test_all_means_every_policy_that_the_options_allow(run: Run, chat: str) -> None:
     _, out, _ = run("replay", chat, "--policy", "all", "--capacity", "100", "--json")
     assert [row["policy"] for row in json.loads(out)["rows"]] == [
         *EVICTION_POLICIES,
@@ -81,7 +79,7 @@ def test_tiers_are_given_in_blocks_or_bytes(run: Run, chat: str) -> None:
     assert sum(tier["hit_ratio"] for tier in row["tiers"]) == pytest.approx(row["hit_ratio"])
 
 
-def test_a_table_and_a_picture_for_people(run: Run, chat: str) -> None:
+def test_a_table_and_a_picture_are_made(run: Run, chat: str) -> None:
     pytest.importorskip("matplotlib")
     status, out, _ = run("replay", chat, "--capacity", "100,500", "--plot", "out.png")
     assert status == 0
@@ -89,7 +87,7 @@ def test_a_table_and_a_picture_for_people(run: Run, chat: str) -> None:
     assert Path("out.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_trace_is_described_for_people_and_programs(run: Run, chat: str) -> None:
+def test_a_trace_is_described_as_text_or_json(run: Run, chat: str) -> None:
     _, out, _ = run("trace", "stats", chat, "--json")
     found = json.loads(out)
     assert found["requests"] == 200
@@ -97,12 +95,12 @@ def test_a_trace_is_described_for_people_and_programs(run: Run, chat: str) -> No
     assert "reuse distance blocks" in run("trace", "stats", chat)[1]
 
 
-def test_a_made_up_trace_goes_to_stdout_where_no_file_is_named(run: Run, chat: str) -> None:
+def test_a_generated_trace_goes_to_stdout_without_a_file(run: Run, chat: str) -> None:
     _, out, _ = run("trace", "generate", "--requests", "200", "--seed", "1")
     assert out == Path(chat).read_text()
 
 
-def test_wrong_lines_are_told_by_number_and_counted(run: Run) -> None:
+def test_bad_lines_are_numbered_and_counted(run: Run) -> None:
     Path("t.jsonl").write_text(LINE + '{"timestamp": 1, "inp\n' + LINE)
     status, out, err = run("replay", "t.jsonl", "--policy", "lru", "--capacity", "9", "--json")
     assert status == 0

@@ -1,4 +1,4 @@
-"""Reading traces: formats, wrong lines by number, the size of a block; descriptions; made-up ones."""
+"""Reading traces: formats, bad lines, tokens per block. Describing traces, and generating them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_line_is_skipped_counted_and_named_or_ends_a_strict_reading(what: str) -> None:
+def test_a_bad_line_is_skipped_and_counted_or_ends_a_strict_reading(what: str) -> None:
     wrong, why = WRONG[what]
     rows = [row(0, 512, [1]), wrong, row(9, 512, [2])]
     requests, report = read(rows)
@@ -89,11 +89,11 @@ def test_lines_out_of_order_are_counted_or_end_a_strict_reading() -> None:
         read(rows, is_strict=True)
 
 
-def test_another_size_of_block_is_told_from_the_lines_or_given() -> None:
+def test_another_block_size_is_derived_from_the_lines_or_given() -> None:
     rows = [row(at, 100 + at, range((100 + at + 15) // 16)) for at in range(10)]
     assert read(rows)[1].block_tokens == 16
     assert read(rows, block_tokens=16)[1].skipped == 0
-    assert read(rows[:2])[1].skipped == 2  # two lines may as well be wrong
+    assert read(rows[:2])[1].skipped == 2  # two lines are too few to derive another size
     assert read([row(0, 512, [1, 2])] * 20, block_tokens=512)[1].skipped == 20
 
 
@@ -230,7 +230,7 @@ def test_reuse_distances_count_different_blocks_in_between(ids: list[int]) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_made_up_trace_is_sorted_consistent_and_the_same_for_its_seed(kind: str) -> None:
+def test_a_generated_trace_is_sorted_consistent_and_repeatable_by_seed(kind: str) -> None:
     requests = list(generate(kind, 300, seed=3))
     assert requests == list(generate(kind, 300, seed=3))
     assert requests != list(generate(kind, 300, seed=4))
@@ -249,7 +249,7 @@ def test_a_made_up_trace_is_sorted_consistent_and_the_same_for_its_seed(kind: st
     assert 0.02 < shares < 0.99
 
 
-def test_nothing_or_an_unknown_kind_is_not_made() -> None:
+def test_no_requests_or_an_unknown_kind_are_refused() -> None:
     with pytest.raises(ConfigError, match="unknown kind of trace 'talk'"):
         generate("talk", 1)
     with pytest.raises(ConfigError, match="0 requests"):

@@ -1,4 +1,4 @@
-"""The guarded cache: bounded, never peeking, never far below the best of its plain rivals."""
+"""The guarded cache is bounded, does not use the future, and is never far below the best plain policy."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ chains = st.lists(
 
 @settings(max_examples=examples(150), deadline=None)
 @given(chains, st.integers(7, 20))
-def test_it_never_holds_more_than_it_may_and_knows_what_it_holds(
-    prompts: list[list[int]], capacity: int
-) -> None:
+def test_it_is_bounded_and_knows_its_content(prompts: list[list[int]], capacity: int) -> None:
     cache = GuardedCache(capacity, 512)
     for at, prompt in enumerate(prompts):
         resident = 0
@@ -56,7 +54,7 @@ def test_it_sees_only_the_past() -> None:
 def test_it_leaves_hazard_for_a_rival_that_pays_for_the_change_and_then_holds_what_that_holds() -> (
     None
 ):
-    """Prompts that are asked in a circle a little larger than the cache, all at one time: hazard cannot learn."""
+    """Prompts in a cycle a little larger than the cache, all at one time, so that hazard cannot learn."""
     cache = GuardedCache(40, 512)
     for round_ in range(300):
         for prompt in range(9):
@@ -74,14 +72,14 @@ def test_it_leaves_hazard_for_a_rival_that_pays_for_the_change_and_then_holds_wh
 
 
 @pytest.mark.parametrize("kind", ["agents", "scan", "shift", "mixed", "chat"])
-def test_the_net_costs_nothing_where_hazard_does_well(kind: str) -> None:
+def test_the_guard_costs_nothing_where_hazard_does_well(kind: str) -> None:
     with compact(generate(kind, 2000, seed=5)) as trace:
         for capacity in (1000, 10_000):
             hazard = replay(trace, "hazard", capacity).hit_ratio
             assert replay(trace, "guarded", capacity).hit_ratio >= 0.995 * hazard, capacity
 
 
-def test_it_catches_most_of_what_hazard_loses_to_the_best_of_five() -> None:
+def test_it_recovers_most_of_what_hazard_loses_to_the_best_of_five() -> None:
     with compact(generate("documents", 6000, seed=1)) as trace:
         best = max(replay(trace, policy, 1000).hit_ratio for policy in PLAIN)
         hazard, mine = (replay(trace, name, 1000).hit_ratio for name in ("hazard", "guarded"))

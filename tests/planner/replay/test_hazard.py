@@ -1,4 +1,4 @@
-"""The policy by learned hazard: bounded, never peeking, never holding a tail without its head, and worth it."""
+"""`hazard` is bounded, does not use the future, keeps no tail without its head, and beats plain policies."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def found_by(requests: list[TraceRequest], capacity: int) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["chat", "mixed"])
 def test_it_sees_only_the_past(kind: str) -> None:
-    """What a truncated trace finds is what the whole one found up to there."""
+    """A truncated trace finds what the whole trace finds up to there."""
     requests = list(generate(kind, 500, seed=2))
     whole = found_by(requests, 300)
     for cut in (1, 137, 320):
         assert found_by(requests[:cut], 300) == whole[:cut]
-    # Nor does it look past the request at hand within one: another future changes nothing.
+    # Another future does not change the hits up to there either.
     other = requests[:320] + list(islice(generate("scan", 900, seed=8), 500, 600))
     assert found_by(other, 300)[:320] == whole[:320]
 
@@ -69,13 +69,13 @@ def test_what_it_remembers_is_bounded_by_its_capacity_not_by_the_trace() -> None
     assert len(cache._records) < 200
 
 
-def test_untaught_the_index_falls_with_age_as_recency_does() -> None:
+def test_before_learning_the_order_is_that_of_recency() -> None:
     [row] = HazardModel(4).indices([(0, 1)])
     assert row.shape == (BINS,)
     assert (np.diff(row) <= 1e-12).all()
 
 
-def test_it_learns_who_returns_and_when() -> None:
+def test_it_learns_which_records_return_and_when() -> None:
     model = HazardModel(4)
     at_100_s = int(age_bins(np.array([100.0]))[0])
     for _ in range(200):
@@ -86,7 +86,7 @@ def test_it_learns_who_returns_and_when() -> None:
         )
     returning, lost = model.indices([(0,), (1,)])
     assert returning[at_100_s] > 20 * lost[at_100_s]
-    # The nearer the return, the more each second of waiting is worth; once it is past, nothing.
+    # The nearer the return, the more each second of keeping is worth. After the return it is worth nothing.
     assert returning[0] < returning[at_100_s - 3] < returning[at_100_s]
     assert returning[at_100_s + 2] < returning[at_100_s] / 10
 

@@ -1,4 +1,4 @@
-"""Replays against known figures, naive caches and brute force; tiers, time windows, size of memory."""
+"""Replays compared with known figures, naive caches and brute force. Tiers, time windows, memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.traces import CONVERSATION, needs_conversation, of_chains
 from tiers.policies import POLICIES
 
 CAPACITIES = (1000, 3000, 10000, 30000, 50000)
-KNOWN_ANSWERS_SIZE = (600, 10027)  # requests and blocks of the made-up trace
+KNOWN_ANSWERS_SIZE = (600, 10027)  # requests and blocks of the generated trace
 KNOWN_ANSWERS = {  # capacity -> blocks found by LRU and by the optimum
     50: (1132, 1541),
     200: (1196, 2069),
@@ -73,8 +73,8 @@ def chat() -> Iterator[CompactTrace]:
         yield trace
 
 
-def test_the_figures_of_a_made_up_trace_stay_what_they_were(chat: CompactTrace) -> None:
-    """Golden values: the two rules of the public figures, on a trace that is always here."""
+def test_a_generated_trace_gives_the_known_answers(chat: CompactTrace) -> None:
+    """Known answers: the two rules of the public figures, on a generated trace."""
     assert (chat.requests, chat.blocks) == KNOWN_ANSWERS_SIZE
     for size, (lru, optimum) in KNOWN_ANSWERS.items():
         assert replay(chat, "lru", size).hit_blocks == lru, size
@@ -107,7 +107,7 @@ def test_each_plain_cache_hits_and_holds_what_the_policy_does(
 
 
 def _most_hits(prompts: list[list[int]], capacity: int) -> int:
-    """The best of all choices, tried one by one, of what to keep after each request."""
+    """The most hits over all choices of what to keep after each request, tried one by one."""
     best = {frozenset[int](): 0}
     for prompt in prompts:
         after: dict[frozenset[int], int] = {}
@@ -166,7 +166,7 @@ def test_next_uses_are_those_of_a_plain_search(
 def test_a_request_finds_leading_blocks_only_and_then_brings_its_own() -> None:
     with of_chains([[1, 2, 3], [1, 9, 3], [1, 2, 3]]) as trace:
         assert replay(trace, "lru", 100).found.tolist() == [0, 1, 3]
-        # Room for three: the tail of each prompt is the most recent.
+        # The cache holds three blocks; the tail of each prompt is the most recent.
         assert replay(trace, "lru", 3).found.tolist() == [0, 1, 1]
 
 
@@ -193,7 +193,7 @@ def test_tiers_of_one_size_in_sum_hit_what_falls_from_one_to_the_next(
     assert both.hit_blocks == sum(both.tier_hits.values())
     assert both.tier_hits["nvme"] > 0
     assert both.hit_blocks > alone.hit_blocks
-    if policy == "lru":  # an LRU cut in two is the same LRU
+    if policy == "lru":  # an LRU split in two levels is the same LRU
         assert both.found.tolist() == replay(chat, policy, 400).found.tolist()
 
 
@@ -245,7 +245,7 @@ def test_a_replay_holds_the_cache_and_not_the_trace_in_memory() -> None:
 
 
 @pytest.mark.parametrize("size", [0, -1])
-def test_a_cache_without_room_is_refused(size: int, chat: CompactTrace) -> None:
+def test_a_cache_of_no_blocks_is_refused(size: int, chat: CompactTrace) -> None:
     with pytest.raises(ConfigError, match="blocks"):
         replay(chat, "lru", size)
     with pytest.raises(ConfigError, match="blocks"):

@@ -1,4 +1,4 @@
-"""One simulated engine: its closed forms give what stepping through gives, and its rooms are kept."""
+"""One simulated engine: its closed forms agree with single steps, and its limits are kept."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_sequence_alone_takes_a_step_for_each_token_after_the_first() -> None:
     assert run.instance.sequences == 0
 
 
-def test_a_prompt_waits_for_the_edge_of_the_step_under_way_and_slows_the_others() -> None:
+def test_a_prompt_waits_for_the_end_of_the_current_step_and_slows_the_others() -> None:
     run = Run(chunk=512)
     run.add("a", 0.0, 10, 100)
     run.run()
@@ -79,7 +79,7 @@ def test_chunks_keep_decodes_going_where_whole_prompts_stall_them() -> None:
         run.add("b", 0.1, 4000, 2)
         run.run()
         longest[chunk] = run.ended["a"]
-    assert longest[128] > longest[0] - 4.0  # both pay for the 4 s of computing,
+    assert longest[128] > longest[0] - 4.0  # both include the 4 s of computing,
     run = Run(chunk=128)
     run.add("a", 0.0, 10, 5)
     run.add("b", 0.02, 4000, 2)

@@ -1,4 +1,4 @@
-"""Plans of deployments: which placements are tried, what is found, and files that kvpool itself accepts."""
+"""The search of placements: which are tried, what is found, and files that kvpool itself accepts."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_advice_has_reasons_and_files_that_kvpool_accepts(tmp_path: Path) -> Non
     assert any("always costs more" in reason for reason in answer["reasons"])
 
 
-def test_nodes_are_not_told_to_lend_more_memory_than_their_hosts_have() -> None:
+def test_nodes_get_no_more_memory_than_their_hosts_have() -> None:
     came = load(3, 4000, 100)
     poor = replace(BASE, dram_bytes=2 << 30)
     found = search(poor, 2, came, LRU)

@@ -1,4 +1,4 @@
-"""Whole simulated clusters: the same again for the same seed, nothing lost, and the known comparisons hold."""
+"""Whole simulated clusters: equal seeds give equal results, no request is lost, known comparisons hold."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_equal_seeds_give_equal_results_and_other_seeds_do_not() -> None:
     assert row(scenario, load(seed=2)) != first
 
 
-def test_the_real_strategies_decide_and_a_new_one_is_asked_as_well() -> None:
+def test_the_real_strategies_decide_and_so_does_a_new_one() -> None:
     asked = []
 
     class Spy:
@@ -168,7 +168,7 @@ def test_roles_follow_a_shift_and_are_not_worse_than_the_split_they_began_with()
     assert dynamic["slo_share"] > row(replace(scenario, roles=None), came)["slo_share"]
 
 
-def test_a_queue_lets_wait_what_would_be_refused_for_lack_of_room() -> None:
+def test_a_queue_keeps_requests_that_would_be_refused() -> None:
     came = load(rate=20, prompt=2000, output=800, seconds=15)
     crowded = replace(BASE, admission="arrival", slo_ttft_s=30, slo_tpot_s=0.014)
     refused = row(crowded, came)
@@ -177,7 +177,7 @@ def test_a_queue_lets_wait_what_would_be_refused_for_lack_of_room() -> None:
     assert waited["rejected"] < refused["rejected"]
 
 
-def test_mixed_hardware_is_told_apart() -> None:
+def test_mixed_hardware_is_distinguished() -> None:
     setup = setup_of(
         replace(BASE, tp=None, prefill=groups_of("1@h100:8,1@h20:8"), decode=groups_of("2@h20:4"))
     )
@@ -238,7 +238,7 @@ def test_traces_are_scaled_in_time_and_cut_into_smaller_blocks() -> None:
         arrivals(trace, block_tokens=100)
 
 
-def test_a_measured_profile_stands_in_for_the_computed_one(tmp_path: Path) -> None:
+def test_a_measured_profile_replaces_the_computed_one(tmp_path: Path) -> None:
     """The file is the one that `kvpool worker profile` writes."""
     samples = [(new, 0, 0.001 + 0.001 * new) for new in (100, 400, 1600)]
     steps = [(context, 1, 0.02 + 1e-7 * context) for context in (100, 1000, 10_000)]
@@ -289,7 +289,7 @@ def test_the_command_prints_one_document_and_a_picture(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_table_says_why_requests_were_refused_and_no_latency_of_nobody() -> None:
+def test_the_table_says_why_requests_were_refused_and_shows_no_latency_if_none_was_served() -> None:
     done = run_command("--load", "1,9000000,5,5", "--prefill", "1", "--decode", "1")
     assert done.returncode == 0, done.stderr
     row = next(line for line in done.stdout.splitlines() if line.startswith("pooled")).split()

@@ -1,4 +1,4 @@
-"""Profiles of request logs: what is said is counted, what is not said is None, bad lines are named."""
+"""Profiles of request logs: known fields are counted, missing ones are None, bad lines are named."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_turns_come_from_messages_sessions_or_shared_blocks() -> None:
 
 
 def test_prompts_that_only_begin_alike_are_no_turns_of_one_another() -> None:
-    # The third's last block is not full: its next turn renames it.
+    # The last block of the third request is not full, so its next turn gives it another id.
     chats = [[0, 1, 2], [0, 1, 7], [0, 1, 8, 9], [0, 1, 8, 11, 10]]
     lengths = [1536, 1536, 1900, 2500]
     rows = [{"input_length": n, "hash_ids": c} for n, c in zip(lengths, chats, strict=True)]
@@ -75,7 +75,7 @@ def test_prompts_that_only_begin_alike_are_no_turns_of_one_another() -> None:
     assert (found["turns"]["max"], found["multi_turn_share"]) == (2, 0.25)
 
 
-def test_rag_is_told_by_length_by_pattern_or_by_named_documents() -> None:
+def test_rag_is_recognized_by_length_pattern_or_named_documents() -> None:
     long = {"prompt_tokens": 5000, "completion_tokens": 50}
     chatty = {"prompt_tokens": 5000, "completion_tokens": 2500}
     marked = {"prompt": "<context>facts</context> Why?", "completion_tokens": 5}
@@ -119,7 +119,7 @@ def test_lines_out_of_order_are_counted_or_end_a_strict_read() -> None:
         profile_log(rows, "log", is_strict=True)
 
 
-def test_the_size_of_a_traces_blocks_is_told_from_its_first_lines() -> None:
+def test_the_block_size_of_a_trace_is_derived_from_its_first_lines() -> None:
     rows = [{"timestamp": n, "input_length": 161 + n, "hash_ids": [*range(11)]} for n in range(10)]
     assert profile(*rows)["skipped_lines"] == 0
     assert profile(*rows, {"timestamp": 99, "input_length": 64, "hash_ids": [1]})["problems"] == [
@@ -127,7 +127,7 @@ def test_the_size_of_a_traces_blocks_is_told_from_its_first_lines() -> None:
     ]
 
 
-def test_the_command_tells_how_many_lines_were_wrong_and_where(tmp_path: Path) -> None:
+def test_the_command_says_how_many_lines_were_bad_and_where(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text('{"prompt": "hello"}\n' + "7\n" * 9)
     command = ["plan", "profile", str(path)]

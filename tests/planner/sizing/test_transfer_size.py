@@ -1,4 +1,4 @@
-"""Sizes of KV from models' numbers, and what links make of them: the figures that are known are exact."""
+"""Sizes of KV from models' numbers, and transfers over links: known figures are met exactly."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_config_file_or_its_directory_is_taken_and_nested_text_configs_are_rea
         ({"layer_types": ["linear_attention"] * 32}, "no layer"),
     ],
 )
-def test_numbers_that_make_no_sense_are_named(broken: dict[str, Any], named: str) -> None:
+def test_invalid_numbers_are_named(broken: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         shape_of(config(**broken), "m", "test")
 
@@ -170,7 +170,7 @@ def test_links_are_read(text: str, gbytes: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "fast", "0Gb", "4x", "-1GB/s", "0x400Gb", "1e9GB/s"])
-def test_what_is_no_link_is_refused(text: str) -> None:
+def test_unknown_links_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="unknown link"):
         link_named(text)
 

@@ -1,4 +1,4 @@
-"""Loading a whole trace: sorted by time, bad lines counted and named, prompts without ids where they will do."""
+"""Loading a whole trace: sorted by time, bad lines counted and named, prompts without ids if allowed."""
 
 from __future__ import annotations
 

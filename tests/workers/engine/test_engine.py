@@ -1,4 +1,4 @@
-"""The transformers engine: blocks go in and out unchanged, and reuse never alters an answer."""
+"""The transformers engine: blocks are loaded and exported unchanged, and reuse never changes an output."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ GREEDY = Sampling(max_tokens=8)
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Threads that wait for each other make a tiny model slow wherever the cores are shared."""
+    """Use one thread: several threads that wait for each other are slow if cores are shared."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -111,7 +111,7 @@ def test_logits_equal_those_of_transformers_own_cache(
     engine = TransformersEngine(model_dir, block_tokens=BLOCK, dtype=str(dtype).split(".")[1])
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
     theirs = DynamicCache(config=model.config)
-    # the engine cuts evenly, so uneven chunks are driven through the cache itself
+    # the engine makes equal chunks, so unequal ones go through the cache itself
     sequence = engine.start(prompt, 20)
     ours = sequence.cache  # type: ignore[attr-defined]
     edges = np.cumsum([0, *chunks]).tolist()
@@ -280,7 +280,7 @@ def test_pool_hit_answers_exactly_as_a_local_hit_of_the_same_split(
 
 
 def test_loaded_kv_is_really_used(engine: Engine) -> None:
-    """Wrong KV must give another answer; else the equality tests above could not fail."""
+    """Wrong KV must give another output; otherwise the equality tests above could not fail."""
     prompt = prompt_of(100)
     honest = prefilled(engine, prompt)
     wrong = engine.start(prompt, 8)
@@ -355,7 +355,7 @@ def test_draws_are_independent_from_position_to_position() -> None:
         Sampling(1, temperature=1.0, top_p=1.1),
     ],
 )
-def test_senseless_sampling_is_refused(engine: Engine, sampling: Sampling) -> None:
+def test_invalid_sampling_is_refused(engine: Engine, sampling: Sampling) -> None:
     sequence = prefilled(engine, prompt_of(20))
     with pytest.raises(InvalidArgument):
         engine.next_token(sequence, sampling)

@@ -1,4 +1,4 @@
-"""The fake engine keeps the contract of engines, takes the time it says, and finds wrong KV out."""
+"""The fake engine keeps the contract of engines, sleeps as long as it says, and detects wrong KV."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_reuse_saves_time_and_equal_prompts_have_equal_blocks(
     assert engine.next_token(first, Sampling(1)) == engine.next_token(second, Sampling(1))
 
 
-def test_kv_of_another_prompt_or_one_wrong_byte_is_found_out(engine: FakeEngine) -> None:
+def test_kv_of_another_prompt_or_one_wrong_byte_is_detected(engine: FakeEngine) -> None:
     other = engine.start(PROMPT + 1, 4)
     engine.prefill(other)
     sequence = engine.start(PROMPT, 4)

@@ -119,7 +119,7 @@ def _build_and_log(target: Path, log: Path, gate: Path) -> None:
     def build(directory: Path) -> None:
         say("building")
         (directory / "half").write_text("")
-        with open(gate, "rb") as opened:  # a named pipe: held here until the test lets go
+        with open(gate, "rb") as opened:  # a named pipe: waits here until the test opens it
             opened.read()
         (directory / "whole").write_text("yes")
 

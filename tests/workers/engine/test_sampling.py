@@ -1,4 +1,4 @@
-"""Drawing from logits where float32 ends: temperatures and top_p that are 0 in effect."""
+"""Drawing from logits at the limits of float32: temperatures and top_p that are 0 in effect."""
 
 from __future__ import annotations
 

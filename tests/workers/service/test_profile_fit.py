@@ -24,7 +24,7 @@ def test_a_fit_finds_the_coefficients_that_made_the_samples(a: float, b: float, 
         assert predicted == pytest.approx(seconds, rel=0.02)
 
 
-def test_a_coefficient_that_measures_as_nothing_or_less_stays_positive() -> None:
+def test_a_coefficient_measured_as_zero_or_less_stays_positive() -> None:
     flat = fit_decode([(100, 1, 0.02), (1000, 1, 0.02), (2000, 2, 0.02)])
     assert min(msgspec.structs.astuple(flat)) > 0
     assert flat.base_s == pytest.approx(0.02, rel=0.01)

@@ -26,7 +26,7 @@ def profile(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def assert_predicts_its_samples(path: Path, tokens: int, least_s: float) -> None:
-    """What the profile predicts lies among what was measured, however slow this machine is."""
+    """The prediction lies between the measurements, however slow this machine is."""
     found, measured = read_profile(path), read_profile_file(path).measured["prefill"]
     seconds = [taken for new, _, taken in measured if new == tokens]
     predicted_s = found.prefill_s(tokens)

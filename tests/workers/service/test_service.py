@@ -1,4 +1,4 @@
-"""What a worker says of its load while it serves, and how it dates what it was granted."""
+"""The load that a worker reports while it serves, and the deadline of what it was granted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BLOCK = 16
 
 
 class Gate:
-    """Stands for the engine's work: whoever comes waits until it is opened."""
+    """Replaces the engine's work: a call waits until the gate is opened."""
 
     def __init__(self) -> None:
         self.arrived = threading.Event()
@@ -51,7 +51,7 @@ def gate() -> Iterator[Gate]:
 def service_of(gate: Gate, max_concurrent: int = 4) -> tuple[WorkerService, Namespace]:
     engine = FakeEngine(CONFIG, block_tokens=BLOCK, sleep=gate.sleep)
     space = Namespace("fake", "r", engine.layout)
-    pool = AsyncPool(node="127.0.0.1:9", host_label="here")  # nobody is there
+    pool = AsyncPool(node="127.0.0.1:9", host_label="here")  # no process listens there
     cache = LocalPrefixCache(0, BLOCK)
     return WorkerService(engine, space, pool, cache, max_concurrent=max_concurrent), space
 
@@ -73,11 +73,11 @@ async def test_a_prompt_is_queued_until_its_prefill_has_ended(gate: Gate) -> Non
     assert service.load.report().running == 0
     stream = service.generate(generate(space))
     first = asyncio.ensure_future(anext(stream))
-    await arrived(gate)  # the prefill is under way
+    await arrived(gate)  # the prefill runs
     load = service.load.report()
     assert (load.running, load.queued_prefill_tokens, load.decode_sequences) == (1, len(PROMPT), 0)
     gate.open.set()
-    await first  # the first token: nothing of the prompt waits any more
+    await first  # the first token: the whole prompt is computed
     load = service.load.report()
     assert (load.running, load.queued_prefill_tokens, load.decode_sequences) == (1, 0, 1)
     assert load.decode_context_tokens == len(PROMPT)
@@ -100,7 +100,7 @@ async def test_a_request_that_fails_leaves_no_load(gate: Gate) -> None:
     service.close()
 
 
-def test_more_than_may_be_in_work_are_refused_and_counted() -> None:
+def test_requests_beyond_the_limit_are_refused_and_counted() -> None:
     counters: Counter[str] = Counter()
     load = Load(1, counters)
     with load.admitted(5):
@@ -112,7 +112,7 @@ def test_more_than_may_be_in_work_are_refused_and_counted() -> None:
     assert counters == {"requests": 2, "refused": 1}
 
 
-async def test_a_grant_is_dated_from_when_it_was_asked_for(
+async def test_a_grants_deadline_counts_from_when_it_was_requested(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deadlines: list[float] = []
