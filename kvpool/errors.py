@@ -1,8 +1,8 @@
 """The one tree of errors that kvpool raises.
 
-Every error says what happened, to which thing, and what to do about it. `code` is stable and travels
-over the wire, so that a client raises the same type that a server raised; `retryable` says whether the
-same call may succeed later without a change by the caller.
+Every error says what happened, to which thing, and what to do about it. `code` is stable and
+travels over the wire, so that a client raises the same type that a server raised; `retryable` says
+whether the same call may succeed later without a change by the caller.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class LayoutMismatch(InvalidArgument):
 
 
 class HashMismatch(InvalidArgument):
-    """A peer computes other hashes for the blocks of a namespace, so neither would find the other's blocks."""
+    """A peer computes other block hashes, so neither would find the other's blocks."""
 
     code = "hash_mismatch"
     http_status = 409
 
 
 class CannotReshard(InvalidArgument):
-    """Blocks stored for one tensor-parallel size cannot be used with another one without rearranging them."""
+    """Blocks stored for one tensor-parallel size cannot be used with another one."""
 
     code = "cannot_reshard"
     http_status = 409
@@ -208,7 +208,10 @@ class TransferFailed(Unavailable):
 
 
 class NoTransport(Unavailable):
-    """None of the transports that this process may use reaches the node. Other processes may reach it."""
+    """None of the transports that this process may use reaches the node.
+
+    Other processes may reach it.
+    """
 
     code = "no_transport"
     retryable = False

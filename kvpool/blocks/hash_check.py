@@ -1,8 +1,8 @@
 """Check that two processes compute the same block hashes.
 
-A client that registers a namespace sends the hash of a fixed chain of tokens (a known answer). The server compares it
-with its own. Hashes may differ by the version of a library, the platform, or a patched module; without this check
-every look-up would miss, and nothing would say why.
+A client that registers a namespace sends the hash of a fixed chain of tokens (a known answer). The
+server compares it with its own. Hashes may differ by the version of a library, the platform, or a
+patched module; without this check every look-up would miss, and nothing would say why.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def proof_of(namespace: Namespace) -> HashProof:
 
 
 def check_proof(namespace: Namespace, proof: HashProof | None) -> None:
-    """Compare a peer's proof with this process's. None is accepted, as older processes send no proof.
+    """Compare a peer's proof with this process's.
+
+    None is accepted, as older processes send no proof.
 
     Raises:
         HashMismatch: the peer computes other hashes; the message lists the versions that differ.

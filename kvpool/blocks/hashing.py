@@ -4,10 +4,10 @@
     hash[0]  = H(root    | tokens[0 : block_tokens])
     hash[i]  = H(hash[i-1] | tokens[i*block_tokens : (i+1)*block_tokens])
 
-Tokens enter as little-endian unsigned 32-bit integers. H is xxh3-128 (canonical, big-endian digest) or
-the first 16 bytes of SHA-256. Hashes do not depend on the process, the machine, PYTHONHASHSEED or the Python
-version. The chaining follows vLLM's prefix caching (hash of parent, tokens, extra keys). The encoding is
-kvpool's own; known answers in the tests fix it.
+Tokens enter as little-endian unsigned 32-bit integers. H is xxh3-128 (canonical, big-endian digest)
+or the first 16 bytes of SHA-256. Hashes do not depend on the process, the machine, PYTHONHASHSEED
+or the Python version. The chaining follows vLLM's prefix caching (hash of parent, tokens, extra
+keys). The encoding is kvpool's own; known answers in the tests fix it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def token_bytes(tokens: TokenIds) -> memoryview:
         tokens: a sequence of ints or a one-dimensional integer array, each in [0, 2**32).
 
     Raises:
-        InvalidArgument: not integers (bool and float included), out of range, too many, or more than
-            one dimension.
+        InvalidArgument: not integers (bool and float included), out of range, too many, or more
+            than one dimension.
     """
     if isinstance(tokens, np.ndarray) and tokens.ndim != 1:
         raise InvalidArgument(f"token ids must be one-dimensional, got shape {tokens.shape}")
@@ -50,7 +50,8 @@ def token_bytes(tokens: TokenIds) -> memoryview:
     if isinstance(tokens, np.ndarray):
         if not np.issubdtype(tokens.dtype, np.integer):
             raise InvalidArgument(
-                f"token ids must be a one-dimensional integer array, got {tokens.dtype} of shape {tokens.shape}"
+                f"token ids must be a one-dimensional integer array, got {tokens.dtype} of shape "
+                f"{tokens.shape}"
             )
         if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) > 0xFFFF_FFFF):
             raise InvalidArgument("token ids must lie in [0, 2**32)")
@@ -67,10 +68,12 @@ def token_bytes(tokens: TokenIds) -> memoryview:
 
 
 def chain_root(namespace: Namespace, extra_keys: Sequence[str] = ()) -> bytes:
-    """The hash before the first block, of the namespace and extra keys (LoRA, multimodal, cache salt).
+    """The hash before the first block, of the namespace and extra keys (LoRA, multimodal, cache
+    salt).
 
     Args:
-        extra_keys: what else this prompt's KV depends on, in a fixed order, e.g. `("lora:sql@3f2a",)`.
+        extra_keys: what else this prompt's KV depends on, in a fixed order, e.g.
+            `("lora:sql@3f2a",)`.
 
     Returns:
         16 bytes.
@@ -122,7 +125,8 @@ def object_hash(namespace: Namespace, root: bytes, name: bytes) -> bytes:
     """The hash of a block to which the engine gives a name itself, as LMCache does with its chunks.
 
     Args:
-        root: from `chain_root`, with an extra key that no chain of tokens has, so that their hashes differ.
+        root: from `chain_root`, with an extra key that no chain of tokens has, so that their hashes
+            differ.
         name: the engine's whole name for the block, in one unambiguous encoding.
 
     Returns:

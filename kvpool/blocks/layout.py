@@ -1,7 +1,7 @@
 """What fixes a block's bytes and their order (`Layout`), and whose blocks they are (`Namespace`).
 
-Both are plain values, which messages carry. Two processes that build them from the same fields get the same
-fingerprints.
+Both are plain values, which messages carry. Two processes that build them from the same fields get
+the same fingerprints.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ MAX_ORDER_CHARS = 256
 class Layout(msgspec.Struct, frozen=True):
     """The shape of one block's KV: dtype, sizes, order of dimensions and tensor-parallel parts.
 
-    The bytes of one part are a C-contiguous array of shape
-    `[layers, kv_per_token, kv_heads / tp_size, block_tokens, head_dim]` of `dtype` for the default
-    `order`. `block_tokens` is a whole number of the engine's pages. Engines that arrange bytes differently say so
-    in `order`. kvpool never reorders bytes, so two engines share blocks only if the whole layout is equal.
+    The bytes of one part are a C-contiguous array of shape `[layers, kv_per_token, kv_heads /
+    tp_size, block_tokens, head_dim]` of `dtype` for the default `order`. `block_tokens` is a whole
+    number of the engine's pages. Engines that arrange bytes differently say so in `order`. kvpool
+    never reorders bytes, so two engines share blocks only if the whole layout is equal.
 
     Raises:
-        InvalidArgument: a size is not a positive integer, the dtype is unknown, `order` is not a text or is longer
-            than `MAX_ORDER_CHARS`, or the KV heads cannot be divided over the ranks.
+        InvalidArgument: a size is not a positive integer, the dtype is unknown, `order` is not a
+            text or is longer than `MAX_ORDER_CHARS`, or the KV heads cannot be divided over the
+            ranks.
     """
 
     dtype: str
@@ -88,7 +89,7 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def bytes_per_token(self) -> int:
-        """KV bytes of one token over all parts: 2 x layers x KV heads x head dim x bytes of dtype."""
+        """KV bytes of a token over all parts: 2 x layers x KV heads x head dim x bytes of dtype."""
         return self.part_bytes * self.tp_size // self.block_tokens
 
     @property
@@ -140,13 +141,13 @@ class Layout(msgspec.Struct, frozen=True):
 class Namespace(msgspec.Struct, frozen=True):
     """One model + revision + KV layout + tenant salt; blocks of two namespaces never mix.
 
-    `revision` must identify the weights: use a content hash, not a path or a name. `salt` separates users
-    who must not learn of each other's prompts. It is part of every hash and is never shown. Use `sha256` as
-    `hash_algorithm` if users might craft collisions.
+    `revision` must identify the weights: use a content hash, not a path or a name. `salt` separates
+    users who must not learn of each other's prompts. It is part of every hash and is never shown.
+    Use `sha256` as `hash_algorithm` if users might craft collisions.
 
     Raises:
-        InvalidArgument: model or revision is empty, one of the texts is longer than `MAX_NAME_CHARS`, or the
-            algorithm is unknown.
+        InvalidArgument: model or revision is empty, one of the texts is longer than
+            `MAX_NAME_CHARS`, or the algorithm is unknown.
     """
 
     model: str

@@ -1,7 +1,7 @@
 """The revision of a model: a hash of the content of its files, equal on every host.
 
-It becomes the `revision` of a namespace. With a path or a name instead, two models of one name would read each other's
-KV.
+It becomes the `revision` of a namespace. With a path or a name instead, two models of one name
+would read each other's KV.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from kvpool.errors import ModelNotFound, brief
 
 _REVISION_FILE = ".kvpool-revision.json"
 _REVISION_FORMAT = 1  # raise it when the input of the hash changes
-# Keys of a config.json about who saved the files and where. They do not change what the model computes.
+# Keys of a config.json about who saved the files and where. They do not change what the model
+# computes.
 CONFIG_NOISE = ("_name_or_path", "transformers_version")
 _WHOLE_FILE_BYTES = 1 << 30
 _SAMPLES = 64
@@ -36,7 +37,8 @@ class _Revision(msgspec.Struct):
 
 
 def model_directory(spec: str, revision: str | None = None) -> Path:
-    """Find the directory of a model's files on this host, from a directory or a name in Hugging Face's cache.
+    """Find the directory of a model's files on this host, from a directory or a name in Hugging
+    Face's cache.
 
     Downloads nothing: an engine that serves the model has its files already.
 
@@ -65,8 +67,9 @@ def model_directory(spec: str, revision: str | None = None) -> Path:
 def revision_of(path: Path) -> str:
     """Content hash of a model's configuration and weights: 64 hex digits, equal on every host.
 
-    Safetensors files below 1 GiB are hashed whole; of larger ones, their size, header and 64 samples of 1 MiB. If
-    the directory is writable, the result is stored there until a file's size or modification time changes.
+    Safetensors files below 1 GiB are hashed whole; of larger ones, their size, header and 64
+    samples of 1 MiB. If the directory is writable, the result is stored there until a file's size
+    or modification time changes.
 
     Raises:
         ModelNotFound: there is no config.json or no safetensors file, or they cannot be read.
@@ -97,7 +100,10 @@ def revision_of(path: Path) -> str:
 
 
 def file_digest(file: Path) -> bytes:
-    """Hash a safetensors file: whole below 1 GiB, otherwise its size, header and samples. Raises OSError."""
+    """Hash a safetensors file: whole below 1 GiB, otherwise its size, header and samples.
+
+    Raises OSError.
+    """
     size = file.stat().st_size
     digest = hashlib.sha256(size.to_bytes(8, "little"))
     with open(file, "rb") as opened:

@@ -1,9 +1,9 @@
 """Read and write blocks across tensor-parallel sizes: which bytes of which part go where.
 
-The pool stores a block as the parts of its namespace's layout. An engine of another tensor-parallel size, or with
-another order of dimensions, moves *pieces*: runs of bytes that are contiguous both in the stored part and in the
-engine's own. Nothing is stored again, and nothing is copied in between. If the pieces would be too many and too
-small, the plan is refused.
+The pool stores a block as the parts of its namespace's layout. An engine of another tensor-parallel
+size, or with another order of dimensions, moves *pieces*: runs of bytes that are contiguous both in
+the stored part and in the engine's own. Nothing is stored again, and nothing is copied in between.
+If the pieces would be too many and too small, the plan is refused.
 
 A plan depends on two layouts and a rank alone, so it is computed once for all blocks.
 """
@@ -25,9 +25,9 @@ from kvpool.errors import CannotReshard, InvalidArgument, LayoutMismatch, WrongB
 Int64Array = npt.NDArray[np.int64]
 
 DIMENSIONS = ("layer", "kv", "head", "token", "dim")
-# Besides its bytes, a piece costs 1 to 2 us over shared memory and 4 to 5 us over NIXL between processes. Pieces of
-# 4 KiB reach an eighth of the bandwidth of whole parts (about 1 GB/s), those of 1 KiB a twentieth, at which computing
-# is as fast (2 cores: benchmarks/resharding.py).
+# Besides its bytes, a piece costs 1 to 2 us over shared memory and 4 to 5 us over NIXL between
+# processes. Pieces of 4 KiB reach an eighth of the bandwidth of whole parts (about 1 GB/s), those
+# of 1 KiB a twentieth, at which computing is as fast (2 cores: benchmarks/resharding.py).
 MIN_PIECE_BYTES = 4096
 PIECE_COST_BYTES = (
     8 << 10
@@ -38,8 +38,8 @@ PIECE_COST_BYTES = (
 class TensorParallelRank:
     """One rank of an engine that reads or writes blocks of another layout.
 
-    For each block, its buffers hold one part of the stored layout with `tp_size` replaced by `size`, and `order` by
-    the `order` given here; "" means the stored one.
+    For each block, its buffers hold one part of the stored layout with `tp_size` replaced by
+    `size`, and `order` by the `order` given here; "" means the stored one.
 
     Raises:
         InvalidArgument: the rank is not in [0, size).
@@ -65,7 +65,8 @@ class TensorParallelRank:
 
 @dataclass(slots=True, frozen=True)
 class TransferPlan:
-    """The pieces of one block for one rank, part by part, in ascending order within the stored part.
+    """The pieces of one block for one rank, part by part, in ascending order within the stored
+    part.
 
     Each part has the same number of pieces. The arrays are read-only.
 
@@ -100,11 +101,13 @@ class TransferPlan:
     def runs(
         self, addresses: Int64Array, places: Int64Array
     ) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """The pieces of many blocks: local addresses [m], places [m, 2] and lengths [m], block by block.
+        """The pieces of many blocks: local addresses [m], places [m, 2] and lengths [m], block by
+        block.
 
         Args:
             addresses: of each block of the rank, shape [b], or of each piece, shape [b, n].
-            places: rows of (arena id, byte offset), block by block, in the order of `parts` within a block.
+            places: rows of (arena id, byte offset), block by block, in the order of `parts` within
+                a block.
         """
         if len(self.lengths) == 1:
             shift = (0, self.stored_offsets[0])
@@ -117,7 +120,9 @@ class TransferPlan:
         return local.reshape(-1), stood.reshape(-1, 2), lengths
 
     def in_runs(self, lengths: Int64Array) -> TransferPlan:
-        """The plan for memory in which a block has several runs. `runs` then takes an address for each of them.
+        """The plan for memory in which a block has several runs.
+
+        `runs` then takes an address for each of them.
 
         Raises:
             WrongByteCount: the runs do not add up to the rank's part.
@@ -161,8 +166,8 @@ def plan_read(
 
     Raises:
         LayoutMismatch: the layouts differ in more than `tp_size` and `order`.
-        CannotReshard: neither size divides the other, the order of dimensions is unknown, or parts have
-            several pieces that are shorter than `min_piece_bytes`.
+        CannotReshard: neither size divides the other, the order of dimensions is unknown, or parts
+            have several pieces that are shorter than `min_piece_bytes`.
         InvalidArgument: there is no such rank.
     """
     _check(stored, reader, rank)
@@ -180,10 +185,11 @@ def plan_read(
 def plan_write(
     stored: Layout, writer: Layout, rank: int, *, min_piece_bytes: int = MIN_PIECE_BYTES
 ) -> TransferPlan:
-    """Plan what a rank of an engine with layout `writer` writes of each block stored as `stored`: whole parts only.
+    """Plan what a rank of an engine with layout `writer` writes of each block stored as `stored`:
+    whole parts only.
 
-    Together, the ranks of an engine write all parts. If ranks hold copies of one head, several may want to write the
-    same part; the pool grants it to one of them.
+    Together, the ranks of an engine write all parts. If ranks hold copies of one head, several may
+    want to write the same part; the pool grants it to one of them.
 
     Raises:
         CannotReshard: as `plan_read`, or the rank holds no whole part.
@@ -196,7 +202,8 @@ def plan_write(
         raise CannotReshard(
             f"a rank of tp_size={writer.tp_size} holds {writer.heads_per_part} of the"
             f" {stored.heads_per_part} KV heads of a part stored with tp_size={stored.tp_size}",
-            hint="ranks write whole parts: store with the largest tp_size of all engines that write",
+            hint="ranks write whole parts: store with the largest tp_size of all engines that "
+            "write",
         )
     if stored.tp_size < writer.tp_size:
         parts = [rank * stored.tp_size // writer.tp_size]
@@ -221,7 +228,8 @@ def _check(stored: Layout, other: Layout, rank: int) -> None:
     few, many = sorted((_shares(stored), _shares(other)))
     if many % few:
         raise CannotReshard(
-            f"blocks stored with tp_size={stored.tp_size} cannot be used with tp_size={other.tp_size}",
+            f"blocks stored with tp_size={stored.tp_size} cannot be used with "
+            f"tp_size={other.tp_size}",
             hint="one of the two must divide the other",
         )
     if _is_same(stored, other):
@@ -248,7 +256,10 @@ def _copies(layout: Layout) -> int:
 
 
 def _heads(layout: Layout, part: int) -> tuple[int, int]:
-    """The first KV head of a part, and how many it has. Successive ranks hold copies of one head."""
+    """The first KV head of a part, and how many it has.
+
+    Successive ranks hold copies of one head.
+    """
     return part // _copies(layout) * layout.heads_per_part, layout.heads_per_part
 
 
@@ -285,7 +296,8 @@ def _pieces(
     if length < min(min_piece_bytes, total):
         raise CannotReshard(
             f"between tp_size={stored.tp_size} in order {stored.order} and tp_size={other.tp_size}"
-            f" in order {other.order} pieces are {length} bytes long, at least {min_piece_bytes} are wanted",
+            f" in order {other.order} pieces are {length} bytes long, at least {min_piece_bytes} "
+            "are wanted",
             hint="put head before token in the order of the layout, or use larger blocks",
         )
     at = _array(stored_head * stored_strides["head"])

@@ -8,8 +8,8 @@ from enum import IntEnum
 class Tier(IntEnum):
     """Where a copy of a block is kept, fastest first.
 
-    The value is at once the rank (smaller is faster), the code on the wire and the order. `str` gives the
-    name that people read and write: "hbm", "dram" or "nvme".
+    The value is at once the rank (smaller is faster), the code on the wire and the order. `str`
+    gives the name that people read and write: "hbm", "dram" or "nvme".
     """
 
     HBM = 0

@@ -1,7 +1,7 @@
 """The `kvpool` command: global options, the list of commands, and how errors end a call.
 
-A command's module is imported when that command runs (or shows its own --help), so that `kvpool stats`
-loads neither torch nor the conductor. See `kvpool.cli.commands` for how commands are found.
+A command's module is imported when that command runs (or shows its own --help), so that `kvpool
+stats` loads neither torch nor the conductor. See `kvpool.cli.commands` for how commands are found.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def _global_options(
         typer.Option(
             "--config",
             "-c",
-            help="Configuration file (YAML); default: $KVPOOL_CONFIG, then ./kvpool.yaml if it exists.",
+            help="Configuration file (YAML); default: $KVPOOL_CONFIG, then ./kvpool.yaml if it "
+            "exists.",
         ),
     ] = None,
     sets: Annotated[
@@ -133,7 +134,8 @@ def _global_options(
 def main() -> None:
     """Run a command. An error of kvpool becomes one line on stderr.
 
-    Exit status: 0 after success, 1 after a failure, 2 for wrong usage or configuration, 130 after Ctrl-C.
+    Exit status: 0 after success, 1 after a failure, 2 for wrong usage or configuration, 130 after
+    Ctrl-C.
     """
     try:
         app(prog_name="kvpool")

@@ -1,11 +1,12 @@
 """The commands of `kvpool` by name, and the installed packages that carry them out.
 
-Every package brings its own commands as entry points of the group `kvpool.commands`. Their targets are
-functions with typer annotations, or a `typer.Typer` for a command with commands of its own. This module
-knows only the texts of the overview, so that the overview imports no command, and so that a command that is not
-installed can say what to install.
+Every package brings its own commands as entry points of the group `kvpool.commands`. Their targets
+are functions with typer annotations, or a `typer.Typer` for a command with commands of its own.
+This module knows only the texts of the overview, so that the overview imports no command, and so
+that a command that is not installed can say what to install.
 
-To add a command: write it in its package's `cli`, add the entry point, and add its line to `COMMANDS`.
+To add a command: write it in its package's `cli`, add the entry point, and add its line to
+`COMMANDS`.
 """
 
 from __future__ import annotations

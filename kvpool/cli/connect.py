@@ -1,4 +1,4 @@
-"""How a command reaches the pool: the option `--conductor`, and the client with the configured settings."""
+"""The client of a command: its option `--conductor`, and the configured settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ids of nodes and workers on the command line: completed from a prefix, and shortened for tables."""
+"""Ids of nodes and workers: complete them from a prefix, and shorten them for tables."""
 
 from __future__ import annotations
 

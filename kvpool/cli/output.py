@@ -31,7 +31,8 @@ def error_console() -> Console:
 def print_json(value: Any) -> None:
     """Print `value` as one JSON document, indented by two spaces.
 
-    It may hold anything that msgspec can encode, such as dataclasses and Structs. All else becomes its `str`.
+    It may hold anything that msgspec can encode, such as dataclasses and Structs. All else becomes
+    its `str`.
     """
     encoded = msgspec.json.encode(value, enc_hook=str)
     sys.stdout.write(msgspec.json.format(encoded, indent=2).decode() + "\n")

@@ -1,4 +1,5 @@
-"""An entry of `conductor.engines`: an OpenAI-compatible server, its model, and the namespace of its KV blocks.
+"""An entry of `conductor.engines`: an OpenAI-compatible server, its model, and the namespace of its
+KV blocks.
 
 Such a server does not join the pool as a kvpool worker does, so the configuration describes it.
 """
@@ -15,7 +16,7 @@ from kvpool.errors import InvalidArgument
 
 
 class EngineServer(BaseModel):
-    """One server, e.g. `vllm serve`. Its connector must use the namespace that is described here."""
+    """One server, as `vllm serve`. Its connector must use the namespace described here."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
@@ -49,13 +50,15 @@ class EngineServer(BaseModel):
     revision: str = Field(
         "",
         max_length=512,
-        description="revision of the weights; empty, which needs layers to be 0: any that the pool knows",
+        description="revision of the weights; empty, which needs layers to be 0: any that the "
+        "pool knows",
     )
     dtype: str = Field("bfloat16", description="dtype of the KV cache")
     layers: int = Field(
         0,
         ge=0,
-        description="layers of the model; 0: take the whole layout from the namespace that its connector "
+        description="layers of the model; 0: take the whole layout from the namespace that its "
+        "connector "
         "registered",
     )
     kv_heads: int = Field(0, description="KV heads, over all ranks")
@@ -89,7 +92,10 @@ class EngineServer(BaseModel):
 
     @property
     def is_described(self) -> bool:
-        """Whether the entry gives the whole namespace. Otherwise the pool's namespaces are searched for it."""
+        """Whether the entry gives the whole namespace.
+
+        Otherwise the pool's namespaces are searched for it.
+        """
         return self.layers > 0
 
     def is_of(self, namespace: Namespace) -> bool:

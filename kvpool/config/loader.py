@@ -1,14 +1,15 @@
-"""Read settings from their sources: defaults < YAML file < environment < flags. Record which source won.
+"""Read settings from defaults < YAML file < environment < flags, and record which one won.
 
     file          node: {dram_bytes: 4GiB, advanced: {lease_s: 10}}
-    environment   KVPOOL_NODE__DRAM_BYTES=4GiB   KVPOOL_NODE__ADVANCED__LEASE_S=10   (two underscores for a dot)
+    environment   KVPOOL_NODE__DRAM_BYTES=4GiB   KVPOOL_NODE__ADVANCED__LEASE_S=10   (__ is a dot)
     flag          --set node.dram_bytes=4GiB     --set node.advanced.lease_s=10
 
-`kvpool.config.settings` declares the settings; its names are re-exported here. The readers of pydantic-settings
-are called one by one, to learn which of them won.
+`kvpool.config.settings` declares the settings; its names are re-exported here. The readers of
+pydantic-settings are called one by one, to learn which of them won.
 
-An unknown key is an error. An environment variable without two underscores is ignored, because Kubernetes
-injects some of its own (KVPOOL_CONDUCTOR_PORT=tcp://...), unless it is a setting with underscores missing.
+An unknown key is an error. An environment variable without two underscores is ignored, because
+Kubernetes injects some of its own (KVPOOL_CONDUCTOR_PORT=tcp://...), unless it is a setting with
+underscores missing.
 """
 
 from __future__ import annotations
@@ -139,14 +140,15 @@ def load_settings(
     """Find, merge and check all settings.
 
     Args:
-        config_path: YAML file; None: `KVPOOL_CONFIG`, else `kvpool.yaml` in `directory` if it exists.
+        config_path: YAML file; None: `KVPOOL_CONFIG`, else `kvpool.yaml` in `directory` if it
+            exists.
         env: the environment, usually `os.environ`.
         overrides: values from flags; if two have the same key, the last wins.
         directory: where to look for `kvpool.yaml`; None: the current directory.
 
     Raises:
-        ConfigError: a file cannot be read, a key is unknown, or a value is invalid. The message names
-            the key, its source, and the nearest known key.
+        ConfigError: a file cannot be read, a key is unknown, or a value is invalid. The message
+            names the key, its source, and the nearest known key.
     """
     path = config_path or (Path(env[ENV_CONFIG]) if env.get(ENV_CONFIG) else None)
     if path is None:
@@ -215,7 +217,10 @@ def _tree(values: Mapping[str, object]) -> dict[str, Any]:
 
 
 class _Schema(BaseSettings, Settings):
-    """`Settings` as the library's readers want them. Never instantiated: that would read `os.environ`."""
+    """`Settings` as the library's readers want them.
+
+    Never instantiated: that would read `os.environ`.
+    """
 
     # Lists are written "a,b", not as JSON, and the settings parse them.
     model_config = SettingsConfigDict(enable_decoding=False)

@@ -1,4 +1,7 @@
-"""The file of a measured cost profile: `kvpool worker profile` writes it, the conductor and the planner read it."""
+"""The file of measured costs: `kvpool worker profile` writes it.
+
+The conductor and the planner read it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ VERSION = 1
 
 
 class PrefillCost(msgspec.Struct, forbid_unknown_fields=True):
-    """Seconds of a prefill: fixed, for each new token, and for each pair of tokens that attention compares."""
+    """Seconds of a prefill: fixed, for each new token, and for each pair of tokens in attention."""
 
     base_s: float
     token_s: float
@@ -24,7 +27,7 @@ class PrefillCost(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class DecodeCost(msgspec.Struct, forbid_unknown_fields=True):
-    """Seconds of a decode step: fixed, for each token of context, and for each sequence in the batch."""
+    """Seconds of a decode step: fixed, for each token of context, and for each sequence."""
 
     base_s: float
     context_s: float
@@ -39,10 +42,10 @@ class LinkCost(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ProfileFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """What the file holds. Whatever it leaves out keeps the reader's default.
+    """The content of the file. Missing fields keep the reader's defaults.
 
-    `measured` holds the samples behind the coefficients. `kv_capacity_tokens` is the engine's room for KV;
-    0 means unknown.
+    `measured`: the samples of the coefficients. `kv_capacity_tokens`: tokens of KV that fit the
+    engine; 0: unknown.
     """
 
     kvpool_profile: int  # the format's version

@@ -1,4 +1,4 @@
-"""Write docs/settings.md from the declarations: python -m kvpool.config.reference > docs/settings.md"""
+"""Write docs/settings.md: python -m kvpool.config.reference > docs/settings.md"""
 
 from __future__ import annotations
 
@@ -14,19 +14,23 @@ from kvpool.config.settings import CallerConfig, Section, ServerConfig, Settings
 _HEAD = """\
 # Settings
 
-<!-- Written by `python -m kvpool.config.reference > docs/settings.md`. Edit the descriptions in kvpool/config. -->
+<!-- Generated: python -m kvpool.config.reference > docs/settings.md -->
 
 Settings come from four sources. Later ones win: defaults, a YAML file, the environment, flags.
 
 | source | `node.dram_bytes` | `node.advanced.lease_s` |
 | --- | --- | --- |
-| file (`--config`, `KVPOOL_CONFIG`, or `kvpool.yaml` in the current folder) | `node: {dram_bytes: 4GiB}` | `node: {advanced: {lease_s: 10}}` |
+| file | `node: {dram_bytes: 4GiB}` | `node: {advanced: {lease_s: 10}}` |
 | environment | `KVPOOL_NODE__DRAM_BYTES=4GiB` | `KVPOOL_NODE__ADVANCED__LEASE_S=10` |
 | flag | `--set node.dram_bytes=4GiB` | `--set node.advanced.lease_s=10` |
 
-`kvpool config show` lists the effective settings with the source of each; `kvpool config check FILE` checks a file. An unknown
-key is an error. Sizes are bytes, or a number with a unit: `64MiB` is binary, `64MB` decimal. Names that end in `_s` are seconds.
-In the environment and in flags, a list is written `a,b`, a table `a=1,b=2`, and no value `none`.
+The file is that of `--config`, that of `KVPOOL_CONFIG`, or `kvpool.yaml` in the current folder.
+`kvpool config show` lists the effective settings with the source of each.
+`kvpool config check FILE` checks a file. An unknown key is an error.
+
+Sizes are bytes, or a number with a unit: `64MiB` is binary, `64MB` decimal. Names that end in `_s`
+are seconds. In the environment and in flags, a list is written `a,b`, a table `a=1,b=2`, and no value
+`none`.
 
 Most installations change no advanced setting.
 """

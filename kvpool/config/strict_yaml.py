@@ -1,4 +1,7 @@
-"""Read YAML files that people write: bounded and safe. A key that is given twice is an error. No schema here."""
+"""Read YAML files that people write: bounded and safe.
+
+A key that is given twice is an error. No schema here.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ MAX_FILE_BYTES = 1 << 20
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML in which a key that is given twice is an error. In plain YAML, the second silently wins."""
+    """YAML in which a key that is given twice is an error.
+
+    In plain YAML, the second silently wins.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[object] = set()
@@ -27,7 +33,8 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# YAML 1.1 reads 1e-07, as Python and JSON write it, as text: it wants a dot. YAML 1.2 reads a number.
+# YAML 1.1 reads 1e-07, as Python and JSON write it, as text: it wants a dot. YAML 1.2 reads a
+# number.
 _StrictLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+\Z"),

@@ -1,7 +1,8 @@
-"""Authorize calls: find the principal of a token, check its scope, and check the namespaces that it names.
+"""Authorize calls: find the principal of a token, check its scope, and check the namespaces that it
+names.
 
-A namespace of another tenant gets the same answer as one that does not exist. `CALLER` carries the principal from
-HTTP and gRPC servers to their handlers; on the wire the session has it.
+A namespace of another tenant gets the same answer as one that does not exist. `CALLER` carries the
+principal from HTTP and gRPC servers to their handlers; on the wire the session has it.
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ class Authorizer:
     """Authorizes the calls of one server.
 
     Args:
-        tokens: accepted tokens; None: the server asks for no token, and all callers may do everything.
-        keeps_apart: whether callers learn how to reach this server's memory. Then an isolated tenant is admitted
-            only if the server is `lent_to` it, and such a server admits no other tenant.
-        lent_to: the only tenant whose blocks this server may hold; "": all tenants that are not isolated.
+        tokens: accepted tokens; None: the server asks for no token, and all callers may do
+            everything.
+        keeps_apart: whether callers learn how to reach this server's memory. Then an isolated
+            tenant is admitted only if the server is `lent_to` it, and such a server admits no other
+            tenant.
+        lent_to: the only tenant whose blocks this server may hold; "": all tenants that are not
+            isolated.
     """
 
     def __init__(
@@ -74,7 +78,8 @@ class Authorizer:
         return ANYBODY if self.tokens is None else self._admit(self.tokens.authenticate(token))
 
     def authenticate_header(self, value: str) -> Principal:
-        """The principal of the token in an `Authorization` header; "" means that there is no header.
+        """The principal of the token in an `Authorization` header; "" means that there is no
+        header.
 
         Raises:
             Unauthenticated: as `authenticate`, or the header is not of kind Bearer.

@@ -1,4 +1,7 @@
-"""The scope that each call needs: one table for the wire, one for HTTP, one for gRPC. Other calls need admin."""
+"""The scope that each call needs: one table for the wire, one for HTTP, one for gRPC.
+
+Other calls need admin.
+"""
 
 from __future__ import annotations
 

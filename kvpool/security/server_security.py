@@ -1,6 +1,7 @@
 """Secure a server by its settings: tokens, TLS, and its own credentials for calls to other servers.
 
-A server that listens beyond this machine without tokens does not start, unless `allow_insecure` is set.
+A server that listens beyond this machine without tokens does not start, unless `allow_insecure` is
+set.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def _check_exposure(config: ServerConfig, section: str) -> None:
             raise ConfigError(
                 f"{section}.host {config.host} can be reached from other machines, and "
                 f"{section}.tokens_path is not set: any caller could read and write every block",
-                hint=f"make tokens with `kvpool token create` and set {section}.tokens_path, bind to "
+                hint=f"make tokens with `kvpool token create` and set {section}.tokens_path, "
+                "bind to "
                 f"127.0.0.1, or set {section}.allow_insecure=true on a trusted network",
             )
         log.warning(

@@ -21,7 +21,9 @@ CHECK_S = 1.0  # how long a revoked token may still be used
 
 
 class TokenFile:
-    """Gives an authorizer the tokens of a file. If the changed file is invalid, the old tokens stay.
+    """Gives an authorizer the tokens of a file.
+
+    If the changed file is invalid, the old tokens stay.
 
     Args:
         path: the file that `authorizer` has the tokens of.

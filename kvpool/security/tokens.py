@@ -68,7 +68,8 @@ class Tokens:
         A tenant that was isolated and has no token any more stays isolated.
 
         Raises:
-            ConfigError: a tenant is isolated in one and not in the other, so its blocks would have to move.
+            ConfigError: a tenant is isolated in one and not in the other, so its blocks would have
+                to move.
         """
         tenants = {principal.tenant for principal in self._entries.values()}
         kept = old.isolated_tenants - tenants

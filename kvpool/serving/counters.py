@@ -1,7 +1,7 @@
 """Every counter in `/v1/stats` and `kvpool_..._events_total`: its name and what it counts.
 
-A capital word in a name stands for a value, e.g. TIER in "evicted:TIER". docs/monitoring.md has these tables;
-`python -m kvpool.serving.counters` prints them.
+A capital word in a name stands for a value, e.g. TIER in "evicted:TIER". docs/monitoring.md has
+these tables; `python -m kvpool.serving.counters` prints them.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ WORKER = {
     "refused": "requests refused because too many run",
     "miss:REASON": "reads that a node declined, by reason; the rest was computed",
     "fallback:REASON": "reads that failed, by reason; the rest was computed",
-    "store_declined:CODE": "prompts not stored because no slots could be reserved, by code of the error",
+    "store_declined:CODE": "prompts not stored because no slots could be reserved, by code of "
+    "the error",
     "store_failed:CODE": "prompts not stored because the commit failed, by code of the error",
     "bytes_read:TRANSPORT": "bytes read from the pool, by transport",
 }

@@ -1,4 +1,4 @@
-"""The gRPC server that conductor and node share: conversions, errors, authentication, reflection."""
+"""The gRPC server of conductor and node: conversions, errors, authentication, reflection."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def _abort(error: KvpoolError, context: grpc.aio.ServicerContext) -> None:
 
 
 class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Sets the caller of each call (`CALLER`), and refuses a call whose token does not allow its method."""
+    """Sets the caller of each call (`CALLER`). Refuses calls that the token does not allow."""
 
     def __init__(self, authorizer: Authorizer) -> None:
         self._authorizer = authorizer
@@ -107,7 +107,8 @@ class GrpcServer:
     """One gRPC server with reflection.
 
     Args:
-        add: registers the servicer, e.g. `lambda server: add_NodeServicer_to_server(servicer, server)`.
+        add: registers the servicer, e.g. `lambda server: add_NodeServicer_to_server(servicer,
+            server)`.
         service: name of the service without its package, e.g. "Node".
         max_message_bytes: limit of requests and replies.
         authorizer: checks the token of every call; None: all callers may do everything.

@@ -1,4 +1,4 @@
-"""The HTTP server of every process: health, metrics, errors, authentication, and uvicorn in our event loop."""
+"""The HTTP server of every process: health, metrics, errors, authentication, uvicorn."""
 
 from __future__ import annotations
 
@@ -105,7 +105,8 @@ def base_app(
 
 
 class Authentication:
-    """Sets the caller of each request (`CALLER`), and refuses a request whose token does not allow its route.
+    """Sets the caller of each request (`CALLER`), and refuses a request whose token does not allow
+    its route.
 
     Args:
         routes: the app's routes. Those that `kvpool.security.scopes` does not list need admin.

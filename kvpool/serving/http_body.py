@@ -1,8 +1,8 @@
 """Limit the size and the duration of request bodies, as ASGI middleware.
 
-The middleware reads the whole body before the application starts, so a body that is too long or never ends reaches
-no handler. After that the application has the server's own `receive`, and learns at once when the client leaves.
-(Starlette's `BaseHTTPMiddleware` hides that.)
+The middleware reads the whole body before the application starts, so a body that is too long or
+never ends reaches no handler. After that the application has the server's own `receive`, and learns
+at once when the client leaves. (Starlette's `BaseHTTPMiddleware` hides that.)
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 async def _discard(receive: Receive) -> None:
-    """Read and drop the body for a moment, so that the client finishes writing before the response."""
+    """Read and drop the body for a moment, so that the client finishes writing first."""
     try:
         async with asyncio.timeout(LINGER_S):
             while True:

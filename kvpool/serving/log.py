@@ -1,7 +1,7 @@
 """Structured logging for every process. Logs go to stderr, results to stdout.
 
-The standard library's loggers (uvicorn, grpc, ...) use the same renderer. Lines about a request have its
-`request_id`.
+The standard library's loggers (uvicorn, grpc, ...) use the same renderer. Lines about a request
+have its `request_id`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ def setup_logging(level: LogLevel, format: LogFormat, process: str) -> None:
 
     Args:
         level: lowest level that is logged.
-        format: `json` writes one object a line; `console` is for people, with colours on a terminal.
+        format: `json` writes one object a line; `console` is for people, with colours on a
+            terminal.
         process: name of this process on every line, e.g. "node".
     """
 
@@ -42,8 +43,8 @@ def setup_logging(level: LogLevel, format: LogFormat, process: str) -> None:
     if format == "json":
         render = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     else:
-        # The default prints every local variable of every frame. That takes seconds of the event loop, and
-        # gigabytes if one is large, and shows what users sent.
+        # The default prints every local variable of every frame. That takes seconds of the event
+        # loop, and gigabytes if one is large, and shows what users sent.
         plain = structlog.dev.plain_traceback
         render = [
             structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)

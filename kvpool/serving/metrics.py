@@ -12,7 +12,10 @@ LATENCY_BUCKETS = (
 
 
 def new_registry() -> CollectorRegistry:
-    """A registry with the process's own metrics. Each process has one; the global registry is not used."""
+    """A registry with the process's own metrics.
+
+    Each process has one; the global registry is not used.
+    """
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)

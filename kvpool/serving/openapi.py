@@ -28,7 +28,8 @@ ERROR = {
 }
 ERRORS = {
     "4XX": "The request is refused; `error.code` and `error.message` say why.",
-    "429": "Refused because of load: try again after `Retry-After` seconds. `X-Kvpool-Reason` says why.",
+    "429": "Refused because of load: try again after `Retry-After` seconds. `X-Kvpool-Reason` "
+    "says why.",
     "503": "No process can serve this now.",
     "504": "The deadline passed.",
     "507": "There is no room, and nothing can be evicted now.",
@@ -39,7 +40,10 @@ BINARY: dict[str, Any] = {"type": "string", "format": "binary"}
 
 
 def answers(**kinds: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
-    """A route's `responses`. Write a media type with underscores: `answers(application_json=OBJECT)`."""
+    """A route's `responses`.
+
+    Write a media type with underscores: `answers(application_json=OBJECT)`.
+    """
     content = {
         name.replace("_", "/", 1).replace("_", "-"): {"schema": schema}
         for name, schema in kinds.items()

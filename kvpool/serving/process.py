@@ -23,7 +23,9 @@ def announce(facts: dict[str, Any]) -> None:
 
 
 def run_process(main: Main) -> None:
-    """Run `main(ready, stop)` until it returns. SIGINT and SIGTERM set `stop`; a second signal exits at once.
+    """Run `main(ready, stop)` until it returns.
+
+    SIGINT and SIGTERM set `stop`; a second signal exits at once.
 
     A process that `kvpool up` started also stops when its parent is gone.
     """
@@ -59,7 +61,10 @@ async def _watch_parent(parent: int, stop: asyncio.Event) -> None:
 
 
 async def wait_for_stop(stop: asyncio.Event, tasks: list[asyncio.Task[Any]]) -> None:
-    """Wait until `stop` is set. Raises the error of a task that ends before; cancels all tasks at the end."""
+    """Wait until `stop` is set.
+
+    Raises the error of a task that ends before; cancels all tasks at the end.
+    """
     waiter = asyncio.create_task(stop.wait())
     try:
         done, _ = await asyncio.wait([waiter, *tasks], return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Start and stop several kvpool processes on this machine together, as `kvpool up` and `kvpool demo` do."""
+"""Start and stop several kvpool processes on this machine, as `kvpool up` does."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class Member:
 class Supervisor:
     """Starts `kvpool ...` processes and stops them all at the end. Use it as a context manager.
 
-    Each child has its parent's pid in the environment and stops when the parent is gone, even by kill -9.
+    Each child has its parent's pid in the environment and stops when the parent is gone, even by
+    kill -9.
 
     Args:
         log_dir: directory of the logs, one file for each process.

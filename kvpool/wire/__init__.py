@@ -1,4 +1,4 @@
-"""The wire protocol between engines, nodes, workers and conductors: framed msgpack over TCP or Unix sockets."""
+"""The wire protocol of all processes: framed msgpack over TCP or Unix sockets."""
 
 from kvpool.wire.client import WireClient
 from kvpool.wire.failover import FailoverClient, split_addresses

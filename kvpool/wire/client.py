@@ -1,7 +1,7 @@
 """The client of the wire protocol: one pipelined connection that reconnects by itself.
 
-Every call has a deadline. If the connection breaks before the reply, the call fails with `Unavailable`. It is not
-repeated here, since only the caller knows whether that is safe.
+Every call has a deadline. If the connection breaks before the reply, the call fails with
+`Unavailable`. It is not repeated here, since only the caller knows whether that is safe.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class WireClient:
         address: "host:port" or "unix:/path".
         client_id: UUID of this process's client; servers tie leases and reservations to it.
         kind: "client", "node", "worker" or "conductor".
-        expected_epoch: the epoch that the server must have; None: any. Each call to a server with another
-            epoch fails with `StaleEpoch`.
+        expected_epoch: the epoch that the server must have; None: any. Each call to a server with
+            another epoch fails with `StaleEpoch`.
         connect_timeout_s: limit for connecting and Hello.
         credentials: token and TLS.
     """
@@ -92,8 +92,8 @@ class WireClient:
         """Send `request` and return its reply (the type that `REPLIES` names).
 
         Args:
-            undo: makes the message that undoes a reply. It is sent if the reply arrives after the call was
-                abandoned, since no caller holds what the reply grants.
+            undo: makes the message that undoes a reply. It is sent if the reply arrives after the
+                call was abandoned, since no caller holds what the reply grants.
 
         Raises:
             DeadlineExceeded: no reply within `timeout_s`.
@@ -125,8 +125,8 @@ class WireClient:
     async def stream(self, request: Message, timeout_s: float) -> AsyncGenerator[Any, None]:
         """Send `request`; yield its items, then its reply as the last one.
 
-        If the iteration ends early, the call is cancelled at the server. `timeout_s` is the limit for each
-        item.
+        If the iteration ends early, the call is cancelled at the server. `timeout_s` is the limit
+        for each item.
         """
         protocol = self._protocol
         if protocol is None or not protocol.is_open:

@@ -17,8 +17,8 @@ class Credentials:
 
     Args:
         token: from `kvpool token create`.
-        tls_ca: PEM file of the CAs that may sign a server's certificate. If set, every TCP connection is
-            encrypted and the server's name is checked.
+        tls_ca: PEM file of the CAs that may sign a server's certificate. If set, every TCP
+            connection is encrypted and the server's name is checked.
         tls_cert: PEM file of the client's own certificate, for servers that ask for one.
         tls_key: PEM file of the key of `tls_cert`.
 

@@ -1,7 +1,9 @@
-"""A client of several equal servers. It uses one, and switches to the next if that one does not reply.
+"""A client of several equal servers.
 
-It serves conductors that share their state. A call that fails with its server is sent to the next server. That is
-safe, since every message to a conductor may be handled twice.
+It uses one, and switches to the next if that one does not reply.
+
+It serves conductors that share their state. A call that fails with its server is sent to the next
+server. That is safe, since every message to a conductor may be handled twice.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class FailoverClient:
     """Calls the first of several servers that replies. With one server it is like `WireClient`.
 
     Args:
-        addresses: "host:port" of each server, separated by commas, in the order in which they are tried.
+        addresses: "host:port" of each server, separated by commas, in the order in which they are
+            tried.
         client_id, kind, epoch, credentials: as for `WireClient`.
 
     Raises:
@@ -64,7 +67,8 @@ class FailoverClient:
         """Send `request` and return the reply of the first server that gives one.
 
         Raises:
-            DeadlineExceeded, Unavailable: no server replied within `timeout_s`; the error of the last one.
+            DeadlineExceeded, Unavailable: no server replied within `timeout_s`; the error of the
+                last one.
             KvpoolError: the error that a server raised.
         """
         deadline = time.monotonic() + timeout_s

@@ -82,11 +82,12 @@ def error_body(error: BaseException) -> ErrorBody:
 class FrameReader:
     """Cuts a stream into frames, in time linear in its bytes.
 
-    `push` adds bytes, and `next_frame` returns one frame, so that the caller may stop between two. `feed` does both.
+    `push` adds bytes, and `next_frame` returns one frame, so that the caller may stop between two.
+    `feed` does both.
 
     Args:
-        max_frame_bytes: limit of a body. A longer one raises `ProtocolError` when its header arrives, before it
-            is buffered. It may be changed between two frames.
+        max_frame_bytes: limit of a body. A longer one raises `ProtocolError` when its header
+            arrives, before it is buffered. It may be changed between two frames.
     """
 
     def __init__(self, max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES) -> None:
@@ -167,7 +168,8 @@ def decode_request(body: memoryview) -> Message:
     """Decode a request.
 
     Raises:
-        ProtocolError: the body is not msgpack or not a known message, or a field has the wrong type.
+        ProtocolError: the body is not msgpack or not a known message, or a field has the wrong
+            type.
         KvpoolError: a struct in it rejects its values, e.g. `Layout`.
     """
     try:

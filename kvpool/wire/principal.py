@@ -1,4 +1,7 @@
-"""The caller of a server: a principal with its tenant and scopes. `kvpool.security` finds it by its token."""
+"""The caller of a server: a principal with its tenant and scopes.
+
+`kvpool.security` finds it by its token.
+"""
 
 from __future__ import annotations
 

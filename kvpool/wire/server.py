@@ -1,10 +1,11 @@
 """The server of the wire protocol: connections, dispatch, limits.
 
-Handlers are registered by message type. A plain function answers within `data_received`, without a task: that is
-the fast path. A coroutine gets a task. An async generator streams items and ends with its reply.
+Handlers are registered by message type. A plain function answers within `data_received`, without a
+task: that is the fast path. A coroutine gets a task. An async generator streams items and ends with
+its reply.
 
-The server is fair to its connections. If a peer does not read its replies, its next requests wait; if it sends many
-requests at once, a few hundred are served in each turn of the event loop.
+The server is fair to its connections. If a peer does not read its replies, its next requests wait;
+if it sends many requests at once, a few hundred are served in each turn of the event loop.
 """
 
 from __future__ import annotations
@@ -66,7 +67,10 @@ class Session:
 
 
 class CallAuthorizer(Protocol):
-    """Checks the token of each connection and every request; `kvpool.security.authorization` has the one in use."""
+    """Checks the token of each connection and every request.
+
+    `kvpool.security.authorization` has the one in use.
+    """
 
     on_change: list[Callable[[], None]]
 
@@ -170,7 +174,8 @@ class WireServer:
         for connection in list(self.connections):
             connection.abort()
         if tasks:
-            # The abort cancelled them. What they use (an engine's thread, a pool) is closed after this.
+            # The abort cancelled them. What they use (an engine's thread, a pool) is closed after
+            # this.
             await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
         await asyncio.sleep(0)
 
@@ -233,7 +238,7 @@ class _Connection(asyncio.Protocol):
             self._serve()
 
     def _serve(self) -> None:
-        """Serve the frames that arrived, until the peer stops reading or it is the turn of others."""
+        """Serve frames that arrived, until the peer stops reading or others have their turn."""
         try:
             for _ in range(MAX_FRAMES_PER_TURN):
                 if not self._can_write.is_set() or not self._is_open():
@@ -319,7 +324,8 @@ class _Connection(asyncio.Protocol):
         if hello.protocol != PROTOCOL_VERSION:
             raise ProtocolError(
                 f"protocol {hello.protocol} is not supported",
-                hint=f"this side has protocol {PROTOCOL_VERSION}; install the same kvpool on both sides",
+                hint=f"this side has protocol {PROTOCOL_VERSION}; install the same kvpool on "
+                "both sides",
             )
         if not hello.client_id or len(hello.client_id) > 64:
             raise ProtocolError("Hello.client_id must be 1 to 64 characters")
@@ -357,7 +363,8 @@ class _Connection(asyncio.Protocol):
             raise ProtocolError(f"more than {MAX_IN_FLIGHT} calls in flight, or an id used twice")
 
         def ended(task: asyncio.Task[None]) -> None:
-            # Not in `_finish`: a task that is cancelled before its first step runs none of its code.
+            # Not in `_finish`: a task that is cancelled before its first step runs none of its
+            # code.
             self._one_way.discard(task)
             self._answered.discard(task)
             if self._tasks.get(request_id) is task:

@@ -1,4 +1,4 @@
-"""`kvpool ls`: the namespaces and blocks of each node, with their sizes, ages, pins and protection."""
+"""`kvpool ls`: list each node's namespaces and blocks, with sizes, ages, pins and protection."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ def ls(
     conductor: Conductor = None,
     as_json: AsJson = False,
 ) -> None:
-    """List namespaces and blocks, node by node, oldest first. This does not count as a use of the blocks."""
+    """List namespaces and blocks, node by node, oldest first.
+
+    This does not count as a use of the blocks.
+    """
     with open_pool(ctx, conductor) as pool:
         node_id = ""
         if node:

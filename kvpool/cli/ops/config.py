@@ -42,7 +42,10 @@ def check(
     file: Annotated[Path, typer.Argument(help="YAML file to check.")],
     as_json: AsJson = False,
 ) -> None:
-    """Check a file alone, without the environment and flags. The exit status is 2 if it has an error."""
+    """Check a file alone, without the environment and flags.
+
+    The exit status is 2 if it has an error.
+    """
     loaded = load_settings(file, {})
     given = sorted(key for key, source in loaded.provenance.items() if source != DEFAULT_SOURCE)
     if as_json:

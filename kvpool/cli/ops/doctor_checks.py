@@ -1,7 +1,9 @@
-"""The checks of `kvpool doctor`. Each reads one fact about the machine and says what to do about it.
+"""The checks of `kvpool doctor`.
 
-They change nothing on the machine. They read the kernel's files below `root`, so that tests can pass a made-up
-machine. They load native libraries in another process only, because those may crash.
+Each reads one fact about the machine and says what to do about it.
+
+They change nothing on the machine. They read the kernel's files below `root`, so that tests can
+pass a made-up machine. They load native libraries in another process only, because those may crash.
 """
 
 from __future__ import annotations
@@ -48,7 +50,10 @@ class Check:
 
 @dataclass(slots=True, frozen=True)
 class Probe:
-    """What a new process found when it loaded torch and NIXL. `failure` is empty if it ended cleanly."""
+    """What a new process found when it loaded torch and NIXL.
+
+    `failure` is empty if it ended cleanly.
+    """
 
     nixl_plugins: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
@@ -71,7 +76,7 @@ print("\\nprobe:" + json.dumps(report), flush=True)
 
 
 def run_probe(code: str = _PROBE, timeout_s: float = PROBE_TIMEOUT_S) -> Probe:
-    """Load torch and NIXL in another process, start an agent there, and watch how that process ends."""
+    """Load torch and NIXL in another process, start an agent, and check how the process ends."""
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-c", code],
@@ -126,7 +131,7 @@ def check_nixl(probe: Probe | None) -> Check:
 
 
 def check_native_libraries() -> Check:
-    """With libibverbs installed, UCX crashes at exit unless the system's libnl-route is installed too."""
+    """With libibverbs, UCX crashes at exit unless the system's libnl-route is installed, too."""
     name = "nixl libraries"
     if ctypes.util.find_library("ibverbs") is None:
         return Check(name, "ok", "no libibverbs, so UCX does not use RDMA")
@@ -135,7 +140,8 @@ def check_native_libraries() -> Check:
             name,
             "fail",
             "libibverbs without libnl-route-3: processes that load UCX die at exit (status 139)",
-            "install libnl-route-3-200 (Debian) or libnl3 (Fedora); or set UCX_MODULES=^ib to do without RDMA",
+            "install libnl-route-3-200 (Debian) or libnl3 (Fedora); or set UCX_MODULES=^ib to do "
+            "without RDMA",
         )
     return Check(name, "ok", "libibverbs and libnl-route-3, which kvpool loads first")
 

@@ -1,4 +1,4 @@
-"""`kvpool engines`: the namespaces of all registered engines, in the form of the setting `conductor.engines`."""
+"""`kvpool engines`: list the engines' namespaces in the form of `conductor.engines`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ def engines(
     conductor: Conductor = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the namespaces in the pool, as entries for the setting conductor.engines. Salts are not shown."""
+    """List the namespaces in the pool, as entries for the setting conductor.engines.
+
+    Salts are not shown.
+    """
     with open_pool(ctx, conductor) as pool:
         spaces = [space for space in pool.namespaces() if not model or space.model == model]
     if as_json:

@@ -1,4 +1,4 @@
-"""`kvpool explain`: the decision about a request with its reasons, the blocks it missed, and what was measured."""
+"""`kvpool explain`: show the decision about a request, missed blocks, and measured times."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ REASONS = {
     "short": "too little is left to compute for a remote prefill",
     "rule": "first in the strategy's order that has memory and meets the objectives",
     "forced": "the request or the routing rules asked for this mode",
-    "nothing_remote": "a remote prefill was asked for, but nothing is left to compute or no worker can do it",
+    "nothing_remote": "a remote prefill was asked for, but nothing is left to compute or no "
+    "worker can do it",
     "ttft_slo": "no candidate meets the objective for TTFT",
     "tpot_slo": "no candidate meets the objective for TPOT",
     "no_room": "no node has memory for the blocks to write",
@@ -55,7 +56,7 @@ def explain(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the candidates with predicted times, the choice, the blocks missed, and the measured times."""
+    """Print candidates with predicted times, the choice, missed blocks, and measured times."""
     given = overrides(http=("client.conductor_http", http))
     settings = invocation(ctx).load(given).settings.client
     addresses, credentials = settings.conductor_http.split(","), credentials_of(settings)
@@ -122,7 +123,8 @@ def _fetch(addresses: list[str], credentials: Credentials, path: str) -> list[An
 def _print_list(records: list[dict[str, Any]]) -> None:
     if not records:
         console().print(
-            "no requests: a conductor keeps those of its own gateway, not those that clients send straight"
+            "no requests: a conductor keeps those of its own gateway, not those that clients "
+            "send straight"
             " to an engine"
         )
         return

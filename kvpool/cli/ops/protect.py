@@ -1,4 +1,4 @@
-"""`kvpool protect` and `kvpool unprotect`: keep the blocks of a prompt, such as a system prompt, in the pool."""
+"""`kvpool protect` and `kvpool unprotect`: keep the blocks of a prompt in the pool."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ def protect(
     conductor: Conductor = None,
     as_json: AsJson = False,
 ) -> None:
-    """Keep the full blocks of one prompt on the nodes that hold them. Blocks not in the pool are skipped."""
+    """Keep the full blocks of one prompt on the nodes that hold them.
+
+    Blocks not in the pool are skipped.
+    """
     with open_pool(ctx, conductor) as pool:
         space, chain = _chain(pool, key, system, text, tokens, hashes, model)
         counts = pool.protect(space, chain, ttl_s=ttl_s)
@@ -79,7 +82,10 @@ def unprotect(
     conductor: Conductor = None,
     as_json: AsJson = False,
 ) -> None:
-    """End the protection of one prompt's blocks. Blocks shared with another protected prompt stay protected."""
+    """End the protection of one prompt's blocks.
+
+    Blocks shared with another protected prompt stay protected.
+    """
     with open_pool(ctx, conductor) as pool:
         space, chain = _chain(pool, key, system, text, tokens, hashes, model)
         counts = pool.unprotect(space, chain)

@@ -24,7 +24,10 @@ def resize(
     conductor: Conductor = None,
     as_json: AsJson = False,
 ) -> None:
-    """Grow or shrink a node's DRAM while it serves. Memory to remove is emptied in the background."""
+    """Grow or shrink a node's DRAM while it serves.
+
+    Memory to remove is emptied in the background.
+    """
     try:
         wanted = parse_bytes(size)
     except ValueError as error:
@@ -41,6 +44,7 @@ def resize(
     )
     if reply.evacuating_bytes:
         console().print(
-            f"{format_bytes(reply.evacuating_bytes)} are being emptied. They are freed when the last reader and"
+            f"{format_bytes(reply.evacuating_bytes)} are being emptied. They are freed when the "
+            "last reader and"
             " writer has finished."
         )

@@ -1,7 +1,8 @@
 """The settings of every process: names, descriptions, defaults and bounds.
 
-`kvpool.config.loader` reads the values from files, the environment and flags. `kvpool.config.reference` writes
-docs/settings.md from the descriptions. What few installations change is in `SECTION.advanced`.
+`kvpool.config.loader` reads the values from files, the environment and flags.
+`kvpool.config.reference` writes docs/settings.md from the descriptions. What few installations
+change is in `SECTION.advanced`.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ class ClientConfig(CallerConfig):
     host_label: HostLabel = Field(default_factory=socket.gethostname)
     transport: Literal["auto", "shm", "nixl"] = Field(
         "auto",
-        description="auto: shared memory to nodes on this host, NIXL to others; shm, nixl: that one only",
+        description="auto: shared memory to nodes on this host, NIXL to others; shm, nixl: that "
+        "one only",
     )
     require_rdma: bool = Field(
         False, description="reach nodes on other hosts by RDMA only, never by TCP"

@@ -46,14 +46,16 @@ class ConductorAdvanced(Section):
     balancing_threshold: float = Field(
         1.5,
         ge=0,
-        description="kv-centric: copy a prefix toward a worker if the pool has this many times what is "
+        description="kv-centric: copy a prefix toward a worker if the pool has this many times "
+        "what is "
         "near the worker; 0: never",
     )
     stall_weight: float = Field(
         0.1,
         ge=0,
         le=1000,
-        description="kv-centric: weight of a second that a prefill delays other sequences' decoding, "
+        description="kv-centric: weight of a second that a prefill delays other sequences' "
+        "decoding, "
         "against a second of the request itself",
     )
     replications_at_once: int = Field(
@@ -82,7 +84,8 @@ class ConductorAdvanced(Section):
     )
     max_queue_wait_s: Seconds = Field(
         30.0,
-        description="longest wait for a start, in seconds; conductor.slo_ttft_s less the predicted TTFT "
+        description="longest wait for a start, in seconds; conductor.slo_ttft_s less the "
+        "predicted TTFT "
         "is a bound, too",
     )
     default_priority: Priority = Field(
@@ -147,7 +150,8 @@ class ConductorAdvanced(Section):
     sglang_imbalance_requests: int = Field(
         32,
         ge=0,
-        description="sglang: balance the load if queues differ by more requests than this, and by the "
+        description="sglang: balance the load if queues differ by more requests than this, and "
+        "by the "
         "next setting",
     )
     sglang_imbalance_ratio: float = Field(
@@ -178,12 +182,14 @@ class ConductorConfig(ServerConfig):
     )
     engines: Engines = Field(
         (),
-        description="OpenAI-compatible engine servers (vLLM, SGLang) that serve beside kvpool's workers",
+        description="OpenAI-compatible engine servers (vLLM, SGLang) that serve beside kvpool's "
+        "workers",
     )
     strategy: Strategy = Field("kv-centric", description="how workers are chosen")
     profile: OptionalPath = Field(
         None,
-        description="measured costs (`kvpool worker profile`) that predictions start from; none: those of "
+        description="measured costs (`kvpool worker profile`) that predictions start from; none: "
+        "those of "
         "a small model on a CPU",
     )
     slo_ttft_s: Seconds = Field(
@@ -194,7 +200,8 @@ class ConductorConfig(ServerConfig):
     )
     admission: Literal["none", "arrival", "predicted"] = Field(
         "predicted",
-        description="when to refuse requests that would miss their objectives: never, by the present load, "
+        description="when to refuse requests that would miss their objectives: never, by the "
+        "present load, "
         "by the load predicted for their decode",
     )
     max_active_requests: int = Field(
@@ -203,7 +210,8 @@ class ConductorConfig(ServerConfig):
     request_timeout_s: Seconds = Field(120.0, description="seconds that a request may take")
     tenant_priorities: Priorities = Field(
         {},
-        description='highest priority of a tenant\'s requests, and their default: "acme=high,bolt=low"',
+        description="highest priority of a tenant's requests, and their default: "
+        '"acme=high,bolt=low"',
     )
     move_roles: bool = Field(
         False, description="move workers between prefill and decode by the SLOs that are missed"

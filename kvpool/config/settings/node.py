@@ -58,7 +58,8 @@ class NodeAdvanced(Section):
         256 * MIB,
         ge=0,
         le=64 * TIB,
-        description="DRAM for each isolated tenant, in a process of its own, beside node.dram_bytes; "
+        description="DRAM for each isolated tenant, in a process of its own, beside "
+        "node.dram_bytes; "
         "0: start none",
     )
     lease_s: Seconds = Field(30.0, description="longest lease that the node grants, in seconds")
@@ -70,11 +71,13 @@ class NodeAdvanced(Section):
     )
     quarantine_s: Seconds = Field(
         60.0,
-        description="seconds that slots of an expired reservation stay unused; longer than any transfer",
+        description="seconds that slots of an expired reservation stay unused; longer than any "
+        "transfer",
     )
     high_watermark: Fraction = Field(
         0.95,
-        description="share of DRAM in use at which cold blocks are written to NVMe, if write_through is false",
+        description="share of DRAM in use at which cold blocks are written to NVMe, if "
+        "write_through is false",
     )
     low_watermark: Fraction = Field(
         0.85, description="share of DRAM that these writes make free to evict down to"
@@ -137,13 +140,15 @@ class NodeConfig(ServerConfig):
     grpc_port: Port = Field(7812, description="port of gRPC; 0: any free port")
     conductor: OptionalAddresses = Field(
         DEFAULT_CONDUCTOR,
-        description='wire address of the conductor, or of several, as "a:7800,b:7800": the node reports '
+        description='wire address of the conductor, or of several, as "a:7800,b:7800": the node '
+        "reports "
         "to the first that answers; none: run alone",
     )
     dram_bytes: Bytes = Field(2 * GIB, ge=MIB, le=64 * TIB, description="DRAM to lend")
     hugepages: Literal["auto", "off", "thp", "2m", "1g"] = Field(
         "auto",
-        description="auto: transparent huge pages if possible; thp: require them; 2m, 1g: reserved pages",
+        description="auto: transparent huge pages if possible; thp: require them; 2m, 1g: "
+        "reserved pages",
     )
     hbm_bytes: Bytes = Field(0, ge=0, le=64 * TIB, description="device memory to lend; 0: none")
     nvme_directories: Paths = Field(

@@ -1,4 +1,4 @@
-"""The types of settings: sizes, addresses, lists and choices; and the settings that all servers share."""
+"""The types of settings (sizes, addresses, lists, choices), and the settings of all servers."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 def parse_bytes(value: object) -> int:
     """Read a size in bytes from a whole number or a text with a unit.
 
-    "64MiB", "64M" and "64m" are binary, "64MB" is decimal. Raises `ValueError` for anything else, and for
-    fractions of a byte.
+    "64MiB", "64M" and "64m" are binary, "64MB" is decimal. Raises `ValueError` for anything else,
+    and for fractions of a byte.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return value
@@ -60,7 +60,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def _none_from_text(value: object) -> object:
-    """None for an empty text, "none" and "null": the environment and flags have no other way to say it."""
+    """None for an empty text, "none" and "null", as the environment and flags write it."""
     return (
         None if isinstance(value, str) and value.strip().lower() in ("", "none", "null") else value
     )
@@ -253,7 +253,10 @@ class CallerConfig(Section):
 
 
 class ServerConfig(CallerConfig):
-    """The settings of a process that listens. It shows `tls_cert` to its callers and to those it calls."""
+    """The settings of a process that listens.
+
+    It shows `tls_cert` to its callers and to those it calls.
+    """
 
     host: str = Field("127.0.0.1", min_length=1, description="address to bind")
     tokens_path: OptionalPath = Field(
@@ -271,7 +274,7 @@ class ServerConfig(CallerConfig):
 
     @property
     def announced_host(self) -> str:
-        """The address for peers: `advertise_host`, else `host`, else the machine's name for a wildcard."""
+        """The address for peers: `advertise_host`, else `host`, else the machine's name."""
         if self.advertise_host is not None:
             return self.advertise_host
         return socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host

@@ -17,7 +17,10 @@ class NodeJoin(Message, frozen=True):
 
 
 class NodeEvents(Message, frozen=True):
-    """A batch of events, numbered without a gap from 1 in each epoch. `snapshot`: a slice of the full report."""
+    """A batch of events, numbered without a gap from 1 in each epoch.
+
+    `snapshot`: a slice of the full report.
+    """
 
     node_id: str
     epoch: int
@@ -35,7 +38,7 @@ class NodeHeartbeat(Message, frozen=True):
 
 
 class MemberReply(Reply, frozen=True):
-    """`resync`: join again and send the full report (unknown member, gap, or restarted conductor)."""
+    """`resync`: join again and send the full report (after a gap or a conductor's restart)."""
 
     resync: bool
     heartbeat_s: float
@@ -174,7 +177,8 @@ class NamespacesReply(Reply, frozen=True):
 class Tokenize(Message, frozen=True):
     """Tokenize a text with the tokenizer of the conductor's model.
 
-    `is_system_prompt`: return the ids with which every conversation under this system prompt begins.
+    `is_system_prompt`: return the ids with which every conversation under this system prompt
+    begins.
     """
 
     text: str
@@ -192,7 +196,7 @@ class WorkerInfo(Reply, frozen=True):
 
 
 class RulesChange(Message, frozen=True):
-    """Change the routing rules: "replace" (by the YAML in `text`), "rollback", "resume", or "" (only show them)."""
+    """Change the routing rules: "replace" (by YAML `text`), "rollback", "resume", "" (show)."""
 
     action: str = ""
     text: str = ""
@@ -228,7 +232,10 @@ class RulesCheck(Reply, frozen=True):
 
 
 class RulesExplanation(Reply, frozen=True):
-    """`mode`: "local", "disaggregated", or "" (by cost). `rule`: name of the rule that matched, or ""."""
+    """`mode`: "local", "disaggregated", or "" (by cost).
+
+    `rule`: name of the rule that matched, or "".
+    """
 
     mode: str
     rule: str

@@ -47,7 +47,10 @@ class Describe(Message, frozen=True):
 
 
 class RegisterNamespace(Message, frozen=True):
-    """Registers a namespace, before any call that names it. Refused if `proof` differs from the server's own."""
+    """Registers a namespace, before any call that names it.
+
+    Refused if `proof` differs from the server's own.
+    """
 
     namespace: Namespace
     proof: HashProof | None = None
@@ -71,7 +74,7 @@ class Reserve(Message, frozen=True):
 
 
 class ReserveReply(Reply, frozen=True):
-    """`statuses` has one byte per block (see `BlockStatus`), `places` one place per granted block."""
+    """`statuses` has one `BlockStatus` byte per block, `places` one place per granted block."""
 
     reservation_id: int  # 0: nothing was granted
     statuses: bytes
@@ -83,8 +86,8 @@ class ReserveReply(Reply, frozen=True):
 class Commit(Message, frozen=True):
     """Make granted blocks visible.
 
-    `indices`: which of the granted blocks, packed uint32; empty: all. `checksums`: packed uint64, one xxh3-64
-    of the part's bytes for each committed block.
+    `indices`: which of the granted blocks, packed uint32; empty: all. `checksums`: packed uint64,
+    one xxh3-64 of the part's bytes for each committed block.
     """
 
     reservation_id: int
@@ -106,9 +109,9 @@ class Abort(Message, frozen=True):
 class Pin(Message, frozen=True):
     """Lookup and lease in one step: the longest leading run of `hashes` that is here and whole.
 
-    Blocks in a slow tier are promoted first. `max_wait_s` is the longest wait that is worth it to the caller,
-    `timeout_s` the longest that it can wait at all; 0: no limit. Blocks that are predicted to take longer are
-    declined at once and not promoted.
+    Blocks in a slow tier are promoted first. `max_wait_s` is the longest wait that is worth it to
+    the caller, `timeout_s` the longest that it can wait at all; 0: no limit. Blocks that are
+    predicted to take longer are declined at once and not promoted.
     """
 
     namespace_id: bytes
@@ -124,8 +127,9 @@ class Pin(Message, frozen=True):
 class PinReply(Reply, frozen=True):
     """Places and checksums are ordered block by block, and within a block by part as asked.
 
-    `wait_s`: predicted seconds until the whole run that is here, declined blocks included, would be in DRAM;
-    0 if it was there, -1 if the node has not measured its disk yet. `waited_s`: seconds that this call waited.
+    `wait_s`: predicted seconds until the whole run that is here, declined blocks included, would be
+    in DRAM; 0 if it was there, -1 if the node has not measured its disk yet. `waited_s`: seconds
+    that this call waited.
     """
 
     lease_id: int  # 0: nothing found
@@ -139,7 +143,8 @@ class PinReply(Reply, frozen=True):
     waited_s: float = 0.0
 
 
-# Why a `Pin` left out blocks that are here: waiting for them is not worth it, or would take too long.
+# Why a `Pin` left out blocks that are here: waiting for them is not worth it, or would take too
+# long.
 DECLINED_COST = "declined_cost"
 DECLINED_DEADLINE = "declined_deadline"
 DECLINED = frozenset((DECLINED_COST, DECLINED_DEADLINE))
@@ -180,7 +185,10 @@ class NodeLookup(Message, frozen=True):
 
 
 class NodeLookupReply(Reply, frozen=True):
-    """`wait_s`: predicted seconds until all found blocks could be read; 0 in DRAM, -1 if not known yet."""
+    """`wait_s`: predicted seconds until all found blocks could be read.
+
+    0 in DRAM, -1 if not known yet.
+    """
 
     found: int
     tiers: bytes
@@ -188,7 +196,7 @@ class NodeLookupReply(Reply, frozen=True):
 
 
 class PutInline(Message, frozen=True):
-    """Reserve, write and commit one part of a block, whose bytes are in the message (for trying out)."""
+    """Reserve, write and commit one part of a block, whose bytes are in the message."""
 
     namespace_id: bytes
     block_hash: bytes
@@ -214,7 +222,8 @@ class GetInlineReply(Reply, frozen=True):
 
 
 class Protect(Message, frozen=True):
-    """Protect the blocks of `hashes` (a chain from its start) that are here; `release` ends the protection.
+    """Protect the blocks of `hashes` (a chain from its start) that are here; `release` ends the
+    protection.
 
     With a `ttl_s` they are evicted last, with 0 never.
     """
@@ -246,7 +255,10 @@ class DropBlocksReply(Reply, frozen=True):
 
 
 class ListNamespaces(Message, frozen=True):
-    """A page of the node's namespaces that the caller may see, oldest first; one shorter than `limit` is the last."""
+    """A page of the node's namespaces that the caller may see, oldest first.
+
+    One shorter than `limit` is the last.
+    """
 
     offset: int = 0
     limit: int = 1000
@@ -257,7 +269,9 @@ class ListNamespacesReply(Reply, frozen=True):
 
 
 class ListBlocks(Message, frozen=True):
-    """A page of a namespace's blocks, oldest first; one shorter than `limit` is the last. Counts as no use.
+    """A page of a namespace's blocks, oldest first; one shorter than `limit` is the last.
+
+    Counts as no use.
 
     Blocks that come or go between two pages may be missing or listed twice.
     """
@@ -285,11 +299,12 @@ class Replicate(Message, frozen=True):
 
 
 class ReplicateReply(Reply, frozen=True):
-    """What happened to the leading `stored + existing + in_progress` blocks, and why the rest was not copied.
+    """What happened to the leading `stored + existing + in_progress` blocks, and why the rest was
+    not copied.
 
-    Blocks are copied in order, up to the first that cannot be copied, because a suffix is useless without its
-    prefix. `reason` is "" if no block is left, otherwise "no_room" (here), "source:" with the source's reason,
-    or the code of an error.
+    Blocks are copied in order, up to the first that cannot be copied, because a suffix is useless
+    without its prefix. `reason` is "" if no block is left, otherwise "no_room" (here), "source:"
+    with the source's reason, or the code of an error.
     """
 
     stored: int
@@ -300,7 +315,8 @@ class ReplicateReply(Reply, frozen=True):
 
 
 class Drain(Message, frozen=True):
-    """Empty the node and stop it: take no new blocks, move (or drop) those of no other node, wait for leases.
+    """Empty the node and stop it: take no new blocks, move (or drop) those of no other node, wait
+    for leases.
 
     The node stops within `deadline_s` from now in any case.
     """
@@ -310,7 +326,10 @@ class Drain(Message, frozen=True):
 
 
 class DrainReply(Reply, frozen=True):
-    """`elsewhere`: blocks that another node had anyway. `lost`: blocks that only this node had, by reason."""
+    """`elsewhere`: blocks that another node had anyway.
+
+    `lost`: blocks that only this node had, by reason.
+    """
 
     moved: int
     elsewhere: int
@@ -320,7 +339,10 @@ class DrainReply(Reply, frozen=True):
 
 
 class Prefetch(Message, frozen=True):
-    """Bring the leading run of `hashes` into a tier ahead of a read. Takes no lease and promises nothing."""
+    """Bring the leading run of `hashes` into a tier ahead of a read.
+
+    Takes no lease and promises nothing.
+    """
 
     namespace_id: bytes
     hashes: bytes
@@ -328,7 +350,10 @@ class Prefetch(Message, frozen=True):
 
 
 class PrefetchReply(Reply, frozen=True):
-    """`resident` blocks were there. `declined` blocks were not taken, for `reason`; ask again if you like."""
+    """`resident` blocks were there.
+
+    `declined` blocks were not taken, for `reason`; ask again if you like.
+    """
 
     accepted: int
     resident: int
@@ -337,13 +362,19 @@ class PrefetchReply(Reply, frozen=True):
 
 
 class ResizeDram(Message, frozen=True):
-    """Make the node's DRAM this large, rounded down to slabs. The reply comes when new memory can be used."""
+    """Make the node's DRAM this large, rounded down to slabs.
+
+    The reply comes when new memory can be used.
+    """
 
     target_bytes: int
 
 
 class ResizeDramReply(Reply, frozen=True):
-    """`evacuating_bytes`: of arenas that are being emptied. They stay while clients hold blocks there."""
+    """`evacuating_bytes`: of arenas that are being emptied.
+
+    They stay while clients hold blocks there.
+    """
 
     before_bytes: int
     capacity_bytes: int
@@ -363,7 +394,10 @@ class ArenaUsage(Reply, frozen=True):
 
 
 class PeerRate(Reply, frozen=True):
-    """Bytes moved between a process and one node. `fabric`: "rdma", "host", "tcp", or "" if unknown."""
+    """Bytes moved between a process and one node.
+
+    `fabric`: "rdma", "host", "tcp", or "" if unknown.
+    """
 
     node_id: str
     transport: str
@@ -394,7 +428,7 @@ class NodeStatsReply(Reply, frozen=True):
 
 
 def visible_stats(stats: NodeStatsReply, sees_all: bool) -> NodeStatsReply:
-    """The statistics that one tenant may see: a node's size and use, but nothing that shows other tenants' work."""
+    """The statistics that a tenant may see: size and use, but no other tenant's activity."""
     if sees_all:
         return stats
     return msgspec.structs.replace(

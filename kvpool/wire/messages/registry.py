@@ -1,4 +1,4 @@
-"""The reply of each request, and the items of those that stream."""
+"""The reply type of each request, and the item type of each streamed reply."""
 
 from __future__ import annotations
 

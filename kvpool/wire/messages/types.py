@@ -16,7 +16,10 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """First frame on a connection. `client_id` is a UUID, never an address; `epoch` changes at each start."""
+    """First frame on a connection.
+
+    `client_id` is a UUID, never an address; `epoch` changes at each start.
+    """
 
     protocol: int
     client_id: str

@@ -8,7 +8,10 @@ from kvpool.wire.messages.types import Message, Reply
 
 
 class SetRole(Message, frozen=True):
-    """Change a worker's role to "prefill", "decode" or "both". Requests that it works on continue."""
+    """Change a worker's role to "prefill", "decode" or "both".
+
+    Requests that it works on continue.
+    """
 
     role: str
 
@@ -22,10 +25,11 @@ class Sampling(Reply, frozen=True):
 
 
 class Grant(Reply, frozen=True):
-    """Slots that the conductor reserved for a prefill: blocks `indices` (packed uint32) of the chain.
+    """Slots that the conductor reserved for a prefill: blocks `indices` (packed uint32) of the
+    chain.
 
-    The reservation's `ttl_s` counts from `age_s` before this message was sent. The node's quarantine covers the
-    time that the message takes (invariant 2).
+    The reservation's `ttl_s` counts from `age_s` before this message was sent. The node's
+    quarantine covers the time that the message takes (invariant 2).
     """
 
     node: NodeDescriptor
@@ -35,7 +39,7 @@ class Grant(Reply, frozen=True):
 
 
 class Prefill(Message, frozen=True):
-    """Compute a prompt's KV: read `segments` from the pool first, then write the granted blocks layer by layer."""
+    """Compute a prompt's KV: read `segments`, compute the rest, write granted blocks by layer."""
 
     request_id: str
     namespace_id: bytes
@@ -62,8 +66,8 @@ class PrefillReply(Reply, frozen=True):
 class Generate(Message, frozen=True):
     """Decode: read what the pool has, compute the rest of the prompt, then stream tokens.
 
-    `use_pool` false: compute everything here. `local_prefix`: reuse this engine's own prefix cache, at most
-    `local_prefix_tokens` of it if that is not 0.
+    `use_pool` false: compute everything here. `local_prefix`: reuse this engine's own prefix cache,
+    at most `local_prefix_tokens` of it if that is not 0.
     """
 
     request_id: str
@@ -84,8 +88,9 @@ class Generate(Message, frozen=True):
 class GenerateChunk(Reply, frozen=True):
     """One item of the stream.
 
-    `so_far`: with the first token, the report up to now. A caller that leaves before the end (at a stop string)
-    gets no other. `text`: text of these tokens if the engine has made it; None: the caller makes it from the ids.
+    `so_far`: with the first token, the report up to now. A caller that leaves before the end (at a
+    stop string) gets no other. `text`: text of these tokens if the engine has made it; None: the
+    caller makes it from the ids.
     """
 
     token_ids: list[int]

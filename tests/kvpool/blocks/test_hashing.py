@@ -1,4 +1,4 @@
-"""Prefix hashes: fixed for ever by known answers, the same in every process, and strict about tokens."""
+"""Prefix hashes: fixed by known answers, the same in every process, strict about tokens."""
 
 from __future__ import annotations
 

@@ -50,7 +50,10 @@ def share(layout: Layout, block: np.ndarray, rank: int) -> np.ndarray:
 
 @st.composite
 def pairs(draw: st.DrawFn) -> tuple[Layout, Layout, int]:
-    """Layouts of two engines of one model, and a rank of the second; most, not all, can be matched."""
+    """Layouts of two engines of one model, and a rank of the second.
+
+    Most, not all, can be matched.
+    """
     heads = draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12]))
     sizes = [n for n in range(1, 25) if heads % n == 0 or n % heads == 0]
     orders = st.sampled_from([ORDERS[0], *ORDERS])

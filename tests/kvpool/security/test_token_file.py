@@ -1,4 +1,4 @@
-"""Tokens that are taken back while a server runs: new calls are refused, open connections and streams end."""
+"""Tokens revoked on a running server: calls are refused, connections and streams end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens, scopes and the authorizer: who may do what, and what a tenant learns of the others (nothing)."""
+"""Tokens, scopes and the authorizer: who may do what. A tenant learns nothing of others."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def trees(package: str) -> Iterator[ast.Module]:
 
 
 def given_to(tree: ast.Module, name: str) -> Iterator[ast.expr]:
-    """What a variable called `name` may be: what is assigned to it, or a literal that a loop goes over."""
+    """What a variable may be: the values assigned to it, or the literals of a loop."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
             for target in node.targets:
@@ -88,7 +88,7 @@ def test_the_page_has_the_declared_counters() -> None:
 
 
 def metrics() -> list[str]:
-    """Names of the servers' Prometheus metrics, as Prometheus shows them, once for each declaration."""
+    """Names of the servers' metrics as Prometheus shows them, once for each declaration."""
     names = []
     for package in ("kvpool/serving", "tiers", "conductor", "workers"):
         for tree in trees(package):
