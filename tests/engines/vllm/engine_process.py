@@ -80,6 +80,12 @@ class EngineProcess:
             "generate", prompts=[list(p) for p in prompts], max_tokens=max_tokens, **more
         )
 
+    def leave(self, timeout_s: float) -> None:
+        """Let the process end by itself."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(timeout_s)
+
     def close(self) -> None:
         self.process.kill()
         self.process.wait(10)

@@ -169,3 +169,12 @@ def test_a_node_killed_in_mid_load(
     assert second.generate([prompt])["outputs"] == outputs
     assert second.call("reset")
     assert second.generate([prompt[: 2 * PAGE]])["external"] == 0
+
+
+def test_an_engine_process_exits_without_a_traceback(
+    engines: tuple[EngineProcess, EngineProcess], served: tuple[list[int], list[list[int]]]
+) -> None:
+    # With one process, vLLM shuts its connectors down when no executor accepts work any more.
+    first, _ = engines
+    first.leave(timeout_s=60)
+    assert "Traceback" not in first.log.read_text(errors="replace")
