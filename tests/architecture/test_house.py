@@ -26,8 +26,6 @@ LARGE_CLASSES = {
     "conductor/cluster/cluster.py::Cluster": 38,
     "conductor/redis/index.py::RedisIndex": 29,
     "conductor/redis/shared_state.py::SharedCluster": 37,
-    "tiers/store/arena_allocator.py::ArenaAllocator": 27,
-    "tiers/store/block_table.py::BlockTable": 39,
 }
 
 # Classes whose methods an engine dictates. They stay.

@@ -1,4 +1,4 @@
-"""When a tick was given out: within a second or so for recent ones, less exactly for old ones. Bounded."""
+"""The clock of uses: ticks in place of time, and when a tick was given out, to a second or so for recent ones."""
 
 from __future__ import annotations
 
@@ -9,14 +9,25 @@ MAX_SAMPLES = 16_384
 
 
 class AccessClock:
-    """Samples of (tick, time), denser for the recent past."""
+    """Gives out ticks, which order uses (later is larger), and samples (tick, time), denser for the recent past."""
 
     def __init__(self) -> None:
+        self.tick = 0  # the last one that was given out
         self._ticks: list[int] = []
         self._times: list[float] = []  # monotonic seconds
 
-    def note(self, tick: int, now: float) -> None:
-        """Record that `tick` is the last one given out by `now` (monotonic seconds)."""
+    def advance(self, count: int) -> int:
+        """Take `count` ticks for a run; returns the last one, which is for the head of the run."""
+        self.tick += count
+        return self.tick
+
+    def advance_to(self, tick: int) -> None:
+        """Give out only ticks after this one."""
+        self.tick = max(self.tick, tick)
+
+    def sample(self, now: float) -> None:
+        """Record that the last tick was given out by `now` (monotonic seconds)."""
+        tick = self.tick
         if self._times and now - self._times[-1] < SAMPLE_S:
             self._ticks[-1] = tick
             return

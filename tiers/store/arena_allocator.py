@@ -63,7 +63,6 @@ class ArenaAllocator:
         self.closed: set[int] = set()  # ids of closed arenas; to be read only
         self.resting: frozenset[int] = frozenset()  # ids of arenas that `rest` named
         self._next = 0  # number of the open arena where "spread" goes on
-        self._gone_allocations = self._gone_frees = 0  # of arenas that were removed
         for allocator in allocators:
             self.add(allocator)
 
@@ -119,8 +118,6 @@ class ArenaAllocator:
             raise ArenaInUse(f"arena {arena_id} holds {arena.used_bytes} bytes")
         del self._arenas[arena_id]
         self.closed.discard(arena_id)
-        self._gone_allocations += arena.allocations
-        self._gone_frees += arena.frees
         self._wire()
 
     @property
@@ -241,16 +238,6 @@ class ArenaAllocator:
     def empty_slabs(self) -> int:
         """Slabs of open arenas that belong to no slot size."""
         return sum(arena.empty_slabs for arena in self._open)
-
-    @property
-    def allocations(self) -> int:
-        """Slots taken since the start, also in arenas that are gone."""
-        return self._gone_allocations + sum(arena.allocations for arena in self._arenas.values())
-
-    @property
-    def frees(self) -> int:
-        """Slots freed since the start, also in arenas that are gone."""
-        return self._gone_frees + sum(arena.frees for arena in self._arenas.values())
 
     def check_integrity(self) -> None:
         """Recount everything from scratch.

@@ -6,25 +6,22 @@ copy; this table applies that to slots.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from kvpool.blocks.tier import Tier
 from tiers.policies import policy_class
 from tiers.store import eviction, victims
+from tiers.store.access_clock import AccessClock
 from tiers.store.arena_allocator import ArenaAllocator
-from tiers.store.blocks import NEVER, Block, Copy, Ghosts, Space, StoreEvent
+from tiers.store.blocks import NEVER, Block, Copy, EventLog, Ghosts, Space
 from tiers.store.config import StoreConfig
-from tiers.store.eviction import EvictionQueue
 from tiers.store.fp8 import Encoding, stored_bytes
 from tiers.store.quotas import Accounts
 from tiers.store.slab_allocator import Place, StoreCorrupt
 from tiers.store.victims import TierState
 from tiers.store.writeback import writebacks_of
-
-EVICTIONS_WHILE_RESTING = 16  # for one slot; victims in resting arenas free no usable slot
-LEAVES_AT_A_TIME = 64  # evictions before the next look for a slab that came free
 
 
 class BlockTable:
@@ -67,26 +64,12 @@ class BlockTable:
         self.detached: set[Block] = set()
         self.evicted = Ghosts(config.ghost_hashes)
         self.dropped = Ghosts(config.ghost_hashes)
-        self._events: deque[StoreEvent] = deque(maxlen=config.max_pending_events)
         self.counters: Counter[str] = Counter()
+        self.events = EventLog(config.max_pending_events, self.counters)
         self.failed: set[tuple[Tier, int]] = set()  # (tier, arena id) of unreadable arenas
-        self._tick = 0
+        self.access_clock = AccessClock()
 
     # ------------------------------------------------------------ blocks
-
-    def advance(self, count: int) -> int:
-        """Take `count` ticks for a run; returns the last one, which is for the head of the run."""
-        self._tick += count
-        return self._tick
-
-    @property
-    def tick(self) -> int:
-        """The last tick that was given out. Ticks order uses: later is larger."""
-        return self._tick
-
-    def advance_to(self, tick: int) -> None:
-        """Give out only ticks after this one."""
-        self._tick = max(self._tick, tick)
 
     def touch(
         self, blocks: Sequence[Block], *, is_use: bool = True, tick: int | None = None
@@ -97,7 +80,7 @@ class BlockTable:
             tick: of the first block, if `advance` gave it for a longer run; None takes new ticks.
         """
         if tick is None:
-            tick = self.advance(len(blocks))
+            tick = self.access_clock.advance(len(blocks))
         for block in blocks:
             block.last_use = tick
             tick -= 1
@@ -109,7 +92,7 @@ class BlockTable:
         for block in blocks:
             for copy in block.copies:
                 if copy is not None:
-                    self._queue(copy).policy.used(copy)
+                    self.tiers[copy.tier].queue_of(copy).policy.used(copy)
 
     @contextmanager
     def shield(self, blocks: Collection[Block]) -> Iterator[None]:
@@ -136,10 +119,11 @@ class BlockTable:
         if block is None:
             if parent == name or (space.has_children(name) and space.descends(parent, name)):
                 parent = b""
-            self._tick += 1
             before = space.blocks.get(parent)
             depth = before.depth + 1 if before is not None else 0
-            block = space.blocks[name] = Block(space, name, parent, self._tick, depth)
+            block = space.blocks[name] = Block(
+                space, name, parent, self.access_clock.advance(1), depth
+            )
         return block
 
     def forget_if_gone(self, block: Block) -> None:
@@ -151,12 +135,6 @@ class BlockTable:
                 self.detached.discard(block)
             elif block.space.blocks.get(block.name) is block:
                 del block.space.blocks[block.name]
-
-    def take_events(self) -> list[StoreEvent]:
-        """Events since the last call, in order."""
-        events = list(self._events)
-        self._events.clear()
-        return events
 
     # ------------------------------------------------------------ slots of a copy
 
@@ -174,12 +152,16 @@ class BlockTable:
         """
         copy = self._open(block, tier_index)
         copy.filling += 1  # first, so that neither this copy nor its parent is the victim
-        place = self._make_room(self.tiers[tier_index], block.space, colder_than)
+        place, reclaimed = victims.make_room(
+            self.tiers[tier_index], block.space, colder_than, self.evict
+        )
+        if reclaimed:
+            self.counters["slabs_reclaimed"] += reclaimed
         if place is None:
             copy.filling -= 1
             self.settle_state(copy)
             return None
-        self._enter(copy, part, place)
+        self.tiers[copy.tier].enter(copy, part, place)
         return place
 
     def claim(
@@ -194,7 +176,7 @@ class BlockTable:
             self._enter_copy(Copy(block, tier_index, encoding, slot_bytes))
         copy = self._open(block, tier_index)
         copy.filling += 1
-        self._enter(copy, part, place)
+        self.tiers[copy.tier].enter(copy, part, place)
         return True
 
     def fill(self, copy: Copy, part: int, checksum: int) -> bool:
@@ -233,33 +215,6 @@ class BlockTable:
         self.settle_state(copy)
         return place
 
-    def end_quarantine(self, tier_index: Tier, place: Place, slot_bytes: int) -> None:
-        """No late write can reach the slot any more: it is free."""
-        tier = self.tiers[tier_index]
-        tier.quarantined_bytes -= slot_bytes
-        tier.quota_table.charge(tier.quarantined_of.pop(place), -slot_bytes)
-        tier.allocator.free(place)
-
-    def exchange_places(self, copy: Copy, twin: Copy) -> None:
-        """Swap the slots of two copies of one block in one tier that have the same parts."""
-        owners = self.tiers[copy.tier].owners
-        for owner, places in ((copy, twin.places), (twin, copy.places)):
-            owners.update((place, owner) for place in places if place is not None)
-        copy.places, twin.places = twin.places, copy.places
-        if copy.is_whole:
-            self._hand_out(copy)
-
-    def replace(self, copy: Copy, twin: Copy) -> None:
-        """Put a whole copy of the same bytes in the place of a pinned one, which stays for its leases only."""
-        block, remnant = copy.block, twin.block
-        self._queue(copy).discard(copy)
-        copy.block, twin.block = remnant, block
-        remnant.copies[copy.tier], block.copies[copy.tier] = copy, twin
-        block.space.visible[copy.tier][block.name] = twin
-        self._hand_out(twin)
-        for writeback in self.writebacks.values():
-            writeback.replaced(copy, twin)
-
     def resized(self, tier_index: Tier) -> None:
         """Arenas of the tier came or went: recompute what is a share of its bytes."""
         capacity_bytes = self.tiers[tier_index].allocator.open_bytes
@@ -273,7 +228,7 @@ class BlockTable:
         block = copy.block
         if block.is_detached:
             if not eviction.is_held(copy):
-                self._free_committed(copy)
+                self.tiers[copy.tier].free_committed(copy)
                 self._close(copy)
         elif not copy.filling and not copy.committed:
             self._close(copy)
@@ -282,7 +237,7 @@ class BlockTable:
 
     def offer(self, copy: Copy) -> None:
         """The copy may have become evictable, or its rank changed. A needless offer does no harm."""
-        self._queue(copy).offer(copy)
+        self.tiers[copy.tier].queue_of(copy).offer(copy)
 
     # ------------------------------------------------------------ leaving
 
@@ -294,11 +249,11 @@ class BlockTable:
         if eviction.is_soft_pinned(copy):
             self.counters["evicted:soft"] += 1
         tier.evicted_since_scan[copy.slot_bytes] += 1
-        self._queue(copy).discard(copy, is_evicted=True)
+        self.tiers[copy.tier].queue_of(copy).discard(copy, is_evicted=True)
         was_whole = copy.is_whole
         if was_whole:
             self._hide(copy)
-        self._free_committed(copy)
+        self.tiers[copy.tier].free_committed(copy)
         self._close(copy)
         if was_whole and not any(block.name in names for names in block.space.visible):
             self.counters["lost"] += 1
@@ -319,7 +274,7 @@ class BlockTable:
         was_whole = copy.is_whole
         if was_whole:
             self._hide(copy)
-        self._free_committed(copy)
+        self.tiers[copy.tier].free_committed(copy)
         self._close(copy)
         if was_whole and not any(block.name in names for names in block.space.visible):
             self.counters["lost"] += 1
@@ -341,7 +296,7 @@ class BlockTable:
         for copy in copies:
             if copy.is_whole:
                 self._hide(copy)
-            self._queue(copy).discard(copy)
+            self.tiers[copy.tier].queue_of(copy).discard(copy)
             self._unlink(copy)
         if block.retained_until != NEVER:
             self.on_gone(block)
@@ -354,13 +309,10 @@ class BlockTable:
     def discard_partial(self, copy: Copy) -> None:
         """Free the committed parts of a copy that will never be whole."""
         if not copy.is_whole and not eviction.is_held(copy) and copy.committed:
-            self._free_committed(copy)
+            self.tiers[copy.tier].free_committed(copy)
             self._close(copy)
 
     # ------------------------------------------------------------ within
-
-    def _queue(self, copy: Copy) -> EvictionQueue:
-        return self.tiers[copy.tier].queue_of(copy)
 
     def _open(self, block: Block, tier_index: Tier) -> Copy:
         copy = block.copies[tier_index]
@@ -382,7 +334,7 @@ class BlockTable:
         if block.copies[copy.tier] is not copy:
             return
         block.copies[copy.tier] = None
-        self._queue(copy).discard(copy)
+        self.tiers[copy.tier].queue_of(copy).discard(copy)
         if not block.is_detached:
             self._unlink(copy)
             self._offer_nvme(block, copy.tier)
@@ -409,82 +361,18 @@ class BlockTable:
         if parent_copy is not None and not eviction.is_held(parent_copy):
             self.offer(parent_copy)
 
-    def _enter(self, copy: Copy, part: int, place: Place) -> None:
-        tier = self.tiers[copy.tier]
-        slot_bytes = copy.slot_bytes
-        tier.reserved_bytes += slot_bytes
-        tier.quota_table.charge(copy.block.space.account, slot_bytes)
-        tier.owners[place] = copy
-        copy.places[part] = place
-
-    def _free_committed(self, copy: Copy) -> None:
-        tier = self.tiers[copy.tier]
-        slot_bytes = copy.slot_bytes
-        for part, place in enumerate(copy.places):
-            if place is not None and copy.checksums[part] is not None:
-                del tier.owners[place]
-                tier.allocator.free(place)
-                tier.committed_bytes -= slot_bytes
-                tier.quota_table.charge(copy.block.space.account, -slot_bytes)
-                copy.places[part] = copy.checksums[part] = None
-                copy.committed -= 1
-
     def _show(self, copy: Copy) -> None:
         block = copy.block
         block.space.visible[copy.tier][block.name] = copy
-        self._hand_out(copy)
+        copy.hand_out()
         for writeback in self.writebacks.values():
             cleaned = writeback.shown(copy)
             if cleaned is not None and cleaned is not copy and not eviction.is_held(cleaned):
                 self.offer(cleaned)  # it may have been spared as dirty
-        self._note("stored", copy)
-
-    @staticmethod
-    def _hand_out(copy: Copy) -> None:
-        copy.whole_places = tuple(place for place in copy.places if place is not None)
-        copy.whole_checksums = tuple(c for c in copy.checksums if c is not None)
+        self.events.note("stored", copy)
 
     def _hide(self, copy: Copy) -> None:
         for writeback in self.writebacks.values():
             writeback.hidden(copy)
         del copy.block.space.visible[copy.tier][copy.block.name]
-        self._note("removed", copy)
-
-    def _note(self, kind: str, copy: Copy) -> None:
-        block = copy.block
-        if len(self._events) == self._events.maxlen:
-            self.counters["events_lost"] += 1
-        self._events.append(StoreEvent(kind, block.space.namespace_id, block.name, copy.tier))
-
-    # ------------------------------------------------------------ making room
-
-    def _make_room(self, tier: TierState, space: Space, colder_than: int | None) -> Place | None:
-        slot_bytes = space.slot_bytes[tier.index]
-        place = tier.allocator.allocate(slot_bytes)
-        if place is None:
-            tier.look_further()
-        evictions = 0
-        while place is None:
-            if tier.allocator.resting and evictions > EVICTIONS_WHILE_RESTING:
-                return None
-            evictions += 1
-            found = victims.victims(tier, space, colder_than)
-            if found:
-                is_slab = found[0].slot_bytes != slot_bytes
-                self.counters["slabs_reclaimed"] += is_slab
-                for copy in found:
-                    self.evict(copy)
-            elif not self._thin_out_others(tier, space, colder_than):
-                return None
-            place = tier.allocator.allocate(slot_bytes)
-        return place
-
-    def _thin_out_others(self, tier: TierState, space: Space, colder_than: int | None) -> bool:
-        """Evict some of the coldest leaves of other slot sizes; False if that cannot free a slab."""
-        evicted = 0
-        for copy in victims.leaves_of_others(tier, space, colder_than):
-            self.evict(copy)
-            evicted += 1
-            if evicted == LEAVES_AT_A_TIME:
-                break
-        return evicted > 0
+        self.events.note("removed", copy)

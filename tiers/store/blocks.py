@@ -8,6 +8,7 @@ therefore visible, when all its parts are committed (invariant 4).
 from __future__ import annotations
 
 import math
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -70,6 +71,11 @@ class Copy:
     def is_whole(self) -> bool:
         """Every part is committed (invariant 4)."""
         return self.committed == len(self.places)
+
+    def hand_out(self) -> None:
+        """The places or checksums of a whole copy have changed: pins hand out the new ones."""
+        self.whole_places = tuple(place for place in self.places if place is not None)
+        self.whole_checksums = tuple(c for c in self.checksums if c is not None)
 
     # What an eviction policy asks (`policies.Candidate`).
 
@@ -189,6 +195,27 @@ class StoreEvent(NamedTuple):
     namespace_id: bytes
     block_hash: bytes
     tier: Tier
+
+
+class EventLog:
+    """Events since the last report; if too many wait, the oldest are lost and counted."""
+
+    def __init__(self, limit: int, counters: Counter[str]) -> None:
+        self._events: deque[StoreEvent] = deque(maxlen=limit)
+        self._counters = counters
+
+    def note(self, kind: str, copy: Copy) -> None:
+        """Add an event of a whole copy."""
+        if len(self._events) == self._events.maxlen:
+            self._counters["events_lost"] += 1
+        space = copy.block.space
+        self._events.append(StoreEvent(kind, space.namespace_id, copy.block.name, copy.tier))
+
+    def take(self) -> list[StoreEvent]:
+        """All events since the last call, in order."""
+        events = list(self._events)
+        self._events.clear()
+        return events
 
 
 class Migration(NamedTuple):

@@ -116,7 +116,7 @@ class EvacuationTable:
         if len(self._walks) + 1 == len(allocator.arenas):
             raise InvalidArgument(f"arena {arena_id} is the last one", hint="stop the node instead")
         allocator.close(arena_id)
-        self._walks[arena_id] = _Walk(arena, self._table.advance(0))
+        self._walks[arena_id] = _Walk(arena, self._table.access_clock.advance(0))
         self._table.resized(Tier.DRAM)
 
     def bytes_left(self) -> dict[int, int]:
@@ -179,9 +179,9 @@ class EvacuationTable:
         # Another migration, or a writer, that began in between uses the old places: try again after it.
         if is_complete and not source.block.is_detached and not source.reading + source.filling:
             if source.pins:
-                table.replace(source, target)
+                _replace(table, source, target)
             else:
-                table.exchange_places(source, target)
+                _exchange_places(table, source, target)
             table.counters["relocated"] += 1
         table.settle_state(target)
         table.settle_state(source)
@@ -271,3 +271,25 @@ def _is_free_to_go(copy: Copy, walk: _Walk) -> bool:
     # A leased block waits for the end of its lease. If new leases keep coming, it migrates, and the old
     # slots stay for the old leases.
     return not copy.pins or copy.last_use > walk.since
+
+
+def _exchange_places(table: BlockTable, copy: Copy, twin: Copy) -> None:
+    """Swap the slots of two copies of one block in one tier that have the same parts."""
+    owners = table.tiers[copy.tier].owners
+    for owner, places in ((copy, twin.places), (twin, copy.places)):
+        owners.update((place, owner) for place in places if place is not None)
+    copy.places, twin.places = twin.places, copy.places
+    if copy.is_whole:
+        copy.hand_out()
+
+
+def _replace(table: BlockTable, copy: Copy, twin: Copy) -> None:
+    """Put a whole copy of the same bytes in the place of a pinned one, which stays for its leases only."""
+    block, remnant = copy.block, twin.block
+    table.tiers[copy.tier].queue_of(copy).discard(copy)
+    copy.block, twin.block = remnant, block
+    remnant.copies[copy.tier], block.copies[copy.tier] = copy, twin
+    block.space.visible[copy.tier][block.name] = twin
+    twin.hand_out()
+    for writeback in table.writebacks.values():
+        writeback.replaced(copy, twin)

@@ -8,7 +8,6 @@ from itertools import islice
 from kvpool.blocks.records import BlockInfo, NamespaceUsage, TierUsage
 from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument
-from tiers.store.access_clock import AccessClock
 from tiers.store.block_table import BlockTable
 from tiers.store.blocks import FOREVER, NEVER, Block
 from tiers.store.namespaces import NamespaceTable
@@ -23,15 +22,11 @@ class Inspection:
     Args:
         table: the blocks.
         namespaces: the namespaces.
-        access_clock: says when a block was last used.
     """
 
-    def __init__(
-        self, table: BlockTable, namespaces: NamespaceTable, access_clock: AccessClock
-    ) -> None:
+    def __init__(self, table: BlockTable, namespaces: NamespaceTable) -> None:
         self._table = table
         self._namespaces = namespaces
-        self._access_clock = access_clock
 
     def tiers(self) -> list[TierUsage]:
         """Bytes by state of each tier; free + reserved + committed + quarantined = capacity.
@@ -98,7 +93,7 @@ class Inspection:
             raise InvalidArgument(
                 f"offset {offset}, limit {limit}", hint=f"at most {MAX_PAGE} at a time"
             )
-        self._access_clock.note(self._table.tick, now)
+        self._table.access_clock.sample(now)
         first = min(offset, len(space.blocks))  # islice refuses numbers beyond the machine's
         page = islice(space.blocks.values(), first, first + limit)
         return [self._described(block, now) for block in page]
@@ -136,5 +131,5 @@ class Inspection:
             sum(copy.slot_bytes * (copy.committed + copy.filling) for copy in copies),
             sum(copy.pins for copy in copies),
             retained_s,
-            self._access_clock.age_s(block.last_use, now),
+            self._table.access_clock.age_s(block.last_use, now),
         )

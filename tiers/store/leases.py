@@ -65,7 +65,7 @@ class LeaseTable:
         in_hbm: list[Copy] = []
         hbm = Tier.HBM
         table = self._table
-        tick = table.advance(len(copies))  # `touch`, inlined: one pass over the run
+        tick = table.access_clock.advance(len(copies))  # `touch`, inlined: one pass over the run
         for copy in copies:
             copy.block.last_use = tick
             tick -= 1

@@ -93,7 +93,7 @@ class Recovery:
     @property
     def tick(self) -> int:
         """The last tick. It grows with every use of a block and with every new block."""
-        return self._table.tick
+        return self._table.access_clock.tick
 
     def accesses(self, count: int) -> Iterator[list[tuple[int, Access]]]:
         """(device, last use) of every block on NVMe, `count` blocks at a time.
@@ -133,8 +133,8 @@ class Recovery:
         ordered = [block for _, block in used] + fresh
         # Later than what any device recorded: a device that returns later then has the older record.
         latest = max(ticks.values(), default=0)
-        self._table.advance_to(latest)
-        tick = self._table.advance(len(ordered)) - len(ordered)
+        self._table.access_clock.advance_to(latest)
+        tick = self._table.access_clock.advance(len(ordered)) - len(ordered)
         for number, block in enumerate(ordered, 1):
             block.last_use = tick + number
 

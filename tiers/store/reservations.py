@@ -125,7 +125,7 @@ class ReservationTable:
             ttl_s,
             now + ttl_s,
             tier,
-            self._table.advance(len(known)),
+            self._table.access_clock.advance(len(known)),
             {*known, *_ancestors(space, parent)},
         )
 
@@ -224,7 +224,7 @@ class ReservationTable:
         grant.remaining -= len(copies)
         if not grant.remaining:
             self._remove(grant)
-        tick = self._table.advance(len(copies))
+        tick = self._table.access_clock.advance(len(copies))
         cursor = CommitCursor(reservation_id, grant.part, copies, checksums, tick)
         if copies:
             self._committing[cursor] = None
@@ -370,7 +370,7 @@ class ReservationTable:
         if quarantine is None:
             return 0
         for tier, place, slot_bytes in quarantine.slots:
-            self._table.end_quarantine(tier, place, slot_bytes)
+            self._table.tiers[tier].end_quarantine(place, slot_bytes)
         return len(quarantine.slots)
 
 

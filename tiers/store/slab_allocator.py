@@ -93,8 +93,6 @@ class SlabAllocator:
         self.alignment = alignment
         self.capacity_bytes = capacity_bytes // slab_bytes * slab_bytes
         self.used_bytes = 0  # in slots, so rounded up
-        self.allocations = 0
-        self.frees = 0
         self._slabs = [_Slab() for _ in range(self.capacity_bytes // slab_bytes)]
         self._empty = list(
             range(len(self._slabs))
@@ -174,7 +172,6 @@ class SlabAllocator:
         slab.taken[slot] = 0
         slab.used -= 1
         self.used_bytes -= slab.slot_bytes
-        self.frees += 1
         if not slab.used:
             slab.take_back()
             heappush(self._empty, index)
@@ -296,4 +293,3 @@ class SlabAllocator:
         slab.taken[slot] = 1
         slab.used += 1
         self.used_bytes += slab.slot_bytes
-        self.allocations += 1

@@ -17,7 +17,6 @@ from typing import Literal
 from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument, NotFound
 from tiers.store import integrity
-from tiers.store.access_clock import AccessClock
 from tiers.store.arena_allocator import ArenaAllocator, as_arena_allocator
 from tiers.store.block_table import BlockTable
 from tiers.store.blocks import (
@@ -80,7 +79,6 @@ class Store:
             as_arena_allocator(hbm) if hbm is not None else None,
             config,
         )
-        self._access_clock = AccessClock()
         self.namespaces = NamespaceTable(table, config)
         self.leases = LeaseTable(table, config)
         self.reservations = ReservationTable(table, self.namespaces, config)
@@ -89,7 +87,7 @@ class Store:
         self.retention = RetentionTable(table, self.namespaces, config.retention_share)
         self.failed_arenas = FailedArenas(table)
         self.recovery = Recovery(table, self.namespaces, self.retention)
-        self.inspection = Inspection(table, self.namespaces, self._access_clock)
+        self.inspection = Inspection(table, self.namespaces)
 
     @property
     def tiers(self) -> list[Tier]:
@@ -294,7 +292,7 @@ class Store:
 
     def expire(self, now: float) -> int:
         """End every lease, reservation, quarantine and retention whose time has passed; returns how many."""
-        self._access_clock.note(self._table.tick, now)
+        self._table.access_clock.sample(now)
         ended = self.leases.expire(now) + self.reservations.expire(now)
         return ended + self.retention.expire(now)
 
@@ -384,7 +382,7 @@ class Store:
         At most `max_pending_events` are kept. If more happened, the counter "events_lost" has grown, and only
         `inspection.snapshot` is right again.
         """
-        return self._table.take_events()
+        return self._table.events.take()
 
     @property
     def counters(self) -> dict[str, float]:

@@ -19,6 +19,8 @@ from tiers.store.quotas import Accounts, QuotaTable
 from tiers.store.slab_allocator import Place
 
 SLABS_WHEN_DUE = 64  # looked at while this size has victims of its own
+EVICTIONS_WHILE_RESTING = 16  # for one slot; victims in resting arenas free no usable slot
+LEAVES_AT_A_TIME = 64  # evictions before the next look for a slab that came free
 SLABS_AT_MOST = 4096  # looked at otherwise; more would take longer than 5 ms
 
 
@@ -68,6 +70,30 @@ class TierState:
             - self.quarantined_bytes
         )
 
+    def enter(self, copy: Copy, part: int, place: Place) -> None:
+        """A slot was taken for one part: it is reserved."""
+        self.reserved_bytes += copy.slot_bytes
+        self.quota_table.charge(copy.block.space.account, copy.slot_bytes)
+        self.owners[place] = copy
+        copy.places[part] = place
+
+    def free_committed(self, copy: Copy) -> None:
+        """Free the slots of all committed parts."""
+        for part, place in enumerate(copy.places):
+            if place is not None and copy.checksums[part] is not None:
+                del self.owners[place]
+                self.allocator.free(place)
+                self.committed_bytes -= copy.slot_bytes
+                self.quota_table.charge(copy.block.space.account, -copy.slot_bytes)
+                copy.places[part] = copy.checksums[part] = None
+                copy.committed -= 1
+
+    def end_quarantine(self, place: Place, slot_bytes: int) -> None:
+        """No late write can reach the slot any more: it is free."""
+        self.quarantined_bytes -= slot_bytes
+        self.quota_table.charge(self.quarantined_of.pop(place), -slot_bytes)
+        self.allocator.free(place)
+
     def look_further(self) -> None:
         """From now on, look at the slabs after those of the last look."""
         self._look = self._next_look
@@ -95,6 +121,49 @@ class TierState:
             closed = self.allocator.closed if self.index != Tier.NVME else frozenset()
             queue = self.queues[key] = EvictionQueue(self.index, self._policy, self._parked, closed)
         return queue
+
+
+def make_room(
+    tier: TierState, space: Space, colder_than: int | None, evict: Callable[[Copy], None]
+) -> tuple[Place | None, int]:
+    """Take a slot for a namespace, and call `evict` for victims if needed.
+
+    Returns the place, None if no slot can be freed, and how many slabs of other sizes were emptied for it.
+
+    Args:
+        colder_than: evict only copies last used before this tick, and none that is retained.
+    """
+    slot_bytes = space.slot_bytes[tier.index]
+    place = tier.allocator.allocate(slot_bytes)
+    if place is None:
+        tier.look_further()
+    evictions = reclaimed = 0
+    while place is None:
+        if tier.allocator.resting and evictions > EVICTIONS_WHILE_RESTING:
+            break
+        evictions += 1
+        found = victims(tier, space, colder_than)
+        if found:
+            reclaimed += found[0].slot_bytes != slot_bytes
+            for copy in found:
+                evict(copy)
+        elif not _thin_out_others(tier, space, colder_than, evict):
+            break
+        place = tier.allocator.allocate(slot_bytes)
+    return place, reclaimed
+
+
+def _thin_out_others(
+    tier: TierState, space: Space, colder_than: int | None, evict: Callable[[Copy], None]
+) -> bool:
+    """Evict some of the coldest leaves of other slot sizes; False if that cannot free a slab."""
+    evicted = 0
+    for copy in leaves_of_others(tier, space, colder_than):
+        evict(copy)
+        evicted += 1
+        if evicted == LEAVES_AT_A_TIME:
+            break
+    return evicted > 0
 
 
 def victims(tier: TierState, space: Space, colder_than: int | None) -> list[Copy]:

@@ -76,7 +76,8 @@ def test_the_age_is_that_of_the_last_use_and_a_look_is_none() -> None:
 def test_ages_are_kept_in_bounded_memory_and_exact_for_the_recent_past() -> None:
     access_clock = AccessClock()
     for second in range(20_000):
-        access_clock.note(second, float(second))
+        access_clock.advance_to(second)
+        access_clock.sample(float(second))
         assert len(access_clock._times) <= MAX_SAMPLES
     now = 20_000.0
     assert access_clock.age_s(19_990, now) == 10.0

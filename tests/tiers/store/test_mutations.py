@@ -17,7 +17,7 @@ import pytest
 from kvpool.blocks.tier import Tier
 from tests.support.pool_model import CONFIG, LARGE, SMALL, Violation, random_walk
 from tests.support.sizes import scaled
-from tiers.store import blocks, eviction, reservations, victims
+from tiers.store import blocks, evacuation, eviction, reservations, victims
 from tiers.store.arena_allocator import ArenaAllocator
 from tiers.store.block_table import BlockTable
 from tiers.store.config import StoreConfig
@@ -86,7 +86,7 @@ def _migrations_do_not_hold(patch: pytest.MonkeyPatch) -> None:
 
 
 def _leased_blocks_migrate_away(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BlockTable, "replace", BlockTable.exchange_places)
+    patch.setattr(evacuation, "_replace", evacuation._exchange_places)
 
 
 def _arenas_go_while_in_use(patch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ def _prefixes_leave_before_suffixes(patch: pytest.MonkeyPatch) -> None:
 
 
 def _quarantine_leaks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BlockTable, "end_quarantine", lambda *args: None)
+    patch.setattr(victims.TierState, "end_quarantine", lambda *args: None)
 
 
 def _eviction_leaks(patch: pytest.MonkeyPatch) -> None:
