@@ -1,10 +1,8 @@
 """Registered buffers between scattered memory and transfers of few large runs.
 
-Their number is bounded.
-
-A buffer is free when neither the caller, who packs into it or unpacks from it, nor a transfer holds
-it. If a transfer outlives its deadline, its buffer stays held, in quarantine, until the transfer
-ends (invariant 2).
+Their number is bounded. A buffer is free when neither the caller, who packs into it or unpacks from
+it, nor a transfer holds it. If a transfer outlives its deadline, its buffer stays held, in
+quarantine, until the transfer ends (invariant 2).
 """
 
 from __future__ import annotations

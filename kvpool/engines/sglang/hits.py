@@ -1,9 +1,8 @@
 """The longest prefix that all pools of a hybrid model can restore.
 
-Does no I/O: callers pass functions.
-
-The main pool and some side pools need every page of the prefix. Other side pools, such as the
-states of linear layers, have only some pages, and need only those at the end of the prefix.
+Does no I/O: callers pass functions. The main pool and some side pools need every page of the
+prefix. Other side pools, such as the states of linear layers, have only some pages, and need only
+those at the end of the prefix.
 """
 
 from __future__ import annotations

@@ -335,7 +335,7 @@ class KVPoolStorage(HiCacheStorage):
     def _parent(self, space: PageSpace, extra_info: HiCacheStorageExtraInfo | None) -> bytes:
         """The page before the first, so that suffixes are evicted first.
 
-        B"" if SGLang does not say.
+        Empty if SGLang does not say.
         """
         prefix = extra_info.prefix_keys if extra_info is not None else None
         if prefix:

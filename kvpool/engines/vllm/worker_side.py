@@ -103,9 +103,9 @@ class WorkerSide:
     def wait_for_layer(self, name: str) -> None:
         """Wait until this step's loads have read a layer or failed (`wait_for_layer_load`).
 
-        The step's results tell of failures, and vLLM discards their tokens. The only deadline is
-        the load's own: without it, a layer could arrive after the model used its bytes, and the
-        load would count as good.
+        vLLM learns of a failure after the step, and discards the step's tokens. This has no deadline
+        besides the load's own: if the model went on without a layer that arrives later, it would
+        compute with wrong bytes, and the load would count as good.
         """
         for progress in self._awaited:
             while not progress.wait_for(name, time.monotonic() + LATE_S):
