@@ -363,7 +363,7 @@ class _Node:
             self._reporter.add_namespace(namespace)
 
     async def _announce(self, arenas: Sequence[Arena]) -> None:
-        """Register the arenas with NIXL, offer their file descriptors, and describe them to the conductor."""
+        """Register the arenas with NIXL, offer their descriptors, and tell the conductor."""
         if self._target is not None:
             await asyncio.to_thread(self._target.update, arenas)
         if self._handout is not None:
@@ -449,7 +449,7 @@ class _Node:
         return devices
 
     def _drop_isolated(self, store: Store) -> None:
-        """Drop blocks that were stored before their tenant was isolated: others can reach this memory."""
+        """Drop blocks of isolated tenants: other tenants can reach this memory."""
         foreign = {
             namespace.namespace_id
             for namespace in store.namespaces

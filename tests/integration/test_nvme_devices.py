@@ -52,7 +52,9 @@ def start(cluster: Cluster, *settings: str, directories: list[Path] | None = Non
     listed = ",".join(map(str, directories or disks(cluster)))
     defaults = (f"node.nvme_directories=[{listed}]", "node.nvme_bytes=12MiB")
     cluster.start_node("a", *defaults, *settings)
-    cluster.wait_joined(nodes=1)
+    # Not `wait_joined`: the conductor may still list the node that was killed.
+    url = f"http://{cluster.nodes['a']['http']}/readyz"
+    wait_until(lambda: httpx.get(url, timeout=10).is_success, "joined, with its full report")
 
 
 def killed(cluster: Cluster) -> None:

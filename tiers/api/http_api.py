@@ -1,4 +1,4 @@
-"""A node's HTTP interface: health, metrics, stats, the size of its DRAM, and single blocks for curl."""
+"""A node's HTTP interface: health, metrics, stats, DRAM size, and single blocks for curl."""
 
 from __future__ import annotations
 

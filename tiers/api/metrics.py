@@ -61,7 +61,7 @@ class NodeCollector(Collector):
         )
         failed = GaugeMetricFamily(
             "kvpool_nvme_failed",
-            "1 when an NVMe device is used no more after an error, 0.5 when it is only read",
+            "1: an NVMe device failed after a read error; 0.5: read-only after a write error",
             labels=["directory"],
         )
         for directory, state in self._stats.device_states().items():
@@ -69,7 +69,7 @@ class NodeCollector(Collector):
         yield failed
         yield from _transports(stats)
         events = CounterMetricFamily(
-            "kvpool_node_events", "What happened to blocks, by kind", labels=["kind"]
+            "kvpool_node_events", "Events of blocks, by kind", labels=["kind"]
         )
         for name, value in sorted(stats.counters.items()):
             events.add_metric([name], value)
@@ -77,7 +77,7 @@ class NodeCollector(Collector):
 
 
 def _transports(stats: m.NodeStatsReply) -> Iterator[Metric]:
-    """What UCX has here, and what moved between this node and those that it copied from."""
+    """UCX's transports, and the traffic with the nodes that this one copied from."""
     resources = GaugeMetricFamily(
         "kvpool_ucx_resource",
         "1 for each transport and device that UCX has; RDMA where one is rc, dc, ud or srd",

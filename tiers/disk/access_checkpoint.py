@@ -1,9 +1,9 @@
-"""What survives a restart besides the blocks: the order in which they were used, and which are protected until when.
+"""What survives a restart besides the blocks: the order of their use, and their protections.
 
 Each NVMe device keeps two checkpoints. `access_order` holds the order of the blocks on that device;
-it is written now and then and at the end. `retention` holds all protections of the node; it is
-written soon after each change. A kill loses the last few moments of either: such blocks count as
-used when they were written.
+it is written periodically and at the end. `retention` holds all protections of the node; it is
+written soon after each change. A kill loses the last moments of both. Blocks from after the last
+checkpoint count as used when they were written.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SETTLE_S = 0.5  # protections come in bursts
 
 
 class _BlockRun(msgspec.Struct, array_like=True):
-    """Blocks of one namespace: packed hashes, and a packed uint64 (tick) or float64 (wall clock) for each."""
+    """Blocks of one namespace: packed hashes, and a packed uint64 (tick) or float64 (time) each."""
 
     namespace_id: bytes
     hashes: bytes
@@ -51,7 +51,7 @@ class _Retention(msgspec.Struct, array_like=True):
 
 
 async def restore(devices: Devices, store: Store, now: float, wall: float) -> None:
-    """Give the blocks that were just recovered the order and the protections from the checkpoints.
+    """Restore the order and the protections of blocks that were just recovered.
 
     Args:
         now: monotonic seconds.
@@ -67,9 +67,11 @@ async def restore(devices: Devices, store: Store, now: float, wall: float) -> No
                 key = (run.namespace_id, name)
                 ticks[key] = max(ticks.get(key, 0), int(tick))
         saved = await _read(device, "retention", _Retention)
-        if saved is not None and saved.saved_at > latest:  # else that of a device that was away
+        if (
+            saved is not None and saved.saved_at > latest
+        ):  # an older one is of a device that was away
             latest = saved.saved_at
-            # A clock that was set back prolongs nothing beyond what was left.
+            # A clock that was set back does not prolong a protection.
             left_s = {
                 (run.namespace_id, name): until - max(wall, saved.saved_at)
                 for run in saved.runs
@@ -79,14 +81,17 @@ async def restore(devices: Devices, store: Store, now: float, wall: float) -> No
     protections = [Retention(*key, now + left) for key, left in left_s.items() if left > 0]
     refused = store.recovery.restore_retentions(protections, now)
     if refused:
-        log.error("protections were not restored: there is no room for them", blocks=refused)
+        log.error(
+            "protections were not restored: they exceed the share for protected blocks",
+            blocks=refused,
+        )
 
 
 class AccessCheckpointer:
     """Writes the checkpoints of every device, beside the traffic.
 
     Args:
-        interval_s: between two looks at the order of use.
+        interval_s: between two checkpoints of the access order.
         is_synced: checkpoints survive a power failure.
         on_failure: called when a checkpoint was not written.
     """
@@ -162,7 +167,7 @@ class AccessCheckpointer:
             self._saved_protections = changes
 
     async def _write(self, device: Device, name: str, content: bytes) -> bool:
-        """Write one checkpoint; False: try again. A read-only or failed device keeps its last one."""
+        """Write one checkpoint; returns False if it failed. Skips devices that take no writes."""
         if device.state != "ok":
             return True
         path = device.directory / name
@@ -182,7 +187,7 @@ class AccessCheckpointer:
 
 
 class _BlockValues:
-    """Blocks with a number each, by namespace."""
+    """Blocks and a number for each, by namespace."""
 
     def __init__(self) -> None:
         self._by_namespace: dict[bytes, tuple[bytearray, list[float]]] = {}
@@ -217,7 +222,7 @@ async def _read(device: Device, name: str, kind: type[T]) -> T | None:
 
 
 def _pairs(run: _BlockRun, dtype: str) -> Iterator[tuple[bytes, float]]:
-    """Each hash with its number; nothing where they do not match."""
+    """Each hash with its number; nothing if their counts differ."""
     if len(run.hashes) % HASH_BYTES or len(run.hashes) // HASH_BYTES * 8 != len(run.values):
         return iter(())
     return zip(unpack_hashes(run.hashes), np.frombuffer(run.values, dtype).tolist(), strict=True)

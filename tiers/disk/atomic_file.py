@@ -1,7 +1,7 @@
 """Small files beside a device's manifest that help after a restart; no block depends on them.
 
-Each begins with its version and the CRC-32 of its content. It is written whole to a new file, which
-is then renamed. A file that is torn, damaged or of another version is ignored.
+Each begins with its version and the CRC-32 of its content. It is written to a new file, which then
+replaces the old one. A file that is torn, damaged or of another version is ignored.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ async def write_atomic_file(path: Path, version: int, content: bytes, *, is_sync
 
 
 async def read_atomic_file(path: Path, version: int) -> bytes | None:
-    """What the file holds; None, and a log line unless it is missing, if it cannot be read or is damaged."""
+    """The content of the file; None if it is missing, or (logged) unreadable or damaged."""
     try:
         async with aiofiles.open(path, "rb") as file:
             data: bytes = await file.read()

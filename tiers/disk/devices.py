@@ -1,12 +1,12 @@
-"""The NVMe tier's devices: a directory with slab file, manifest and threads for each, used side by side.
+"""The NVMe tier's devices: each has a directory, a slab file, a manifest and threads.
 
-Each is whole by itself: its manifest says what stands on it, and a place's `arena_id` is its number
-    in this life of the node. So devices may come in another order, or one may be missing, at the
-    next start: what stands on the others is found. A device that refuses a write is only read from
-    then on; one that refuses a read is lost.
 
-Encodes and decodes parts (`tiers.store.fp8`) on the way. Decides nothing about blocks: that is the
-store's.
+Each device is self-contained: its manifest lists the blocks on it. A place's `arena_id` is the
+device's number since this start. At the next start, devices may come in another order or be
+missing; the blocks on the others are found. A device that refuses a write is read-only from then
+on; one that refuses a read is lost.
+
+Parts are encoded and decoded here (`tiers.store.fp8`). The store decides about blocks.
 """
 
 from __future__ import annotations
@@ -34,25 +34,24 @@ from tiers.store.store import Store
 
 log = structlog.get_logger(__name__)
 
-THREADS = 8  # of one device, half of them for writes; two and two make 0.7 to 1.0 of it (benchmarks/disk.py)
+THREADS = 8  # per device, half for writes; 4 threads reach 0.7 to 1.0 of it (benchmarks/disk.py)
 State = Literal["ok", "read_only", "failed"]
 
 
 class Device:
     """One directory of the NVMe tier, and the threads that work on it.
 
-    Reads and writes have threads of their own, so that no promotion, which a request waits for,
-    ever queues behind demotions, for which nobody does; and so has each device, so that a slow one
-    holds up no other.
+        Reads and writes have separate threads: a promotion, which a request waits for, never queues
+            behind
+    demotions. Each device has its own threads: a slow device delays no other.
 
-    Args:
-        number: goes into every place as `arena_id`.
-        files: opened; closed by `close`, or at once when this fails.
-        threads: how many operations may be under way at once, half of them writes; at least one
-            each.
+        Args:
+            number: the `arena_id` of its places.
+            files: open; closed by `close`, or at once if the constructor fails.
+            threads: how many operations run at once, half of them writes; at least one each.
 
-    Raises:
-        NvmeFailed: the directory's identity cannot be read or written.
+        Raises:
+            NvmeFailed: the directory's identity cannot be read or written.
     """
 
     def __init__(self, number: int, files: NvmeFiles, *, threads: int = THREADS) -> None:
@@ -73,18 +72,18 @@ class Device:
         self._recorded: set[bytes] = set()  # namespace ids that the manifest has
 
     def knows(self, namespace_id: bytes) -> bool:
-        """The namespace's definition is on this device."""
+        """Whether the namespace's definition is on this device."""
         return namespace_id in self._recorded
 
     # Called in threads.
 
     def record_namespace(self, namespace: Namespace) -> None:
-        """Have a namespace's definition on this device, before any block of it.
+        """Write a namespace's definition to this device, before any block of it.
 
         Raises:
             NvmeFailed: the disk refused.
         """
-        # Perhaps in two threads at once: recording it again changes nothing.
+        # May run in two threads at once: recording it again changes nothing.
         namespace_id = namespace.namespace_id
         if namespace_id not in self._recorded:
             self.files.record_namespace(namespace)
@@ -99,7 +98,7 @@ class Device:
         """
         if checksum(data) != move.checksum:
             raise ChecksumMismatch(f"part {move.part} in memory is not what was committed")
-        self.record_namespace(namespace)  # a block that none explains could never be recovered
+        self.record_namespace(namespace)  # a restart forgets blocks of unknown namespaces
         stored, stored_sum = data, move.checksum
         if move.encoding == "fp8":
             stored = encode(namespace.layout, data)
@@ -118,7 +117,7 @@ class Device:
         return stored_sum
 
     def read_part(self, move: Migration, namespace: Namespace, out: Octets) -> int:
-        """Read one part into `out`; returns the checksum of what is there now.
+        """Read one part into `out`; returns the checksum of the bytes in `out`.
 
         Raises:
             NvmeFailed: the disk refused.
@@ -129,7 +128,7 @@ class Device:
             stored = np.empty(stored_bytes(namespace.layout, "fp8"), dtype=np.uint8)
         self.files.read(move.source, stored)
         if checksum(stored) != move.checksum:
-            with suppress(NvmeFailed):  # a record too many is found out again
+            with suppress(NvmeFailed):  # the checksum finds a stale record again
                 self.files.record_removed(move.namespace_id, move.block_hash)
             raise ChecksumMismatch(f"part {move.part} on NVMe is not what was written")
         if move.encoding != "fp8":
@@ -138,7 +137,7 @@ class Device:
         return checksum(out)
 
     def close(self) -> None:
-        """Wait for the I/O under way; what has not begun never will.
+        """Wait for the running I/O and cancel the rest.
 
         Raises:
             NvmeFailed: the last sync failed.
@@ -158,7 +157,9 @@ class Devices:
     def __init__(self, devices: Sequence[Device], missing: dict[Path, str] | None = None) -> None:
         self._by_number = {device.number: device for device in devices}
         self.missing = missing or {}
-        self.unrecovered: dict[str, str] = {}  # namespaces that `recover_into` left out, and why
+        self.unrecovered: dict[
+            str, str
+        ] = {}  # namespaces that `recover_into` skipped, with the reason
 
     def __iter__(self) -> Iterator[Device]:
         return iter(self._by_number.values())
@@ -168,37 +169,41 @@ class Devices:
 
     @property
     def can_write(self) -> bool:
-        """Some device takes blocks."""
+        """Whether some device takes writes."""
         return self.writable > 0
 
     @property
     def writable(self) -> int:
-        """How many devices take blocks."""
+        """How many devices take writes."""
         return sum(device.state == "ok" for device in self)
 
     @property
     def can_read(self) -> bool:
-        """Some device gives blocks."""
+        """Whether some device can be read."""
         return any(device.state != "failed" for device in self)
 
     def states(self) -> dict[str, State]:
-        """State of each directory, those that could not be opened included."""
+        """State of each directory, including those that could not be opened."""
         states: dict[str, State] = {str(device.directory): device.state for device in self}
         states.update((str(directory), "failed") for directory in self.missing)
         return states
 
     def slots(self, slab_bytes: int) -> ArenaAllocator:
-        """Room on all of them, taken in turn."""
+        """An allocator over all devices, which takes them in turn."""
         return ArenaAllocator(
             [SlabAllocator(d.files.capacity_bytes, slab_bytes, d.number) for d in self], "spread"
         )
 
     def recover_into(self, store: Store, now: float) -> int:
-        """Offer what stands on them to a new store; each part is verified when it is read.
+        """Add the blocks on the devices to a new store. Reads verify each part later.
 
-        Returns how many parts it took in. Blocks of which some part is missing are forgotten.
-        Namespaces that do not fit this node any more, or each other, are left out (see
-        `unrecovered`): their blocks stay on disk until something else is written there.
+        Blocks with a missing part are forgotten. Namespaces that no longer fit this node, or each
+        other, are skipped (see `unrecovered`): their blocks stay on disk until something overwrites
+        them.
+
+        Returns:
+            How many parts the store took.
+
 
         Raises:
             NvmeFailed: a disk refused.
@@ -222,7 +227,7 @@ class Devices:
                     entry.block_hash,
                     entry.parent,
                     entry.part,
-                    entry.place._replace(arena_id=device.number),  # as of this life
+                    entry.place._replace(arena_id=device.number),  # its number since this start
                     entry.checksum,
                     entry.encoding,
                 )
@@ -231,9 +236,9 @@ class Devices:
         return count
 
     def write_part(self, move: Migration, namespace: Namespace, data: Octets) -> int:
-        """`Device.write_part` on the move's target; no other device tells of the part at the next start.
+        """`Device.write_part` on the move's target. The other devices forget the part.
 
-        A lost device may be back by then, with an older copy or none.
+        A lost device may be back at the next start, with an older copy.
         """
         stored_sum = self[move.target.arena_id].write_part(move, namespace, data)
         for device in self:
@@ -242,7 +247,8 @@ class Devices:
         return stored_sum
 
     def record_removed(self, namespace_id: bytes, block_hash: bytes) -> None:
-        """A block must not come back: its parts may stand on any device.
+        """Remove a block from every device's manifest, so that no restart finds it.
+
 
         Raises:
             NvmeFailed: a disk refused.
@@ -251,13 +257,13 @@ class Devices:
             device.files.record_removed(namespace_id, block_hash)
 
     def close(self) -> None:
-        """Close them all, whatever happens to one of them."""
+        """Close all devices, even if one fails."""
         for device in self:
             try:
                 device.close()
             except NvmeFailed as error:
                 log.error(
-                    "an NVMe device did not close well",
+                    "closing an NVMe device failed",
                     directory=str(device.directory),
                     error=str(error),
                 )
@@ -272,7 +278,8 @@ def open_devices(
 ) -> Devices:
     """Open every directory with an equal share of `total_bytes`.
 
-    Of several, those that fail are left out and said so: the node goes on with the others.
+    Directories that fail are logged and skipped, unless all fail.
+
 
     Raises:
         NvmeFailed: none of them can be used.
@@ -303,7 +310,7 @@ def open_devices(
         raise
     if any(device.is_new for device in opened) and not all(device.is_new for device in opened):
         log.warning(
-            "new NVMe devices beside known ones: is a disk not mounted?",
+            "some NVMe devices are new and some are not: is a disk not mounted?",
             directories=[str(device.directory) for device in opened if device.is_new],
         )
     return Devices(opened, missing)
@@ -321,7 +328,7 @@ def _require_distinct(devices: Sequence[Device]) -> None:
 
 
 def _identity(files: NvmeFiles) -> tuple[str, bool]:
-    """The UUID kept in the directory, and whether nothing stood there before."""
+    """The directory's UUID, and whether the directory is new."""
     path = files.directory / "device"
     try:
         with suppress(FileNotFoundError):

@@ -1,7 +1,7 @@
-"""How fast a tier's device reads or writes, learnt from its own traffic, and the bytes queued before it.
+"""How fast a tier's device reads and writes, measured from its traffic, and the bytes in its queue.
 
-Measures, decides nothing. Pure: `now` is monotonic seconds and given; not thread-safe. Idle time
-neither counts nor makes anything older: figures are over the time in which something was under way.
+Pure: `now` is an argument, in monotonic seconds. Not thread-safe. Figures cover the time in which
+    an operation was running; idle time does not count and does not age them.
 """
 
 from __future__ import annotations
@@ -9,25 +9,22 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-# What was seen loses half its weight with so much busy time (so that a disk that became slow is
-# seen through within a few operations) and with so many operations (so that one that recovered is,
-# too).
+# A measurement loses half its weight after so much busy time, so that a disk that became slow shows
+# within a few operations, and after so many operations, so that one that recovered shows too.
 HALF_LIFE_S = 1.0
 HALF_LIFE_OPERATIONS = 16.0
-MIN_OPERATIONS = 4  # before anything is said; or, of a slow device,
-MIN_BUSY_S = 0.25  # so much time in which it worked
+MIN_OPERATIONS = 4  # before a figure is given; a slow device instead needs
+MIN_BUSY_S = 0.25  # so much busy time
 
 
 @dataclass(slots=True)
 class _Depth:
-    """Decaying sums over the time in which one, or in which several, were under way."""
+    """Decaying sums over the time in which one operation, or several, were running."""
 
     busy_s: float = 0.0
     size_bytes: float = 0.0
-    operations: float = 0.0  # not decaying: evidence once seen
-    fresh_operations: float = (
-        0.0  # since time was last taken in: those that end together count as one lot
-    )
+    operations: float = 0.0  # does not decay
+    fresh_operations: float = 0.0  # since busy time last grew: operations that end together
 
     def add(self, busy_s: float, size_bytes: float, operations: float) -> None:
         if busy_s > 0:
@@ -47,35 +44,35 @@ class _Depth:
 
 @dataclass(slots=True, frozen=True)
 class Operation:
-    """One transfer under way: when it began, and what had been busy by then."""
+    """A running transfer: when it began, and the busy time by then."""
 
     began: float
     busy_s: tuple[float, float]
 
 
 class Throughput:
-    """One direction of one device: bytes per second while it works, and seconds that one operation takes.
+    """One direction of one device: bytes per second while busy, and seconds per operation.
 
-    A device that is asked for one thing at a time gives less than one that is asked for many: both
-        are learnt, an operation counting to each for the share of its time.
+    A device is faster with several operations in its queue. Both speeds are measured; an operation
+    counts for each by its share of time.
     """
 
     def __init__(self) -> None:
-        self.operation_s = 0.0  # smoothed, from the thread's begin to its end; 0 until one ended
-        self._depths = (_Depth(), _Depth())  # alone; beside others
-        self._busy_s = [0.0, 0.0]  # ever
-        self._folded_s = [0.0, 0.0]  # of these, what the sums have
+        self.operation_s = 0.0  # smoothed duration of one operation; 0 until one ended
+        self._depths = (_Depth(), _Depth())  # one operation alone; several
+        self._busy_s = [0.0, 0.0]  # since the start
+        self._folded_s = [0.0, 0.0]  # the part of it that is in the sums
         self._active = 0
         self._seen = float("-inf")
 
     def begin(self, now: float) -> Operation:
-        """An operation begins; hand what is returned to `end`."""
+        """Begin an operation; pass the result to `end`."""
         self._elapse(now)
         self._active += 1
         return Operation(now, (self._busy_s[0], self._busy_s[1]))
 
     def end(self, operation: Operation, size_bytes: int, now: float) -> None:
-        """It is over, having moved `size_bytes` (0: it failed)."""
+        """End an operation that moved `size_bytes` (0: it failed)."""
         self._elapse(now)
         self._active -= 1
         spent = [self._busy_s[i] - operation.busy_s[i] for i in (0, 1)]
@@ -91,15 +88,15 @@ class Throughput:
 
     @property
     def bytes_per_s(self) -> float:
-        """With several operations under way, which is how runs are moved; 0 while unknown."""
+        """The speed with several operations running, as for runs of blocks; 0 while unknown."""
         return self._depths[1].bytes_per_s or self._depths[0].bytes_per_s
 
     def idle_s(self, now: float) -> float:
-        """Since something was last under way; infinite when nothing ever was."""
+        """Seconds since the last operation; infinite if there was none."""
         return 0.0 if self._active else now - self._seen
 
     def seconds(self, size_bytes: float, operations: int) -> float | None:
-        """What moving `size_bytes` in so many operations takes; None while unknown."""
+        """How long moving `size_bytes` in so many operations takes; None while unknown."""
         if size_bytes <= 0:
             return 0.0
         alone, beside = (depth.bytes_per_s for depth in self._depths)
@@ -113,7 +110,7 @@ class Throughput:
 
 
 class ByteQueue:
-    """What was handed to a device and is not over, first in, first out."""
+    """The unfinished operations of a device, first in, first out."""
 
     def __init__(self) -> None:
         self._ends: dict[Hashable, tuple[int, int]] = {}  # key -> (size, position of its end)
@@ -125,24 +122,24 @@ class ByteQueue:
 
     @property
     def size_bytes(self) -> int:
-        """All that is under way or waiting."""
+        """Bytes that are running or waiting."""
         return self._entered - self._left
 
     def enter(self, key: Hashable, size_bytes: int) -> None:
-        """Something takes its place at the end."""
+        """Add an operation at the end."""
         self._entered += size_bytes
         self._ends[key] = (size_bytes, self._entered)
 
     def leave(self, key: Hashable) -> None:
-        """It is over; unknown keys are ignored."""
+        """Remove an operation; unknown keys are ignored."""
         size_bytes, _ = self._ends.pop(key, (0, 0))
         self._left += size_bytes
 
     def bytes_until(self, key: Hashable) -> int:
-        """Bytes still to move until it is over, its own included; 0 when it is not here.
+        """Bytes to move until this operation ends, its own included; 0 for an unknown key.
 
-        Several are under way at once and end in any order, so this may be off by as many
-        operations.
+        Running operations end in any order, so the figure may be off by the operations that run at
+        once.
         """
         size_bytes, end = self._ends.get(key, (0, 0))
         return max(size_bytes, end - self._left)

@@ -1,11 +1,10 @@
-"""The append-only record of what stands in the slab file, and its replay after a crash.
+"""The append-only log of the parts in the slab file, and its replay after a crash.
 
-Each record is framed by a marker, its length and its CRC-32. A torn tail (kill -9, power loss) is
-cut off; a damaged record is skipped, and the replay goes on at the next marker with a whole record
-behind it. The last record about a part wins, and a put on bytes that another part held ends that
-one. What a lost record would have ended may so come back: its bytes are other ones by then, and the
-checksum tells when it is read (invariant 5). Compacted by writing a new file beside it and
-renaming. Not thread-safe: `NvmeFiles` holds a lock.
+Each record has a marker, its length and its CRC-32. Replay cuts off a torn tail (kill -9, power
+loss). It skips a damaged record and goes on at the next marker with a whole record. The last record
+of a part wins, and a put on another part's bytes removes that part. If a removal is lost, the part
+comes back, but its bytes have changed, and the checksum shows it on the next read (invariant 5).
+Compaction writes a new file and renames it. Not thread-safe: `NvmeFiles` holds a lock.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from tiers.store.slab_allocator import Place
 log = structlog.get_logger(__name__)
 
 MAGIC = b"kvpool-manifest-2\n"
-MARKER = b"\xffkv\xfe"  # no UTF-8: no text inside a record can pass for the start of one
+MARKER = b"\xffkv\xfe"  # not UTF-8: no text inside a record looks like a marker
 MAX_RECORD_BYTES = 65_536
 MIN_DEAD_RECORDS = 1024  # compaction is not worth it below
 _FRAME = Struct("<4sII")  # marker, bytes of the payload, CRC-32 of it
@@ -53,11 +52,11 @@ class NvmeEntry(NamedTuple):
     place: Place
     length: int  # bytes on disk
     checksum: int  # of the bytes on disk
-    encoding: Encoding = "as_is"  # how the part is stored, see `tiers.store.fp8`
+    encoding: Encoding = "as_is"  # see `tiers.store.fp8`
 
     @property
     def key(self) -> Key:
-        """What the entry is about; there is at most one entry per key."""
+        """Identifies the part; there is at most one entry per key."""
         return self.namespace_id, self.block_hash, self.part
 
 
@@ -74,7 +73,7 @@ class _Put(_Record, tag="put"):
     offset: int
     length: int
     checksum: int
-    encoding: Encoding = "as_is"  # an unknown one is a record that cannot be read
+    encoding: Encoding = "as_is"  # a record with an unknown one is skipped
 
 
 class _Removed(_Record, tag="removed"):
@@ -92,7 +91,7 @@ _decoder = msgspec.msgpack.Decoder(_AnyRecord)
 
 
 class Index:
-    """The live entries, by key and by the bytes they lie on."""
+    """The live entries, by key and by place."""
 
     def __init__(self) -> None:
         self.entries: dict[Key, NvmeEntry] = {}
@@ -100,7 +99,7 @@ class Index:
         self._regions: dict[int, dict[Key, None]] = {}
 
     def put(self, entry: NvmeEntry) -> None:
-        """Enter `entry` in place of what its key or its bytes held before."""
+        """Add `entry`; it replaces entries with its key or on its bytes."""
         self.remove(entry.key)
         for old in self.overlapping(entry.place, entry.length):
             self.remove(old.key)
@@ -110,7 +109,7 @@ class Index:
             self._regions.setdefault(region, {})[entry.key] = None
 
     def remove(self, key: Key) -> None:
-        """Forget what is known of `key`."""
+        """Forget `key`; an unknown one is ignored."""
         entry = self.entries.pop(key, None)
         if entry is None:
             return
@@ -125,7 +124,7 @@ class Index:
                 del self._regions[region]
 
     def parts(self, namespace_id: bytes, block_hash: bytes, part: int) -> list[Key]:
-        """Keys of a part of a block that is known, or of all its parts for -1."""
+        """Keys of a block's known parts: of `part`, or of all for -1."""
         if part >= 0:
             key = (namespace_id, block_hash, part)
             return [key] if key in self.entries else []
@@ -148,7 +147,7 @@ class Manifest:
     """One manifest file, replayed when it is opened.
 
     Args:
-        path: created with mode 0600 where it does not exist: namespaces carry tenants' salts.
+        path: created with mode 0600 if it does not exist: namespaces hold tenants' salts.
 
     Raises:
         NvmeFailed: the file cannot be read or written, or is not a manifest.
@@ -174,7 +173,8 @@ class Manifest:
             raise
 
     def put(self, entry: NvmeEntry) -> None:
-        """Record that `entry`'s bytes are written.
+        """Record a part whose bytes are written.
+
 
         Raises:
             NvmeFailed: the record could not be written; nothing changed.
@@ -185,7 +185,8 @@ class Manifest:
         self._compact_if_due()
 
     def remove(self, namespace_id: bytes, block_hash: bytes, part: int) -> None:
-        """Record that a part (-1: every part) of a block is no more.
+        """Record that a part (-1: every part) of a block is removed.
+
 
         Raises:
             NvmeFailed: the record could not be written; nothing changed.
@@ -198,7 +199,8 @@ class Manifest:
             self._compact_if_due()
 
     def add_namespace(self, namespace: Namespace) -> None:
-        """Record a namespace, so that its blocks can be told apart after a restart.
+        """Record a namespace, so that a restart can recover its blocks.
+
 
         Raises:
             NvmeFailed: the record could not be written; nothing changed.
@@ -209,7 +211,8 @@ class Manifest:
             self.namespaces[namespace.namespace_id] = namespace
 
     def sync(self) -> None:
-        """Make what was appended outlast a power failure.
+        """Sync the log to the disk, so that it survives a power failure.
+
 
         Raises:
             NvmeFailed: the disk failed.
@@ -226,7 +229,7 @@ class Manifest:
     # ------------------------------------------------------------ within
 
     def _replay(self, data: bytes) -> int:
-        """Apply all whole records; returns the bytes up to the end of the last one."""
+        """Apply all whole records; returns the offset where the last one ends."""
         if len(data) < len(MAGIC) and MAGIC.startswith(data):
             os.pwrite(self._fd, MAGIC, 0)
             return len(MAGIC)
@@ -262,7 +265,7 @@ class Manifest:
         return size
 
     def _forget_orphans(self) -> int:
-        """Forget the entries whose namespace was lost: nobody could ask for them. Returns how many."""
+        """Forget the entries whose namespace was lost; returns how many."""
         orphans = [key for key in self.index.entries if key[0] not in self.namespaces]
         for key in orphans:
             self.index.remove(key)
@@ -298,8 +301,7 @@ class Manifest:
         try:
             write_all(self._fd, data, self._size)
         except OSError as error:
-            # What was written of it must not stand in front of the next record. Should this fail
-            # too, the next one overwrites it.
+            # Cut off the part that was written. If this fails too, the next record overwrites it.
             with suppress(OSError):
                 os.ftruncate(self._fd, self._size)
             raise NvmeFailed(f"cannot append to {self._path}: {error}") from error
@@ -311,12 +313,12 @@ class Manifest:
         dead = self._records - live
         if dead < MIN_DEAD_RECORDS or dead < live:
             return
-        # A failure leaves the old file in use; it is whole, only longer than need be.
+        # After a failure the old file stays in use: whole, but longer than needed.
         try:
             self._compact()
         except OSError as error:
             log.warning("could not compact the manifest", path=str(self._path), error=str(error))
-            self._records = live  # try again after as many dead records more
+            self._records = live  # retry after as many more dead records
 
     def _compact(self) -> None:
         records: list[_AnyRecord] = [_Known(namespace) for namespace in self.namespaces.values()]
@@ -337,7 +339,7 @@ class Manifest:
 
 
 def sync_directory(path: Path) -> None:
-    """Make renames and new names in a directory outlast a power failure."""
+    """Sync a directory, so that its renames and new names survive a power failure."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -369,7 +371,7 @@ def _framed(record: _AnyRecord) -> bytes:
 
 
 def _record_at(data: bytes, start: int) -> tuple[_AnyRecord, int] | None:
-    """The record that begins at `start` and where it ends; None when it is torn or damaged."""
+    """The record at `start` and its end; None if it is torn or damaged."""
     if start + _FRAME.size > len(data):
         return None
     marker, length, crc = _FRAME.unpack_from(data, start)
@@ -381,13 +383,13 @@ def _record_at(data: bytes, start: int) -> tuple[_AnyRecord, int] | None:
         return None
     try:
         record: _AnyRecord = _decoder.decode(payload)
-    except (msgspec.MsgspecError, KvpoolError):  # the latter: a namespace that is refused by now
+    except (msgspec.MsgspecError, KvpoolError):  # KvpoolError: an invalid namespace
         return None
     return record, start + length
 
 
 def write_all(fd: int, data: bytes, offset: int) -> None:
-    """Write all of `data`, however many calls that takes."""
+    """Write all of `data`, in as many calls as needed."""
     view = memoryview(data)
     while view:
         written = os.pwrite(fd, view, offset)

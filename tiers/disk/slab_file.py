@@ -1,8 +1,8 @@
-"""The NVMe tier's files: one preallocated slab file, read and written around the page cache, and a manifest.
+"""The NVMe tier's files: a preallocated slab file, read and written with O_DIRECT, and a manifest.
 
-A thin, synchronous shell (the node calls it from threads; every method is thread-safe). It decides
-nothing: the store says what goes where. Crash-safe (invariant 8): a part is recorded after its
-bytes are written, and what stood on those bytes is recorded as removed before they are overwritten.
+Synchronous and thread-safe: the node calls every method from threads. The store decides which bytes
+go where. Crash-safe (invariant 8): a part is recorded after its bytes are written, and the part
+that was there is recorded as removed before its bytes are overwritten.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ log = structlog.get_logger(__name__)
 Octets = npt.NDArray[np.uint8]
 FsyncPolicy = Literal["always", "interval", "never"]
 PAGE_BYTES = 4096
-FORGET_S = 0.1  # a record is written in microseconds
-BOUNCE_BYTES = 4 << 20  # per thread, for memory that is not page-aligned
+FORGET_S = 0.1  # writing a record takes microseconds
+BOUNCE_BYTES = 4 << 20  # per thread, for memory without page alignment
 
 
 # Why preadv and pwritev in threads (benchmarks/disk.py: O_DIRECT, shuffled blocks of 1 and 4 MiB,
@@ -58,15 +58,15 @@ class NvmeFiles:
     """The slab file and manifest in one directory.
 
     Args:
-        directory: created where it does not exist; locked against a second node while open.
+        directory: created if it does not exist; locked against a second node while open.
         capacity_bytes: size of the slab file, rounded up to pages; allocated at once, so that a
-            full disk shows now. A smaller size than before cuts the file and forgets what lay
+            full disk shows now. A smaller size than before truncates the file and forgets the parts
             beyond.
         alignment: every place is a multiple of it.
-        fsync: "always": a part and its record outlast a power failure once `record_put` returns;
-            "interval": those older than `fsync_interval_s` do; "never": none need to. A kill of the
-            process loses nothing under any of them, and bytes that a power failure took are found
-            out by their checksum.
+        fsync: "always": a part and its record survive a power failure once `record_put` returns;
+            "interval": those older than `fsync_interval_s` do; "never": they may be lost. A killed
+            process loses nothing in any mode, and the checksum shows bytes that a power failure
+            lost.
         clock: monotonic seconds, for the interval.
 
     Raises:
@@ -123,9 +123,10 @@ class NvmeFiles:
     # ------------------------------------------------------------ bytes
 
     def write(self, place: Place, buffer: Any) -> None:
-        """Write `buffer` (contiguous bytes) to `place`; what the manifest has there is removed first.
+        """Write `buffer` (contiguous bytes) to `place`; remove the manifest's records there first.
 
-        Nothing is recorded of the new bytes: that is `record_put`, after this returned.
+        Call `record_put` afterwards to record the new bytes.
+
 
         Raises:
             NvmeFailed: the disk refused. InvalidArgument: the place is outside the file or not
@@ -144,7 +145,8 @@ class NvmeFiles:
             raise NvmeFailed(f"cannot write {len(data)} bytes at {place}: {error}") from error
 
     def read(self, place: Place, out: Any) -> None:
-        """Fill `out` (writable, contiguous) from `place`. The caller verifies the checksum (invariant 5).
+        """Fill `out` (writable, contiguous) from `place`. The caller verifies it (invariant 5).
+
 
         Raises:
             NvmeFailed: the disk refused. InvalidArgument: the place is outside the file or not
@@ -166,7 +168,8 @@ class NvmeFiles:
     # ------------------------------------------------------------ manifest
 
     def record_namespace(self, namespace: Namespace) -> None:
-        """Keep a namespace's definition with its blocks; recording it again changes nothing.
+        """Record a namespace's definition with its blocks; recording it again changes nothing.
+
 
         Raises:
             NvmeFailed: the disk refused.
@@ -186,28 +189,31 @@ class NvmeFiles:
         checksum: int,
         encoding: Encoding = "as_is",
     ) -> None:
-        """Record a part whose bytes `write` has put at `place`; from here on a restart finds it.
+        """Record a part that `write` has written to `place`; from now on a restart finds it.
 
         Args:
-            length: bytes on disk, whose `checksum` is given.
+            length: bytes on disk.
+            checksum: of the bytes on disk.
             encoding: how the part is stored.
+
 
         Raises:
             NvmeFailed: the disk refused; the part is not recorded.
         """
         self._check(place, length)
         if self._fsync == "always":
-            self._sync_data()  # outside the lock: other threads' records need not wait for it
+            self._sync_data()  # outside the lock, so that other threads' records do not wait
         entry = NvmeEntry(namespace_id, block_hash, parent, part, place, length, checksum, encoding)
         with self._lock:
             self._manifest.put(entry)
             self._sync_if_due()
 
     def record_removed(self, namespace_id: bytes, block_hash: bytes, part: int = -1) -> None:
-        """Record that a part (-1: all parts) of a block is gone; unknown ones are ignored.
+        """Record that a part (-1: all parts) of a block is removed; unknown ones are ignored.
 
-        `write` does this by itself for what it overwrites; call it for blocks that must not come
+        `write` does so for the parts that it overwrites. Call it for blocks that must not come
         back.
+
 
         Raises:
             NvmeFailed: the disk refused.
@@ -217,9 +223,9 @@ class NvmeFiles:
             self._sync_if_due()
 
     def forget(self, namespace_id: bytes, block_hash: bytes, part: int) -> None:
-        """Forget a part that is stored elsewhere by now, unless the manifest is busy: it would only be a miss."""
+        """Forget a part that is stored elsewhere now. Does nothing if the manifest is busy."""
         if not self._lock.acquire(timeout=FORGET_S):
-            return  # in a sync that takes long: other devices do not wait for it
+            return  # a slow sync must not delay other devices; a stale record costs a miss
         try:
             with suppress(NvmeFailed):
                 self._manifest.remove(namespace_id, block_hash, part)
@@ -227,16 +233,17 @@ class NvmeFiles:
             self._lock.release()
 
     def namespaces(self) -> list[Namespace]:
-        """The namespaces recorded."""
+        """The recorded namespaces."""
         with self._lock:
             return list(self._manifest.namespaces.values())
 
     def recover(self, *, verify: bool = False) -> list[NvmeEntry]:
-        """What stands in the slab file, in the order it was put there.
+        """The recorded parts, in the order in which they were written.
 
         Args:
-            verify: read every part and leave out, and remove, those whose checksum does not match;
-                else that shows when a part is read.
+            verify: read every part, and remove those whose checksum is wrong. Otherwise a
+                wrong checksum shows on the next read.
+
 
         Raises:
             NvmeFailed: the disk refused.
@@ -253,7 +260,8 @@ class NvmeFiles:
         return kept
 
     def sync(self) -> None:
-        """Make all that was written and recorded outlast a power failure.
+        """Sync bytes and records to the disk, so that they survive a power failure.
+
 
         Raises:
             NvmeFailed: the disk refused.
@@ -263,7 +271,7 @@ class NvmeFiles:
             self._manifest.sync()
 
     def close(self) -> None:
-        """Close the files and give up the lock; without any sync under "never"."""
+        """Sync (unless fsync is "never"), close the files and release the lock."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -314,9 +322,10 @@ class NvmeFiles:
     def _pieces(
         self, data: Octets, *, is_write: bool
     ) -> Iterator[tuple[list[memoryview], Octets, Octets]]:
-        """Cut `data` into transfers that O_DIRECT takes: (views, bounce buffer, what bounces).
+        """Cut `data` into transfers for O_DIRECT: (views, bounce buffer, the bytes that bounce).
 
-        Page-aligned memory goes as it is, but for a tail short of a page; other memory bounces.
+        Page-aligned memory is used directly, except for a tail shorter than a page. Other memory
+        bounces.
         """
         whole = len(data) // PAGE_BYTES * PAGE_BYTES if not data.ctypes.data % PAGE_BYTES else 0
         views = [data[:whole].data] if whole else []
@@ -345,7 +354,7 @@ def _padded(length: int) -> int:
 def _transfer(
     call: Callable[[int, Any, int], int], fd: int, views: list[memoryview], offset: int
 ) -> int:
-    """preadv or pwritev until all views are done; returns their bytes."""
+    """Call preadv or pwritev until all views are transferred; returns the bytes."""
     total = 0
     while views:
         done = call(fd, views, offset + total)
@@ -377,7 +386,7 @@ def _lock_directory(directory: Path) -> int:
 
 
 def _open_slabs(path: Path, capacity_bytes: int) -> tuple[int, bool]:
-    """The slab file with all its bytes allocated, and whether O_DIRECT works on it."""
+    """Open the slab file and allocate all its bytes; returns whether O_DIRECT works."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     fd = os.open(path, flags, 0o600)
     try:

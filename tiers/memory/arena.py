@@ -1,7 +1,7 @@
 """Shared memory of a node: prefaulted memfds.
 
-A memfd has no name. The kernel frees it when its last user ends, however that one died, and the
-size of /dev/shm (64 MiB in most containers) does not limit it.
+A memfd has no name. The kernel frees it when its last user ends, even after a kill. The size of
+/dev/shm (64 MiB in most containers) does not limit it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tiers.memory.huge_pages import PAGE_BYTES, HugePages
 
 log = structlog.get_logger(__name__)
 
-HEADROOM_BYTES = 256 << 20  # left to the rest of the machine
+HEADROOM_BYTES = 256 << 20  # left for the rest of the machine
 
 
 def available_memory_bytes() -> int:
-    """Memory that this process may still take: the machine's, or its cgroup's if that is less."""
+    """Memory that this process can still allocate, within the machine and its cgroup."""
     with open("/proc/meminfo") as lines:
         fields = dict(line.split(":", 1) for line in lines)
     available = int(fields["MemAvailable"].split()[0]) * 1024
@@ -44,15 +44,15 @@ class Arena:
     Args:
         arena_id: number within the node.
         size_bytes: rounded up to whole pages of the kind asked for.
-        prefault: touch every page now, so that no write meets a page fault, or a lack of memory,
-            later.
-        hugepages: "auto" takes transparent huge pages where the kernel gives them and "thp"
-            insists, "off" wants none, "2m" and "1g" take reserved ones of that size.
-        numa_node: where the pages come from; None: wherever the kernel likes.
+        prefault: touch every page now, so that no later write meets a page fault or a lack of
+            memory.
+        hugepages: "auto": transparent huge pages if the kernel gives them; "thp": fail without
+            them; "off": none; "2m", "1g": reserved pages of that size.
+        numa_node: where the pages come from; None: the kernel decides.
 
     Raises:
-        NoSharedMemory: the machine has not got that much, or no such pages.
-        ConfigError: there is no such NUMA node, or the kernel does not do what was asked by name.
+        NoSharedMemory: the machine does not have that much memory, or no such pages.
+        ConfigError: there is no such NUMA node, or the kernel refuses the pages.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Arena:
     ) -> None:
         unit = huge_pages.page_bytes(hugepages)
         size_bytes = -(-size_bytes // unit) * unit
-        if unit == PAGE_BYTES:  # reserved pages are not of what is available to all
+        if unit == PAGE_BYTES:  # reserved pages are counted separately
             _check_room(size_bytes)
         self.kind, self.device_id = "dram", 0  # as NIXL is told
         self.arena_id = arena_id
@@ -93,7 +93,7 @@ class Arena:
             self.obtained = huge_pages.obtained(self.base, size_bytes)
             if hugepages == "thp" and prefault and not self.obtained.huge_bytes:
                 raise ConfigError(
-                    "the kernel gave no transparent huge pages, and node.hugepages=thp asks for them",
+                    "node.hugepages=thp, but the kernel gave no transparent huge pages",
                     hint="echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled",
                 )
         except KvpoolError:
@@ -105,10 +105,10 @@ class Arena:
         return self.bytes[offset : offset + length]
 
     def close(self, *, give_back: bool = False) -> None:
-        """Let go of the memory; mappings of clients stay valid until they drop them.
+        """Release the memory; clients' mappings stay valid until they unmap.
 
         Args:
-            give_back: free its pages now all the same; whoever still looks sees zeros.
+            give_back: free the pages now; clients that still map them read zeros.
         """
         if give_back and not huge_pages.give_back(self.fd, self.size_bytes):
             log.warning("memory stays taken until clients unmap it", arena_id=self.arena_id)
@@ -124,6 +124,7 @@ def _check_room(size_bytes: int) -> None:
     room = available_memory_bytes() - HEADROOM_BYTES
     if size_bytes > room:
         raise NoSharedMemory(
-            f"an arena of {size_bytes >> 20} MiB does not fit: {max(room, 0) >> 20} MiB are available",
+            f"an arena of {size_bytes >> 20} MiB does not fit: "
+            f"{max(room, 0) >> 20} MiB are available",
             hint="lower node.dram_bytes, or give the machine or container more memory",
         )

@@ -1,4 +1,4 @@
-"""The arenas that a node has now, by id: one set, which all that reach into them share."""
+"""The arenas of a node, by id: one set, shared by all parts that reach into them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ log = structlog.get_logger(__name__)
 
 
 class ArenaSet(Mapping[int, Arena]):
-    """Arenas by id; changes are seen by all who hold it. Changed on the event loop alone, read from threads too.
+    """Arenas by id. Changed on the event loop only; threads may read it.
+
 
     Args:
-        arenas: those to begin with.
+        arenas: the first ones.
     """
 
     def __init__(self, arenas: Iterable[Arena] = ()) -> None:
@@ -27,21 +28,24 @@ class ArenaSet(Mapping[int, Arena]):
 
     @classmethod
     def of(cls, arenas: ArenaSet | Iterable[Arena]) -> ArenaSet:
-        """The same set, or one made of these arenas."""
+        """The same set, or a new one of these arenas."""
         return arenas if isinstance(arenas, ArenaSet) else cls(arenas)
 
     def add(self, arena: Arena) -> None:
-        """One more; its id was never used before by this node."""
-        self._arenas = {**self._arenas, arena.arena_id: arena}  # readers in threads keep theirs
+        """Add an arena. This start of the node has never used its id."""
+        self._arenas = {
+            **self._arenas,
+            arena.arena_id: arena,
+        }  # readers in threads keep the old dictionary
 
     def remove(self, arena_id: int) -> Arena:
-        """One less; the caller closes it."""
+        """Remove an arena; the caller closes it."""
         arena = self._arenas[arena_id]
         self._arenas = {key: kept for key, kept in self._arenas.items() if key != arena_id}
         return arena
 
     def close(self) -> None:
-        """Close all that are here now."""
+        """Close all arenas."""
         for arena in self._arenas.values():
             arena.close()
 
@@ -56,12 +60,13 @@ class ArenaSet(Mapping[int, Arena]):
 
 
 def arena_unit(config: NodeConfig) -> int:
-    """Bytes that arenas are multiples of: whole slabs, and whole pages of the kind configured."""
+    """The unit of arena sizes: whole slabs, and whole pages of the configured kind."""
     return math.lcm(config.advanced.slab_bytes, huge_pages.page_bytes(config.hugepages))
 
 
 def make_arenas(config: NodeConfig) -> ArenaSet:
-    """The arenas that a node begins with, as equal as slabs allow.
+    """The first arenas of a node, as equal as slabs allow.
+
 
     Raises:
         NoSharedMemory, ConfigError: see `Arena`.
@@ -81,7 +86,8 @@ def make_arenas(config: NodeConfig) -> ArenaSet:
 
 
 def make_arena(config: NodeConfig, arena_id: int, size_bytes: int) -> Arena:
-    """One arena of the pages and, in turn, of the NUMA nodes that are configured.
+    """One arena of the configured pages; arenas take the configured NUMA nodes in turn.
+
 
     Raises:
         NoSharedMemory, ConfigError: see `Arena`.

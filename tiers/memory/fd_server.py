@@ -22,10 +22,10 @@ MAX_REQUEST_BYTES = 4096
 
 
 class FdServer:
-    """Hands the arenas' file descriptors to processes of the same user, over a Unix socket.
+    """Sends the arenas' file descriptors to processes of the same user, over a Unix socket.
 
     Args:
-        check: raises a `KvpoolError` for a token whose holder shall not have them.
+        check: raises a `KvpoolError` for a token that does not allow it.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class FdServer:
         self.path = path
         self._node_id = node_id
         self._epoch = epoch
-        self._lock = threading.Lock()  # an arena is not closed while its descriptor is being sent
+        self._lock = threading.Lock()  # no arena is closed while its descriptor is sent
         self.offer(arenas)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(path)
@@ -51,7 +51,7 @@ class FdServer:
         self._thread.start()
 
     def offer(self, arenas: Sequence[Arena]) -> None:
-        """Hand out these from now on; those no longer among them may be closed when this returns."""
+        """Send these from now on. When this returns, the others may be closed."""
         handout = ArenaHandout(
             self._node_id,
             self._epoch,
@@ -76,12 +76,12 @@ class FdServer:
                     with self._lock:
                         socket.send_fds(link, [self._handout], self._fds)
                 except OSError as error:
-                    log.warning("a client left before it had the memory", error=str(error))
+                    log.warning("a client left before it got the memory", error=str(error))
                 except (msgspec.DecodeError, KvpoolError) as error:
-                    log.warning("a client does not get the memory", error=str(error))
+                    log.warning("a client was refused the memory", error=str(error))
 
     def close(self) -> None:
-        """Stop and remove the socket."""
+        """Stop, and remove the socket."""
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._thread.join(timeout=2)

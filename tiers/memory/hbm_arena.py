@@ -1,9 +1,8 @@
-"""Device memory of a node: one tensor, reached by one-sided NIXL from elsewhere and by copies from here.
+"""Device memory of a node: one tensor. Other hosts reach it by NIXL, this process by copies.
 
-Nobody maps it: no file descriptor is handed out, and the bytes pass through host memory only where
-    the node itself moves, sums or serves them. On "cpu" it is ordinary memory in the place of a
-    device's, for trying out. Torch is loaded when the first arena is made. Not on an event loop:
-    every copy blocks its thread.
+No client maps it. The bytes pass through host memory only when the node itself moves, verifies or
+serves them. The device "cpu" uses ordinary memory, for trials. Torch is loaded with the first
+arena. Copies block their thread: do not call them on an event loop.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from tiers.memory.arena import HEADROOM_BYTES, available_memory_bytes
 log = structlog.get_logger(__name__)
 
 Octets = npt.NDArray[np.uint8]
-HBM_ARENA_ID = 1 << 16  # far from those of dram, which are numbered from 0 as they come
-STAGING_BYTES = 4 << 20  # pinned, per thread that copies
+HBM_ARENA_ID = 1 << 16  # DRAM arenas are numbered from 0
+STAGING_BYTES = 4 << 20  # pinned, per copying thread
 
 
 class DeviceUnavailable(ConfigError):
-    """The configured device, or so much of its memory, is not there."""
+    """The configured device, or that much of its memory, is not available."""
 
     code = "device_unavailable"
 
@@ -46,7 +45,7 @@ class DeviceArena:
         device: "cuda:0", "cuda" or the like, or "cpu".
 
     Raises:
-        DeviceUnavailable: there is no such device here, or not so much memory on it.
+        DeviceUnavailable: there is no such device, or it has too little memory.
     """
 
     def __init__(self, arena_id: int, size_bytes: int, device: str) -> None:
@@ -65,20 +64,20 @@ class DeviceArena:
 
     @property
     def kind(self) -> str:
-        """The memory's kind, as NIXL must be told: "vram" or "dram"."""
+        """The memory's kind for NIXL: "vram" or "dram"."""
         return "dram" if self.is_on_host else "vram"
 
     @property
     def note(self) -> str:
-        """What people should know of it; "" for a device."""
+        """A note for people; "" for a device."""
         return "hbm on cpu: for trying out" if self.is_on_host else ""
 
     def read_into(self, offset: int, out: Octets) -> None:
-        """Fill `out` from the arena; back when the bytes are there.
+        """Fill `out` from the arena; returns when the bytes are there.
 
         Raises:
             InvalidArgument: the range is not within the arena.
-            DeviceFailed: the device did not do it.
+            DeviceFailed: the device refused the copy.
         """
         self._check(offset, out.nbytes)
         if self.is_on_host:
@@ -86,7 +85,7 @@ class DeviceArena:
             return
         try:
             self._read_staged(offset, out)
-        except RuntimeError as error:  # what CUDA's errors are in torch
+        except RuntimeError as error:  # torch raises CUDA's errors as this
             raise DeviceFailed(f"{self._device}: {error}") from error
 
     def _read_staged(self, offset: int, out: Octets) -> None:
@@ -100,11 +99,11 @@ class DeviceArena:
             np.copyto(out[at : at + step], staging[:step].numpy())
 
     def write_from(self, offset: int, data: Octets) -> None:
-        """Copy `data` into the arena; back when the device has it.
+        """Copy `data` into the arena; returns when the device has it.
 
         Raises:
             InvalidArgument: the range is not within the arena.
-            DeviceFailed: the device did not do it.
+            DeviceFailed: the device refused the copy.
         """
         self._check(offset, data.nbytes)
         if self.is_on_host:
@@ -126,7 +125,7 @@ class DeviceArena:
             stream.synchronize()  # the staging memory is used again
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._host = np.empty(0, np.uint8)
         self._tensor = None
         if not self.is_on_host:
@@ -146,11 +145,12 @@ class DeviceArena:
             room = available_memory_bytes() - HEADROOM_BYTES
             if size > room:
                 raise DeviceUnavailable(
-                    f"{size >> 20} MiB of hbm on cpu do not fit: {max(room, 0) >> 20} MiB are available",
+                    f"{size >> 20} MiB of hbm on cpu do not fit: "
+                    f"{max(room, 0) >> 20} MiB are available",
                     hint="lower node.hbm_bytes",
                 )
         try:
-            # Zeroed: every page is there, and nobody reads what another process left.
+            # Zeroed: every page is touched, and no data of another process remains.
             tensor = self._torch.empty(size, dtype=self._torch.uint8, device=self._device)
             return tensor.zero_()
         except RuntimeError as error:  # torch's out-of-memory errors are of this kind
@@ -160,7 +160,7 @@ class DeviceArena:
             ) from error
 
     def _staging(self) -> tuple[Any, Any]:
-        """This thread's pinned memory and stream: copies of several threads do not wait for each other."""
+        """This thread's pinned memory and stream, so that threads copy in parallel."""
         if not hasattr(self._of_thread, "staging"):
             torch = self._torch
             self._of_thread.stream = torch.cuda.Stream(self._device)
@@ -197,6 +197,6 @@ def _find_device(torch: Any, name: str) -> Any:
     if (device.index or 0) >= count:
         raise DeviceUnavailable(
             f"node.advanced.hbm_device={name!r} is not there: PyTorch sees {count} CUDA devices",
-            hint='set node.hbm_bytes=0, or node.advanced.hbm_device=cpu for trials; see "nvidia-smi"',
+            hint='node.hbm_bytes=0, or node.advanced.hbm_device=cpu for trials; see "nvidia-smi"',
         )
     return torch.device("cuda", device.index or 0)

@@ -1,4 +1,5 @@
-"""What kind of pages an arena gets, and on which NUMA node: asked of Linux directly, without libnuma.
+"""The pages of an arena: their kind and NUMA node, set through Linux itself, without libnuma.
+
 
 Huge pages decide how fast other processes reach an arena (a copy between processes runs at 0.53 of
 memcpy with plain pages and at 0.94 to 0.98 with huge ones). There are two kinds: transparent ones
@@ -40,19 +41,19 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 @dataclass(slots=True, frozen=True)
 class Obtained:
-    """What the kernel gave, as it says itself after every page was touched."""
+    """The pages that the kernel gave, read after every page was touched."""
 
     page_bytes: int  # of the mapping
     huge_bytes: int  # in transparent or reserved huge pages
 
 
 def page_bytes(kind: HugePages) -> int:
-    """The unit that an arena's size is a multiple of."""
+    """Size of one page; arena sizes are multiples of it."""
     return RESERVED_BYTES.get(kind, PAGE_BYTES)
 
 
 def reserved_free(kind: HugePages) -> int:
-    """Reserved pages of this kind that nobody has taken."""
+    """How many reserved pages of this kind are free."""
     try:
         return int((_HUGE / f"hugepages-{page_bytes(kind) >> 10}kB/free_hugepages").read_text())
     except (OSError, ValueError):
@@ -60,7 +61,7 @@ def reserved_free(kind: HugePages) -> int:
 
 
 def shmem_policy() -> str:
-    """The kernel's setting for transparent huge pages of shared memory, e.g. "advise"; "" where it has none."""
+    """The kernel's setting for huge pages of shared memory, such as "advise"; "" if it has none."""
     try:
         text = _SHMEM.read_text()
     except OSError:
@@ -80,7 +81,8 @@ def create(name: str, size_bytes: int, kind: HugePages) -> int:
         wanted, free = -(-size_bytes // unit), reserved_free(kind)
         if free < wanted:
             raise NoSharedMemory(
-                f"an arena of {wanted} reserved huge pages of {unit >> 20} MiB does not fit: {free} are free",
+                f"an arena of {wanted} reserved huge pages of {unit >> 20} MiB does not fit: "
+                f"{free} are free",
                 hint=f"sysctl vm.nr_hugepages={wanted}, or node.hugepages=auto"
                 if kind == "2m"
                 else f"boot with hugepagesz=1G hugepages={wanted}, or use node.hugepages=auto",
@@ -104,10 +106,10 @@ def create(name: str, size_bytes: int, kind: HugePages) -> int:
 
 
 def advise(mapped: mmap.mmap, base: int, kind: HugePages) -> None:
-    """Ask for transparent huge pages, or for none; before the pages are touched.
+    """Request transparent huge pages, or none. Call it before the pages are touched.
 
     Raises:
-        ConfigError: `thp` was asked for by name, and the kernel has none.
+        ConfigError: `kind` is "thp", and the kernel has no such pages.
     """
     if kind in RESERVED_BYTES:
         return
@@ -120,7 +122,8 @@ def advise(mapped: mmap.mmap, base: int, kind: HugePages) -> None:
 
 
 def bind(base: int, size_bytes: int, numa_node: int) -> None:
-    """Have the pages come from one NUMA node; before they are touched.
+    """Take the pages from one NUMA node. Call it before they are touched.
+
 
     Raises:
         ConfigError: there is no such node, or the kernel refuses.
@@ -129,7 +132,8 @@ def bind(base: int, size_bytes: int, numa_node: int) -> None:
     if numa_node not in nodes:
         raise ConfigError(
             f"this machine has no NUMA node {numa_node}",
-            hint=f"node.advanced.numa_nodes may name {', '.join(map(str, nodes)) or 'none: it has no NUMA'}",
+            hint="node.advanced.numa_nodes may name "
+            + (", ".join(map(str, nodes)) or "none: it has no NUMA"),
         )
     number = _MBIND_NUMBERS.get(platform.machine())
     if number is None:
@@ -137,7 +141,7 @@ def bind(base: int, size_bytes: int, numa_node: int) -> None:
     mask = ctypes.c_ulong * (numa_node // 64 + 1)
     words = mask()
     words[numa_node // 64] = 1 << (numa_node % 64)
-    # The kernel looks at one bit less than it is told.
+    # The kernel reads one bit less than this number.
     max_node = ctypes.sizeof(words) * 8 + 1
     arguments = (
         ctypes.c_void_p(base),
@@ -156,10 +160,10 @@ def bind(base: int, size_bytes: int, numa_node: int) -> None:
 
 
 def populate(base: int, size_bytes: int) -> None:
-    """Touch every page, so that no write meets a page fault, or a lack of memory, later.
+    """Touch every page, so that no later write meets a page fault or a lack of memory.
 
     Raises:
-        NoSharedMemory: the kernel has not got that much.
+        NoSharedMemory: the kernel does not have that much memory.
     """
     if _libc.madvise(base, size_bytes, MADV_POPULATE_WRITE) != 0:
         raise NoSharedMemory(
@@ -169,13 +173,13 @@ def populate(base: int, size_bytes: int) -> None:
 
 
 def give_back(fd: int, size_bytes: int) -> bool:
-    """Free the pages of a memfd at once, whoever still maps it; False when the kernel refuses."""
+    """Free the pages of a memfd at once, even if clients map it; False if the kernel refuses."""
     flags = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
     return int(_libc.fallocate(fd, flags, 0, size_bytes)) == 0
 
 
 def numa_nodes() -> list[int]:
-    """The machine's NUMA nodes with memory; empty where the kernel knows of none."""
+    """The machine's NUMA nodes with memory; empty if the kernel lists none."""
     try:
         text = (_NUMA / "has_memory").read_text().strip()
     except OSError:
@@ -188,7 +192,7 @@ def numa_nodes() -> list[int]:
 
 
 def obtained(base: int, size_bytes: int) -> Obtained:
-    """What pages stand behind a mapping of this process now."""
+    """The pages behind a mapping of this process."""
     page, huge = PAGE_BYTES, 0
     is_ours = False
     with open("/proc/self/smaps") as lines:

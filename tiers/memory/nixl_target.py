@@ -1,4 +1,4 @@
-"""The node as the target of one-sided NIXL transfers: registers the arenas, makes progress. Decides nothing."""
+"""The node as the target of one-sided NIXL transfers: registers the arenas and makes progress."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from tiers.memory.hbm_arena import DeviceArena
 
 log = structlog.get_logger(__name__)
 
-BUSY_PAUSE_S = 0.00005  # while a lease or reservation is young: somebody is moving bytes now
-HELD_PAUSE_S = 0.0005  # while one is held for longer
+BUSY_PAUSE_S = 0.00005  # while a lease or reservation is young: bytes are moving
+HELD_PAUSE_S = 0.0005  # while one is older
 BUSY_FOR_S = 0.05
 UPDATE_TIMEOUT_S = 30.0  # on RDMA the pages of a large arena are pinned one by one
-IDLE_PAUSE_S = 0.01  # 1 % of a core or less, and the first contact of a peer waits no longer
+IDLE_PAUSE_S = 0.01  # at most 1 % of a core; a peer's first contact waits as long
 
 
 class NixlTarget:
-    """Registers arenas with an agent that lives on a thread of its own.
+    """Registers arenas with an agent that runs in a separate thread.
 
     Args:
         agent_name: unique per node and epoch.
-        is_busy: whether transfers may be under way now.
-        lasting: arenas that stay, whatever becomes of the others.
+        is_busy: whether transfers may be running.
+        lasting: arenas that are never deregistered.
+
 
     Raises:
         NixlUnavailable: NIXL cannot be used in this process.
@@ -45,7 +46,7 @@ class NixlTarget:
     ) -> None:
         self.agent_name = agent_name
         self.metadata = b""
-        self.ucx: tuple[str, ...] = ()  # see `kvpool.transports.ucx`
+        self.ucx: tuple[str, ...] = ()  # transports and devices (`kvpool.transports.ucx`)
         self._arenas = arenas
         self._lasting = lasting
         self._update = threading.Lock()  # one at a time
@@ -66,7 +67,7 @@ class NixlTarget:
 
     @property
     def is_alive(self) -> bool:
-        """Whether progress is still being made."""
+        """Whether the progress thread runs."""
         return self._thread.is_alive()
 
     def _run(self) -> None:
@@ -111,10 +112,12 @@ class NixlTarget:
             self._is_updated.set()
 
     def update(self, arenas: Sequence[Arena]) -> None:
-        """Register what is new and forget what is gone; transfers with the others go on. Blocks up to 10 ms.
+        """Register new arenas and deregister removed ones; other transfers go on.
+
+        Blocks for up to 10 ms, and longer while RDMA pins the pages.
 
         Raises:
-            NixlUnavailable: NIXL does not take it, or made no progress any more.
+            NixlUnavailable: NIXL refused, or its thread makes no progress.
         """
         with self._update:
             self._arenas, self._error = arenas, None
@@ -128,12 +131,12 @@ class NixlTarget:
                 )
 
     def wake(self) -> None:
-        """A lease or reservation was just given: over TCP its transfers need our progress at once."""
+        """Make progress at once: a new lease or reservation was granted (needed over TCP)."""
         self._woken_at = time.monotonic()
         self._wake.set()
 
     def close(self) -> None:
-        """Stop making progress; peers see the agent as gone."""
+        """Stop the thread; peers see the agent as gone."""
         self._is_stopped = True
         self._wake.set()
         self._thread.join(timeout=5)
