@@ -376,7 +376,7 @@ def grpc_code(cluster: Cluster, method: str, request: Any) -> str:
     ],
 )
 @pytest.mark.usefixtures("good")
-def test_bad_grpc_requests_are_told_by_code(
+def test_bad_grpc_requests_fail_with_a_code(
     cluster: Cluster, method: str, request_: Any, code: str
 ) -> None:
     assert grpc_code(cluster, method, request_) == code

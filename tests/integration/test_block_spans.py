@@ -123,7 +123,7 @@ def test_memory_that_does_not_fit_is_refused(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("by", ["conductor", "node"])
-def test_standing_sees_past_gaps(cluster: Cluster, by: str) -> None:
+def test_lookup_by_block_sees_past_gaps(cluster: Cluster, by: str) -> None:
     hashes = chain()
     data = np.ones(LAYOUT.part_bytes, np.uint8)
     address = cluster.conductor["wire"] if by == "conductor" else cluster.nodes["n0"]["wire"]

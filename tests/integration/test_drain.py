@@ -60,7 +60,7 @@ def wait_ended(cluster: Cluster, name: str) -> None:
     wait_until(lambda: name not in cluster.stats()["node_states"], "the node has left")
 
 
-def test_what_stands_nowhere_else_moves_and_is_served_on(cluster: Cluster) -> None:
+def test_blocks_of_no_other_node_move_and_are_served_on(cluster: Cluster) -> None:
     alone, both = chain(1, 40), chain(2, 5)
     data, other = some_bytes(1, 40), some_bytes(2, 5)
     with client(cluster) as pool:

@@ -249,7 +249,7 @@ def test_blocks_on_nvme_survive_kill_and_are_verified_when_read(
     assert cluster.node_stats("n0")["counters"]["corrupt_blocks"] == 1
 
 
-def test_what_an_older_life_of_a_node_said_is_void(cluster: Cluster) -> None:
+def test_reports_of_an_earlier_epoch_of_a_node_are_void(cluster: Cluster) -> None:
     facts = cluster.start_node("n0", "node.node_id=fixed")
     cluster.wait_joined(nodes=1)
     hashes, data = chain(8, 2), np.full((2, SIZE), 1, np.uint8)

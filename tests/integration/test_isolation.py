@@ -62,7 +62,7 @@ def described(cluster: Cluster, tenant: str) -> m.NodeDescriptor:
     return node
 
 
-def test_an_isolated_tenant_uses_its_own_node_and_nobody_is_told_of_anothers(
+def test_an_isolated_tenant_uses_its_own_node_and_learns_of_no_other(
     cluster: Cluster,
 ) -> None:
     for name, tenant in (("vault", "vault"), ("safe", "safe"), ("acme", ""), ("bolt", "")):

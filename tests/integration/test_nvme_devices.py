@@ -104,7 +104,9 @@ def test_blocks_on_several_devices_survive_kill_and_another_order(cluster: Clust
     assert promoted == BLOCKS
 
 
-def test_a_device_that_breaks_is_told_to_the_index_and_the_rest_goes_on(cluster: Cluster) -> None:
+def test_a_device_that_breaks_is_reported_to_the_index_and_the_rest_goes_on(
+    cluster: Cluster,
+) -> None:
     start(cluster)
     put_and_clean(cluster)
     killed(cluster)

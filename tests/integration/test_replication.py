@@ -427,7 +427,7 @@ async def test_a_source_that_stops_in_mid_transfer_holds_few_threads_and_none_fo
 # ---------------------------------------------------------------- replicas
 
 
-def test_a_put_of_replicas_stands_on_other_hosts_first(cluster: Cluster) -> None:
+def test_a_put_of_replicas_prefers_other_hosts(cluster: Cluster) -> None:
     with client(cluster) as pool:
         for seed, wanted, holders in (
             (20, 2, {"a", "b"}),
@@ -465,7 +465,7 @@ def test_a_corrupted_replica_is_dropped_and_the_other_serves(cluster: Cluster) -
         wait_until(lambda: held_by(cluster, "a", hashes) == 4, "the corrupt block is dropped")
 
 
-def test_a_stale_answer_is_told_to_the_index_and_not_tried_again(cluster: Cluster) -> None:
+def test_a_stale_reply_is_reported_to_the_index_and_not_tried_again(cluster: Cluster) -> None:
     hashes, data = chain(24, 5), some_bytes(24, 5)
     stale = [m.Segment("a", 0, 5, Tier.DRAM)]
     with client(cluster) as writer:

@@ -83,7 +83,7 @@ async def check_bytes(reader: AsyncPool, hashes: list[bytes]) -> None:
     assert wrong_blocks(hashes, out) == []
 
 
-async def test_each_block_is_written_once_whoever_comes_with_it(cluster: Cluster) -> None:
+async def test_each_block_is_written_once_by_whichever_client(cluster: Cluster) -> None:
     clients = pools(cluster, CLIENTS)
     await asyncio.gather(*(client.connect() for client in clients))
     hashes = prompt(1, BLOCKS)

@@ -357,7 +357,9 @@ def test_nobody_listens_beyond_this_machine_without_tokens(section: str, tmp_pat
         assert f"{section}.{option}" in ended.stderr
 
 
-def test_one_may_listen_beyond_this_machine_with_tokens_or_when_told_so(tmp_path: Path) -> None:
+def test_a_server_may_listen_beyond_this_machine_with_tokens_or_allow_insecure(
+    tmp_path: Path,
+) -> None:
     tokens = tokens_file(tmp_path)
     for setting, warning in (
         ("conductor.allow_insecure=true", "without tokens"),

@@ -142,7 +142,7 @@ async def test_who_sets_a_limit_gets_the_ready_prefix_at_once_and_who_sets_none_
         assert patient.waited_s >= slow_s * 0.9
 
 
-async def test_a_call_that_cannot_end_in_time_is_told_so_instead_of_timing_out(
+async def test_a_call_that_cannot_end_in_time_says_so_instead_of_timing_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with slow_pool(tmp_path, monkeypatch) as pool:

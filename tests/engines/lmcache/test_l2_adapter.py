@@ -351,7 +351,7 @@ def test_deleted_objects_are_gone_for_everybody_and_locked_ones_stay(
     assert driver.adapter.get_usage().total_bytes_used == 2 * s.CHUNK_BYTES
 
 
-def test_listing_pages_through_what_stands(driver: Driver) -> None:
+def test_listing_pages_through_the_resident_blocks(driver: Driver) -> None:
     keys = [*s.keys(41, 5), *s.keys(42, 3, model_name="tests/other")]
     driver.store(keys)
     adapter, listed, cursor = driver.adapter, [], None

@@ -74,7 +74,7 @@ def key(model: str = "m") -> Any:
     return SimpleNamespace(model_name=model)
 
 
-def test_the_ledger_forgets_the_oldest_beyond_its_limit() -> None:
+def test_the_object_table_forgets_the_oldest_beyond_its_limit() -> None:
     object_table = ObjectTable(2)
     new, forgotten = object_table.add([(key(), item(bytes([n])), n) for n in range(3)], 0.0)
     assert [entry.size_bytes for entry in new] == [0, 1, 2]

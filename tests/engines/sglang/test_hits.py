@@ -43,7 +43,7 @@ class Pools:
     mamba=st.sets(st.sampled_from(KEYS)),
     window=st.integers(1, 3),
 )
-def test_every_length_told_can_be_restored_and_no_longer_one(
+def test_every_length_reported_can_be_restored_and_no_longer_one(
     kv_found: int, indexer: set[str], mamba: set[str], window: int
 ) -> None:
     wanted = [Wanted(INDEXER, 0), Wanted(MAMBA, window)]

@@ -84,7 +84,7 @@ def test_a_page_that_exists_is_stored_again_with_success(make_backend: MakeBacke
     assert page_bytes(pool, 9) == page_bytes(pool, 0)
 
 
-def test_chains_are_told_to_the_pool_by_their_prefix_keys(
+def test_chains_reach_the_pool_by_their_prefix_keys(
     make_backend: MakeBackend, cluster: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     pool = mha_pool("page_first")

@@ -223,7 +223,7 @@ def test_layers_in_storages_of_their_own_are_read_and_written() -> None:
         ((2, PAGES, 32, 2, 8), "XBNHC"),
     ],
 )
-def test_k_and_v_apart_are_told_by_their_shape(shape: tuple[int, ...], letters: str) -> None:
+def test_k_and_v_apart_are_known_by_their_shape(shape: tuple[int, ...], letters: str) -> None:
     _, config = allocate(FULL, KVCacheLayout.LBHNC)
     caches = {name: torch.rand(shape) for name in LAYERS}
     paged = PagedKV.read(caches, config)

@@ -79,7 +79,7 @@ def test_a_start_that_the_pool_refused_can_be_closed(
     health.close()
 
 
-def test_a_watch_that_dies_is_told_of_and_the_pool_is_done_without(
+def test_a_watcher_that_dies_is_reported_and_the_engine_goes_on_without_the_pool(
     health: PoolHealth, pauses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks(monkeypatch, lambda: None)

@@ -21,7 +21,7 @@ def test_the_known_answer_never_changes() -> None:
     assert known_answer(secure).hex() == "8584282fd90b3873fa4d69bc06984b0a"
 
 
-def test_whoever_hashes_alike_or_shows_nothing_is_welcome() -> None:
+def test_a_peer_with_equal_hashes_or_without_a_proof_is_accepted() -> None:
     check_proof(NAMESPACE, proof_of(NAMESPACE))
     check_proof(NAMESPACE, None)
     # Versions that differ are no harm where the hashes agree.

@@ -81,7 +81,7 @@ def test_known_answers_never_change(name: str) -> None:
     assert [h.hex() for h in hash_chain(namespace, TOKENS, extra)] == expected
 
 
-def test_golden_identities_never_change() -> None:
+def test_known_identities_never_change() -> None:
     assert XXH3.namespace_id.hex() == "47d0931588987ff4769088d4beccea92"
     assert LAYOUT.fingerprint == "924c43ae1589693361ca8af5ac4e3663"
     assert chain_root(XXH3).hex() == "d2e9f56d6eb42e30171dac4bccb0945a"

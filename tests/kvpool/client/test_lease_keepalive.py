@@ -84,7 +84,7 @@ async def test_a_refusal_ends_the_renewing_and_leaves_the_deadline() -> None:
     await keepalive.end()
 
 
-async def test_an_answer_under_way_is_waited_for_where_the_lease_is_over_without_it() -> None:
+async def test_a_reply_under_way_is_waited_for_if_the_lease_ends_without_it() -> None:
     server, lease = Server(5.0), a_lease(0.6)
     server.answers.clear()
     keepalive = LeaseKeepalive(lease, time.monotonic() + 10.0, MARGIN_S, server.renew)

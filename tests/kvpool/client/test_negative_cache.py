@@ -47,7 +47,7 @@ def test_the_oldest_failures_make_room() -> None:
     assert cache.count_leading("n1", SPACE, [C], now=3.0) == 0
 
 
-def test_short_waits_in_vain_add_up_until_the_node_answers() -> None:
+def test_short_waits_without_a_reply_add_up_until_the_node_replies() -> None:
     cache = NegativeCache()
     assert not cache.add_silence("n1", 0.3)  # a hasty caller
     assert not cache.add_silence("n2", 0.3)

@@ -277,7 +277,7 @@ def test_nvme_is_on_one_directory_or_on_several(tmp_path: Path) -> None:
     assert "one slab of 67108864 on each" in refusal(tmp_path, sets=small)
 
 
-def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     message = refusal(tmp_path, sets=("node.wire_port=x", "log.level=loud"))
     assert "node.wire_port" in message
     assert "log.level" in message

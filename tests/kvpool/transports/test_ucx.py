@@ -40,7 +40,7 @@ def test_ucx_says_what_it_has_under_the_environment_that_nixl_has() -> None:
 @pytest.mark.parametrize(
     "name", ["rc_mlx5/m:1", "rc_verbs/m:1", "dc_mlx5/m:1", "ud_mlx5/m:1", "srd/e:1"]
 )
-def test_rdma_is_told_from_the_rest(name: str) -> None:
+def test_rdma_is_told_apart_from_the_rest(name: str) -> None:
     assert is_rdma(name)
     assert not any(map(is_rdma, (*TCP, "cuda_ipc/cuda", "rdmacm/x", "sysv/memory")))
 
@@ -54,7 +54,9 @@ def test_bytes_go_by_the_best_that_both_sides_have() -> None:
     assert fabric((), (), is_same_host=False) == ""
 
 
-def test_what_requires_rdma_is_told_what_there_is_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_requires_rdma_learns_what_there_is_and_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     require_rdma(RDMA, "node")
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
     with pytest.raises(RdmaRequired, match=r"node\.require_rdma.*tcp/eth0.*UCX_NET_DEVICES=lo"):

@@ -173,7 +173,7 @@ async def test_calls_in_flight_fail_when_the_connection_breaks_and_the_next_reco
     assert (await client.call(m.NodeLookup(b"", b"h" * 32), 2)).found == 2
 
 
-async def test_the_end_of_a_connection_is_told_once(served: Served) -> None:
+async def test_the_end_of_a_connection_is_reported_once(served: Served) -> None:
     client = served.client()
     await client.call(m.Ping(), 2)
     ended: list[str] = []
@@ -394,7 +394,7 @@ async def test_calls_cancelled_before_they_began_leave_nothing_behind(
 
 
 @pytest.mark.parametrize("drips", [False, True])
-async def test_who_does_not_say_hello_in_time_is_told_and_closed(
+async def test_a_peer_without_hello_in_time_gets_an_error_and_is_closed(
     served: Served, drips: bool
 ) -> None:
     served.server.hello_timeout_s = 0.3

@@ -33,7 +33,7 @@ class Cycle:
         self.me = self
 
 
-async def test_what_stands_is_looked_at_once_and_garbage_goes() -> None:
+async def test_resident_blocks_are_looked_at_once_and_garbage_goes() -> None:
     room = Room(4_000)
     room.put(chain(4_000))
     Cycle()

@@ -32,7 +32,7 @@ def told(events: list[StoreEvent]) -> list[StoreEvent]:
         st.tuples(st.sampled_from(["stored", "removed"]), st.sampled_from([Tier.DRAM, Tier.HBM]))
     )
 )
-def test_every_event_is_told_once_and_in_order(kinds: list[tuple[str, Tier]]) -> None:
+def test_every_event_is_reported_once_and_in_order(kinds: list[tuple[str, Tier]]) -> None:
     events = [event(number, *kind) for number, kind in enumerate(kinds)]
     assert told(events) == events
 

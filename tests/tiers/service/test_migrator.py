@@ -250,7 +250,7 @@ async def test_blocks_of_a_disk_that_cannot_be_read_are_hidden_and_hold_nobody_u
         n.store.check_integrity()
 
 
-async def test_after_a_failed_write_what_stands_on_the_disk_is_still_read(
+async def test_after_a_failed_write_the_blocks_on_the_disk_are_still_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(tmp_path, 2) as n:

@@ -69,7 +69,7 @@ async def test_only_what_can_come_in_time_is_begun(
         assert reply.miss_reason == ("" if reply.found == 8 else "declined_cost")
 
 
-async def test_a_caller_without_a_limit_waits_and_is_told_what_it_took(tmp_path: Path) -> None:
+async def test_a_caller_without_a_limit_waits_and_learns_what_it_took(tmp_path: Path) -> None:
     with running(tmp_path, 8) as n:
         teach(n, 4.0)
         reply = await pin(n, n.chain)

@@ -114,7 +114,7 @@ async def test_an_empty_arena_is_announced_as_gone_and_closed() -> None:
         node.arenas.close()
 
 
-async def test_what_was_begun_ends_although_whoever_asked_has_left() -> None:
+async def test_what_was_begun_ends_although_its_caller_has_left() -> None:
     may_go_on = threading.Event()
 
     def make(arena_id: int, size_bytes: int) -> Arena:
