@@ -173,7 +173,7 @@ async def test_a_look_up_for_a_miss_reason_does_not_delay_the_request() -> None:
             return await find(namespace_id, hashes)
 
         running.cluster.find = find_slowly  # type: ignore[method-assign]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             assert await missed(running) == [Miss("never_stored", 2)]
         assert asked.is_set()
 

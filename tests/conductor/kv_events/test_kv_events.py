@@ -252,9 +252,9 @@ async def publisher() -> AsyncIterator[Publisher]:
 
 async def until(claim: Callable[[], bool], act: Callable[[], Any] | None = None) -> None:
     """Repeat `act` until `claim`: a subscriber has to connect to its publisher first."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 20
     while not claim():
-        assert time.monotonic() < deadline, "not within 10 s"
+        assert time.monotonic() < deadline, "not within 20 s"
         if act is not None:
             await act()
         await asyncio.sleep(0.02)
