@@ -17,7 +17,7 @@ from kvpool.cli.output import (
     print_table,
 )
 from kvpool.errors import ConfigError
-from planner.cli.read_trace import warn_of_bad_lines
+from planner.cli.read_trace import Strict, warn_of_bad_lines
 from planner.traces import load_requests
 
 
@@ -43,7 +43,7 @@ def deploy(
     out: Annotated[
         Path | None, typer.Option(help="Directory to write rules.yaml and kvpool.yaml to.")
     ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Fail at the first bad line.")] = False,
+    strict: Strict = False,
     as_json: AsJson = False,
 ) -> None:
     """Print whether to disaggregate, the number and size of instances, the size of the pool, and the cost."""

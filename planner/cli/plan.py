@@ -18,7 +18,7 @@ from kvpool.cli.output import (
 )
 from planner.cli.deploy import deploy
 from planner.cli.plots import check_plot, draw_crossover
-from planner.cli.read_trace import warn_of_bad_lines
+from planner.cli.read_trace import Strict, warn_of_bad_lines
 from planner.traces import open_trace
 
 app = typer.Typer(help="Size KV, links and deployments.", no_args_is_help=True)
@@ -201,7 +201,7 @@ def profile(
     rag_match: Annotated[
         str | None, typer.Option(help="It also counts as RAG if its text matches this pattern.")
     ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Fail at the first bad line.")] = False,
+    strict: Strict = False,
     as_json: AsJson = False,
 ) -> None:
     """Profile a request log: lengths, RAG share, turns, streaming, TTFT and TPOT."""

@@ -1,9 +1,11 @@
-"""Reading a trace for a command, and reporting its bad lines."""
+"""The options of commands that read a trace, reading it, and reporting its bad lines."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from kvpool.cli.output import error_console
 from kvpool.errors import ConfigError, KvpoolError
@@ -13,6 +15,16 @@ if TYPE_CHECKING:
     from planner.replay import CompactTrace
 
 TIME_UNITS = {"auto": None, "ms": 1e-3, "s": 1.0}
+
+BlockTokens = Annotated[
+    int | None, typer.Option(help="Tokens per block; default: derived from the trace.")
+]
+TimeUnit = Annotated[str, typer.Option(help="Unit of the timestamps: ms, s or auto.")]
+Tokenizer = Annotated[
+    str | None,
+    typer.Option(help="Tokenizer directory, for traces with text; default: 4 bytes per token."),
+]
+Strict = Annotated[bool, typer.Option("--strict", help="Fail at the first bad line.")]
 
 
 def load(

@@ -11,7 +11,7 @@ from kvpool.cli.output import AsJson, console, print_json, print_table
 from kvpool.config.settings import parse_bytes
 from kvpool.errors import ConfigError, did_you_mean
 from planner.cli.plots import check_plot, save
-from planner.cli.read_trace import load
+from planner.cli.read_trace import BlockTokens, Strict, TimeUnit, Tokenizer, load
 
 if TYPE_CHECKING:
     from planner.replay import CompactTrace, Replay, TierSize
@@ -38,10 +38,8 @@ def replay(
     block_bytes: Annotated[
         str | None, typer.Option(help="Bytes per block, for tiers given in bytes.")
     ] = None,
-    block_tokens: Annotated[
-        int | None, typer.Option(help="Tokens per block; default: derived from the trace.")
-    ] = None,
-    time_unit: Annotated[str, typer.Option(help="Unit of the timestamps: ms, s or auto.")] = "auto",
+    block_tokens: BlockTokens = None,
+    time_unit: TimeUnit = "auto",
     window: Annotated[
         float | None, typer.Option(help="Seconds per point of the hit ratio over time.")
     ] = None,
@@ -51,11 +49,8 @@ def replay(
             "--as-node", help="Keep a block while its children are cached, as pool nodes do."
         ),
     ] = False,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(help="Tokenizer directory, for traces with text; default: 4 bytes per token."),
-    ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Fail at the first bad line.")] = False,
+    tokenizer: Tokenizer = None,
+    strict: Strict = False,
     as_json: AsJson = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw hit ratios by capacity to this image file.")

@@ -23,7 +23,7 @@ from kvpool.cli.output import (
 from kvpool.config.settings import parse_bytes
 from kvpool.errors import ConfigError
 from planner.cli.plots import check_plot, draw_simulation
-from planner.cli.read_trace import warn_of_bad_lines
+from planner.cli.read_trace import Strict, warn_of_bad_lines
 from planner.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest, load_requests
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def simulate(
         str | None, typer.Option(help="Vary one thing: ratio, bandwidth or roles.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of synthetic loads and random choices.")] = 0,
-    strict: Annotated[bool, typer.Option("--strict", help="Fail at the first bad line.")] = False,
+    strict: Strict = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the result to this image file.")] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from kvpool.cli.output import AsJson, console, print_json, print_table
 from kvpool.errors import ConfigError
-from planner.cli.read_trace import load
+from planner.cli.read_trace import BlockTokens, Strict, TimeUnit, Tokenizer, load
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Describe or generate traces.")
 
@@ -24,15 +24,10 @@ def _group() -> None:
 @app.command()
 def stats(
     trace: Annotated[str, typer.Argument(help="JSON-lines file, also as .gz; - reads stdin.")],
-    block_tokens: Annotated[
-        int | None, typer.Option(help="Tokens per block; default: derived from the trace.")
-    ] = None,
-    time_unit: Annotated[str, typer.Option(help="Unit of the timestamps: ms, s or auto.")] = "auto",
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(help="Tokenizer directory, for traces with text; default: 4 bytes per token."),
-    ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Fail at the first bad line.")] = False,
+    block_tokens: BlockTokens = None,
+    time_unit: TimeUnit = "auto",
+    tokenizer: Tokenizer = None,
+    strict: Strict = False,
     as_json: AsJson = False,
 ) -> None:
     """Print lengths, turns, sessions, and the reuse distances of blocks."""
