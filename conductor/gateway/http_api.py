@@ -38,14 +38,14 @@ from kvpool.config.loader import ConductorConfig
 from kvpool.errors import InvalidArgument, KvpoolError, NotFound, Unavailable, brief
 from kvpool.security.authorization import CALLER, Authorizer
 from kvpool.serving.http import base_app, error_response
-from kvpool.serving.openapi import EVENTS, OBJECT, add_bodies, answers
+from kvpool.serving.openapi import EVENTS, OBJECT, add_bodies, responses
 from kvpool.wire import messages as m
 from kvpool.wire.json_view import named
 
 DEFAULT_MAX_TOKENS = 128
 MAX_KEY_CHARS = 512
 KEY_HEADER = "x-kvpool-key"
-STREAMED = answers(application_json=OBJECT, text_event_stream=EVENTS)
+STREAMED = responses(application_json=OBJECT, text_event_stream=EVENTS)
 MAX_LISTED = 1000  # records in one response
 NO_WORKER = (
     "start one with kvpool worker; if conductor.engines is set, the conductor's log says why"
@@ -111,7 +111,7 @@ class HttpApi:
 
         @app.post(
             "/v1/prefetch",
-            responses=answers(application_json=OBJECT),
+            responses=responses(application_json=OBJECT),
             openapi_extra=schemas[PrefetchRequest],
         )
         async def prefetch(http_request: Request) -> Response:
@@ -128,20 +128,20 @@ class HttpApi:
             ]
             return {"object": "list", "data": data}
 
-        @app.get("/v1/stats", responses=answers(application_json=OBJECT))
+        @app.get("/v1/stats", responses=responses(application_json=OBJECT))
         async def stats() -> Response:
             return _json(named(self._cluster.stats_for(CALLER.get())))
 
-        @app.get("/v1/scaling", responses=answers(application_json=OBJECT))
+        @app.get("/v1/scaling", responses=responses(application_json=OBJECT))
         async def scaling() -> Response:
             """Instances by role, the advised number and the reason; for an HPA or KEDA."""
             return _json(self._roles.advice())
 
-        @app.get("/v1/nodes", responses=answers(application_json=OBJECT))
+        @app.get("/v1/nodes", responses=responses(application_json=OBJECT))
         async def nodes() -> Response:
             return _json(named(self._cluster.node_list(CALLER.get())))
 
-        @app.get("/v1/requests", responses=answers(application_json=OBJECT))
+        @app.get("/v1/requests", responses=responses(application_json=OBJECT))
         async def last_requests(limit: int = 20) -> Response:
             if not 1 <= limit <= MAX_LISTED:
                 raise InvalidArgument(f"limit is {limit}", hint=f"use 1 to {MAX_LISTED}")
@@ -149,7 +149,7 @@ class HttpApi:
             tenant = None if caller.sees_all else caller.tenant
             return _json({"requests": self._request_log.recent(limit, tenant)})
 
-        @app.get("/v1/requests/{request_id}", responses=answers(application_json=OBJECT))
+        @app.get("/v1/requests/{request_id}", responses=responses(application_json=OBJECT))
         async def explain(request_id: str) -> Response:
             record = self._request_log.get(request_id)
             caller = CALLER.get()

@@ -22,7 +22,7 @@ from kvpool.security.authorization import CALLER, Authorizer, require
 from kvpool.security.scopes import ROUTES
 from kvpool.security.tls import ServerTls
 from kvpool.serving.http_body import BODY_TIMEOUT_S, BodyLimit
-from kvpool.serving.openapi import OBJECT, add_errors, answers
+from kvpool.serving.openapi import OBJECT, add_errors, responses
 from kvpool.wire.principal import ANYBODY, NOBODY, Principal
 from kvpool.wire.principal import Scope as TokenScope
 
@@ -57,7 +57,7 @@ def base_app(
         return {"status": "ok"}
 
     # A process that is not ready answers with the same shape.
-    ready = answers(application_json=OBJECT)
+    ready = responses(application_json=OBJECT)
 
     @app.get("/readyz", responses=ready | {503: {**ready[200], "description": "Not ready"}})
     async def readyz() -> Response:

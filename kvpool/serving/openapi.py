@@ -39,10 +39,10 @@ EVENTS: dict[str, Any] = {}  # a stream; tools differ in what they validate agai
 BINARY: dict[str, Any] = {"type": "string", "format": "binary"}
 
 
-def answers(**kinds: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+def responses(**kinds: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
     """A route's `responses`.
 
-    Write a media type with underscores: `answers(application_json=OBJECT)`.
+    Write a media type with underscores: `responses(application_json=OBJECT)`.
     """
     content = {
         name.replace("_", "/", 1).replace("_", "-"): {"schema": schema}

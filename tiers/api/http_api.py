@@ -13,7 +13,7 @@ from kvpool.blocks.layout import Namespace
 from kvpool.errors import InvalidArgument
 from kvpool.security.authorization import CALLER, Authorizer
 from kvpool.serving.http import base_app
-from kvpool.serving.openapi import BINARY, OBJECT, add_bodies, answers, body
+from kvpool.serving.openapi import BINARY, OBJECT, add_bodies, body, responses
 from kvpool.wire import messages as m
 from kvpool.wire.json_view import named
 from tiers.service.inline_blocks import STATUS_NAMES
@@ -55,13 +55,13 @@ def http_app(
 
     bodies = add_bodies(app, _DramSize, Namespace)
 
-    @app.get("/v1/stats", responses=answers(application_json=OBJECT))
+    @app.get("/v1/stats", responses=responses(application_json=OBJECT))
     async def read_stats() -> Response:
         return _json(stats.read(CALLER.get()))
 
     @app.put(
         "/v1/dram",
-        responses=answers(application_json=OBJECT),
+        responses=responses(application_json=OBJECT),
         openapi_extra=bodies[_DramSize],
     )
     async def resize(request: Request) -> Response:
@@ -105,7 +105,7 @@ def http_app(
     @app.get(
         "/v1/blocks/{namespace_id}/{block_hash}",
         response_class=Response,
-        responses=answers(application_octet_stream=BINARY),
+        responses=responses(application_octet_stream=BINARY),
     )
     async def get(
         namespace_id: HexHash,
