@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import until
 from tests.tiers.disk.test_devices import WIDE, DiskNode, disks, names, running
-from tests.tiers.service.test_migrator import until
 from tiers.disk import access_checkpoint
 from tiers.disk.access_checkpoint import VERSION, AccessCheckpointer, restore
 from tiers.disk.atomic_file import read_atomic_file, write_atomic_file

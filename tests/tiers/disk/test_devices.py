@@ -18,7 +18,7 @@ from kvpool.blocks.layout import Layout, Namespace
 from kvpool.blocks.tier import Tier
 from kvpool.errors import ConfigError
 from kvpool.wire import messages as m
-from tests.tiers.service.test_migrator import until
+from tests.support.waiting import until
 from tiers.disk.devices import Device, open_devices
 from tiers.disk.manifest import NvmeFailed
 from tiers.disk.slab_file import NvmeInUse
@@ -180,7 +180,7 @@ async def test_a_slow_device_holds_up_no_read_from_another(
         real = n.devices[1].files.read
 
         def late(place: Place, out: Any) -> None:
-            assert released.wait(10)
+            assert released.wait(60)
             real(place, out)
 
         monkeypatch.setattr(n.devices[1].files, "read", late)
@@ -477,7 +477,7 @@ async def test_a_write_that_ends_after_its_device_was_lost_makes_nothing_visible
         def late(place: Place, data: Any) -> None:
             real(place, data)
             going.set()
-            assert may_end.wait(10)
+            assert may_end.wait(60)
 
         monkeypatch.setattr(n.devices[0].files, "write", late)
         await n.put(HALVES, names(1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from functools import partial
 
 import numpy as np
 import pytest
@@ -13,15 +12,13 @@ from kvpool.blocks.hashing import checksum, pack_hashes
 from kvpool.blocks.layout import Layout, Namespace
 from kvpool.blocks.tier import Tier
 from kvpool.wire import messages as m
-from tests.support import waiting
+from tests.support.waiting import until
 from tiers.memory.arena import Arena
 from tiers.memory.hbm_arena import HBM_ARENA_ID, DeviceArena, DeviceFailed
 from tiers.service.migrator import Migrator
 from tiers.service.service import NodeService
 from tiers.store.slab_allocator import SlabAllocator
 from tiers.store.store import Store, StoreConfig
-
-until = partial(waiting.until, timeout_s=5.0)
 
 PAGE = 4096
 SLAB = 16 * PAGE

@@ -17,6 +17,7 @@ from kvpool.wire import WireClient, WireServer
 from kvpool.wire import messages as m
 from tests.support import pool_model
 from tests.support.pool_model import random_walk
+from tests.support.waiting import until
 from tiers.service.migrator import Migrator
 from tiers.service.service import SLICE, NodeService
 from tiers.store.blocks import Reservation
@@ -216,10 +217,7 @@ async def test_a_node_answers_others_while_it_reserves_commits_and_drops_16_000_
     assert (await other.call(pin, 10.0)).found == 16
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
-    deadline = asyncio.get_running_loop().time() + 10
-    while len(room.store.reservations):
-        assert asyncio.get_running_loop().time() < deadline
-        await asyncio.sleep(0.01)
+    await until(lambda: not room.store.reservations, "the reservation is cancelled")
     assert room.held_bytes == 0
     for client in (big, other):
         await client.close()

@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from kvpool.blocks.layout import Layout, Namespace
 from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument
 from kvpool.wire import messages as m
-from tests.support import waiting
+from tests.support.waiting import until
 from tiers.disk.devices import THREADS, Device, Devices
 from tiers.disk.manifest import NvmeFailed
 from tiers.disk.slab_file import NvmeFiles
@@ -30,8 +29,6 @@ from tiers.service.migrator import Migrator
 from tiers.service.service import NodeService
 from tiers.store.slab_allocator import Place, SlabAllocator
 from tiers.store.store import Store, StoreConfig
-
-until = partial(waiting.until, timeout_s=5.0)
 
 PAGE = 4096
 SLAB = 16 * PAGE
@@ -116,7 +113,7 @@ class Gate:
 
     def __call__(self, *args: Any) -> Any:
         self.threads.append(threading.current_thread().name)
-        assert self._is_open.wait(10)
+        assert self._is_open.wait(60)
         return self._real(*args)
 
     def open(self) -> None:
@@ -310,7 +307,7 @@ async def test_a_defect_in_a_promotion_ends_the_migrator_where_its_owner_sees_it
         monkeypatch.setattr(n.files, "read", explode)
         assert (await n.pin(n.chain)).found == 0
         with pytest.raises(RuntimeError, match="a defect"):
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, 60)
 
 
 # ---------------------------------------------------------------- namespaces

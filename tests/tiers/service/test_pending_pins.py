@@ -12,8 +12,9 @@ from kvpool.blocks.hashing import pack_hashes
 from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument
 from kvpool.wire import messages as m
+from tests.support.waiting import until
 from tests.tiers.disk.test_io_stats import drive
-from tests.tiers.service.test_migrator import ID, PAGE, Gate, Node, running, until
+from tests.tiers.service.test_migrator import ID, PAGE, Gate, Node, running
 from tiers.memory.arena_set import ArenaSet
 from tiers.service import pending_pins
 from tiers.service.identity import NodeIdentity
