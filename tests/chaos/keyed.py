@@ -1,4 +1,4 @@
-"""Blocks whose every byte follows from their key: whoever reads one knows what it must be.
+"""Blocks whose every byte follows from their key, so that a reader knows what it must read.
 
 A slot that was reused, torn, moved to the wrong place or read too late cannot pass for the right one.
 """

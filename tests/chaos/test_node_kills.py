@@ -25,7 +25,7 @@ from tests.support.sizes import random_seed, scaled
 ROUNDS = scaled(12, 50, "KVPOOL_NODE_KILLS")
 PROMPTS = 40
 PROMPT_BLOCKS = 12
-# Ten slots a slab; the prompts are four times what NVMe holds, so that most writes replace what stood there.
+# Ten slots per slab. The prompts are four times as large as NVMe, so most writes replace older blocks.
 SETTINGS = (
     *("node.dram_bytes=2400KiB", "node.advanced.slab_bytes=240KiB", "node.nvme_bytes=2880KiB"),
     *("node.transports=shm", "node.node_id=phoenix"),
@@ -72,7 +72,7 @@ class Phoenix:
         return sum(path.stat().st_size for path in self.directory.rglob("manifest"))
 
     def flip(self, rng: random.Random, names: Sequence[bytes]) -> list[bytes]:
-        """Flip a byte in every place where one of these blocks stands; returns those that stand somewhere."""
+        """Flip a byte in every copy of these blocks; return the blocks that have a copy."""
         flipped = set()
         for path in self.directory.rglob("*"):
             data = path.read_bytes() if path.is_file() else b""

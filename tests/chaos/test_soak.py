@@ -52,7 +52,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 class Soaker:
-    """Looks up what stands on a node, in every way there is."""
+    """Looks up the blocks of a node, in every possible way."""
 
     def __init__(self, address: str, prompts: list[list[bytes]], rng: random.Random) -> None:
         self.outcomes: Counter[str] = Counter()
@@ -85,7 +85,7 @@ class Soaker:
         self.outcomes[kind.__name__] += 1
 
     async def probe(self, hashes: Sequence[bytes]) -> None:
-        """Ask what stands there."""
+        """Ask for the blocks that are there."""
         reply = await self._wire.call(m.NodeLookup(SPACE, pack_hashes(hashes)), TIMEOUT_S)
         assert reply.found == len(hashes)
 

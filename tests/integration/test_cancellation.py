@@ -96,7 +96,7 @@ def test_a_blocking_call_past_its_deadline_has_ended_when_it_returns(cluster: Cl
 
 
 class SlowShm(ShmTransport):
-    """Shared memory behind a slow link; stands for a fabric that is not here."""
+    """Shared memory behind a slow link, in place of a fabric that is not here."""
 
     begun: threading.Event
     go_on: threading.Event

@@ -86,7 +86,7 @@ async def test_no_call_is_lost_when_a_conductor_is_killed_under_load(
 
     addresses = f"{pair.facts[victim]['wire']},{pair.facts[survivor]['wire']}"
     async with (
-        # Another client: whoever wrote blocks finds them for a while whatever a conductor answers.
+        # Another client: one that wrote blocks finds them for a while, whatever a conductor answers.
         AsyncPool(conductor=addresses, host_label="here") as writer,
         AsyncPool(conductor=addresses, host_label="here") as pool,
     ):
@@ -97,7 +97,7 @@ async def test_no_call_is_lost_when_a_conductor_is_killed_under_load(
         await _until(lambda: calls > before + 100, tasks)
         is_over = True
         await asyncio.gather(*tasks)
-        # Nodes report to the one that is left within seconds: what is new is found there.
+        # Nodes report to the remaining one within seconds, so new blocks are found there.
         fresh = chain(99, 3)
         await writer.put(NAMESPACE, fresh, some_bytes(99, 3))
         await _found(pool, fresh)

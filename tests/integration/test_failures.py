@@ -125,7 +125,7 @@ async def test_a_node_that_dies_between_pin_and_read_is_a_typed_error_or_right_b
             except allowed:
                 assert transport == "nixl"
             else:
-                # Mapped memory outlives its node: what is read is what was committed.
+                # Mapped memory outlives its node, so the committed bytes are read.
                 assert transport == "shm"
                 assert (out == data).all()
             assert time.monotonic() - started < 10

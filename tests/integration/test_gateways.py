@@ -145,7 +145,7 @@ async def test_a_killed_gateway_costs_no_request_that_was_not_on_it_and_its_own_
         await asyncio.to_thread(pair.signal, victim, signal.SIGKILL)
         before = len(traffic.served_by)
         await traffic.until(lambda: len(traffic.served_by) > before + 60, "the other one serves")
-    # Whoever spoke to the dead one asked the other; those were served at the first try.
+    # Clients of the dead one asked the other; the rest were served at the first try.
     assert {name for name, _ in traffic.failures} == {victim}
     assert traffic.served_by[-20:] == [survivor] * 20
     assert traffic.cached_tokens > 0
@@ -154,7 +154,7 @@ async def test_a_killed_gateway_costs_no_request_that_was_not_on_it_and_its_own_
     assert not [name for name in stats["counters"] if name.startswith("failed:")], stats["counters"]
     assert stats["counters"].get("requests:cancelled", 0) == 0
     assert _live_workers(pair, survivor) == len(ROLES)
-    # Nothing of what was on the dead one is held: not by workers, not by nodes.
+    # Nothing of the dead one's requests is held, by workers or by nodes.
     wait_until(
         lambda: all(w["load"]["running"] == 0 for w in pair.stats_of(survivor)["workers"]),
         "its requests end at the workers",

@@ -1,4 +1,4 @@
-"""Isolated tenants: their blocks stand in memory that nobody else is told of, and none who is told otherwise gets in."""
+"""Isolated tenants: their blocks are in memory that no other caller learns of or gets into."""
 
 from __future__ import annotations
 

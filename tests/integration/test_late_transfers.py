@@ -53,7 +53,7 @@ async def main():
     # Scattered pages go through buffers of the transport: every second page here, a block's bytes there.
     at = np.arange(LAYOUT.part_bytes // PAGE, dtype=np.int64) * PAGE
     pages = np.zeros(2 * LAYOUT.part_bytes, np.uint8)
-    last = link.node.arenas[0].size_bytes - LAYOUT.part_bytes  # nobody's: what is written there harms nobody
+    last = link.node.arenas[0].size_bytes - LAYOUT.part_bytes  # free memory, so a write there does no harm
     for operation, start in ((link.transports.dram.read, lease.places[0, 1]), (link.transports.dram.write, last)):
         places = np.stack((np.full_like(at, lease.places[0, 0]), start + at), axis=1)
         pieces = Pieces(pages.ctypes.data + 2 * at, places, np.full_like(at, PAGE), pages)

@@ -1,4 +1,4 @@
-"""`kvpool ls` on a real pool: what is shown of blocks, and who is shown what."""
+"""`kvpool ls` on a real pool: what it shows of blocks, and to whom."""
 
 from __future__ import annotations
 

@@ -81,6 +81,6 @@ async def test_groups_whose_node_is_gone_fail_within_the_deadline_and_leave_noth
         with pytest.raises(KvpoolError):
             transport.write_and_sum(node, _pieces(memory), 3)
         assert time.monotonic() - started < 30
-        assert not transport._thread._active  # what was begun has ended or is quarantined
+        assert not transport._thread._active  # every transfer has ended or is quarantined
     finally:
         transports.close()

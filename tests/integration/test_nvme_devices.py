@@ -190,7 +190,7 @@ def test_write_back_writes_nothing_until_dram_fills_and_then_the_coldest(cluster
         assert counters(cluster).get("demoted", 0) == 0
         pool.put(NAMESPACE, more, data)  # 40 of 42
         wait_until(lambda: tier(cluster, "nvme")["blocks"] > 0, "the coldest are written")
-        # Now far more than fits: what stood in DRAM comes back from disk.
+        # Now far more than fits: the blocks that were in DRAM come back from disk.
         wait_until(lambda: tier(cluster, "nvme")["blocks"] >= 19, "half of DRAM can be had")
         third, data = chain(3, 18), numbers(3, 18)
         pool.put(NAMESPACE, third, data)

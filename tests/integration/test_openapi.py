@@ -68,7 +68,7 @@ def test_every_route_answers_as_its_document_says(
     assert len(operations) >= 8
     for operation in operations:
         if operation.path == "/v1/dram" and mode is GenerationMode.POSITIVE:
-            continue  # a node does what it is told: this machine need not have so much memory
+            continue  # a node would obey, and this machine may not have so much memory
         cases = operation.as_strategy(generation_mode=mode)
 
         @settings(

@@ -1,4 +1,4 @@
-"""Processes that stand still and promises that run out: an answer in time, and at worst a miss."""
+"""Paused processes and expired promises: callers get a reply in time, at worst a miss."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ async def test_a_read_that_outlives_its_lease_is_caught_by_the_look_after_it_and
         pinned = await pool.pin(NAMESPACE, hashes, part=0, ttl_s=0.5)
         with pytest.raises(LeaseExpired):
             await pool.read_pinned(pinned, np.zeros_like(data))
-        # Without the guard (invariant 3) what was read too late would be taken for good.
+        # Without the guard (invariant 3) bytes that were read too late would be accepted.
         monkeypatch.setattr(NodeLink, "_check_lease", lambda self, lease: None)
         pinned = await pool.pin(NAMESPACE, hashes, part=0, ttl_s=0.5)
         assert await pool.read_pinned(pinned, np.zeros_like(data)) == 4

@@ -300,7 +300,7 @@ def test_dropped_blocks_are_gone_from_every_tier_and_can_be_stored_again(cluster
         with pool.pinned(NAMESPACE, hashes[:1], part=0) as held:
             assert sum(pool.drop(NAMESPACE, hashes[:4]).values()) == 4
             out = np.empty((1, SIZE), np.uint8)
-            assert pool.read_pinned(held, out) == 1  # what is leased stands until it is let go
+            assert pool.read_pinned(held, out) == 1  # leased blocks stay until their lease ends
             assert np.array_equal(out[0], data[0])
         assert pool.get(NAMESPACE, hashes, np.empty_like(data)).found == 0
         assert sum(pool.drop(NAMESPACE, hashes[:4]).values()) == 0

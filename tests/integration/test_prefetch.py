@@ -25,7 +25,7 @@ DATA = np.random.default_rng(1).integers(0, 256, (BLOCKS, SIZE), dtype=np.uint8)
 
 @pytest.fixture
 def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """A node that was killed and came back: all its blocks stand on NVMe alone."""
+    """A node that was killed and came back: all its blocks are on NVMe alone."""
     running = Cluster(tmp_path)
     settings = (
         "node.node_id=a",

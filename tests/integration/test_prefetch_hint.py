@@ -85,7 +85,7 @@ class Where:
 
 
 def push_out(cluster: Cluster, where: Where, first_seed: int) -> None:
-    """Serve other prompts until none of these blocks stands in DRAM."""
+    """Serve other prompts until none of these blocks is in DRAM."""
     for seed in range(first_seed, first_seed + 12):
         if where.tiers() == {Tier.NVME}:
             # No block of it is in DRAM, not even a leading one of a segment.

@@ -1,4 +1,4 @@
-"""`kvpool protect` and `unprotect` on a real pool: every way to name a prompt, and what is refused."""
+"""`kvpool protect` and `unprotect` on a real pool: every way to name a prompt, and every refusal."""
 
 from __future__ import annotations
 

@@ -406,7 +406,7 @@ async def test_a_source_that_stops_in_mid_transfer_holds_few_threads_and_none_fo
     transports = Transports("test-frozen", forced="shm")
     replicator = Replicator("me", "here", store, [arena], transports, lambda: None)
     request = m.Replicate(NAMESPACE.namespace_id, pack_hashes(hashes), b"", info.descriptor, 3000.0)
-    for _ in range(6):  # whoever asked gives up at once, again and again
+    for _ in range(6):  # the caller gives up at once, again and again
         begun = len(reading)
         copying = asyncio.create_task(replicator.replicate(request))
         deadline = time.monotonic() + 10

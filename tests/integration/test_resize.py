@@ -54,7 +54,7 @@ def put(pool: Pool, seed: int, blocks: int) -> None:
 
 
 def found_right(pool: Pool, seed: int, blocks: int) -> int:
-    """How many leading blocks of a chain can be read; what is read must be what was written."""
+    """How many leading blocks of a chain can be read. Their bytes must be those written."""
     out = np.zeros((blocks, SIZE), dtype=np.uint8)
     found = pool.get(NAMESPACE, chain(seed, blocks), out).found
     assert (out[:found] == some_bytes(seed, found)).all()

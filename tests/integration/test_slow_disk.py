@@ -1,4 +1,4 @@
-"""A node whose disk is slower than computing: callers are told what a hit costs, and may decline it."""
+"""A node whose disk is slower than computing: callers learn what a hit costs, and may decline it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tiers.server import run_node
 
 SIZE = LAYOUT.part_bytes
 BLOCKS = 24
-READY = 6  # stand in memory as well
+READY = 6  # blocks that are in memory as well
 READ_S = 0.03  # of one block on the slow disk
 HASHES = hash_chain(NAMESPACE, np.arange(BLOCKS * LAYOUT.block_tokens))
 DATA = np.random.default_rng(1).integers(0, 256, (BLOCKS, SIZE), dtype=np.uint8)
@@ -58,7 +58,7 @@ async def until(claim: Any, what: str) -> None:
 
 @asynccontextmanager
 async def slow_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[AsyncPool]:
-    """A conductor and a restarted node: the chain stands on its disk, the head of it in memory too."""
+    """A conductor and a restarted node: the chain is on its disk, and its head in memory too."""
     node = {
         **{"node_id": "a", "host_label": "here", "transports": ("shm",)},
         **{"dram_bytes": 32 << 20, "advanced": {"slab_bytes": 1 << 20}},
@@ -119,7 +119,7 @@ async def test_who_sets_a_limit_gets_the_ready_prefix_at_once_and_who_sets_none_
         assert got.wait_s == pytest.approx(slow_s, rel=0.5)
         assert took_s < slow_s / 2
         assert got.waited_s < slow_s / 2
-        # Declined is not missing: nobody doubts the copy, and it was not moved in vain.
+        # Declined is not missing: the copy stays trusted, and it was not moved.
         assert len(pool.directory.negative_cache) == 0
         again = await pool.get(NAMESPACE, HASHES, out, max_wait_s=READ_S / 2)
         assert (again.found, again.miss_reason) == (READY, "declined_cost")

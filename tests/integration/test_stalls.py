@@ -1,4 +1,4 @@
-"""Processes that stand still for longer than any silence allowed, and then go on: nothing is lost by it."""
+"""Processes that pause for longer than any allowed silence, and then go on: nothing is lost."""
 
 from __future__ import annotations
 

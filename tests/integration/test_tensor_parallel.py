@@ -114,7 +114,7 @@ def test_more_ranks_read_what_fewer_ranks_wrote(pool: Pool, stored: int, size: i
         expected = share(kv, size, rank)
         out = np.zeros_like(expected)
         as_rank = TensorParallelRank(size, rank)
-        if name == "shm":  # the whole parts are summed where they stand
+        if name == "shm":  # the whole parts are summed in place
             assert pool.get(space, hashes, out, as_rank=as_rank).verified == BLOCKS
         else:
             with pytest.raises(UnverifiableRead, match="verify=False"):

@@ -147,7 +147,7 @@ class Cluster:
     def wait_indexed(self, tokens: Sequence[int]) -> None:
         """Wait until the index has every whole block of a prompt that was served.
 
-        Whoever wrote them finds them earlier; all others, and the scheduler, go by the index.
+        Their writer finds them earlier. All others, and the scheduler, use the index.
         """
         space = self.served()
         hashes = hash_chain(space, tokens)
