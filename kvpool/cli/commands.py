@@ -79,7 +79,7 @@ def installed() -> dict[str, EntryPoint]:
 
 
 def find(name: str) -> Command | None:
-    """The command called `name`, whether or not it is installed; None if nobody knows it."""
+    """The command called `name`, installed or not; None if it is unknown."""
     known = COMMANDS.get(name)
     if known is None and name in installed():
         return Command(f"Run {installed()[name].value}.", OTHERS)

@@ -1,4 +1,4 @@
-"""Proof that two processes hash alike: fixed, told apart in every way, and explained."""
+"""The hash check: a fixed answer, every difference refused, and its cause explained."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_known_answer_never_changes() -> None:
 def test_a_peer_with_equal_hashes_or_without_a_proof_is_accepted() -> None:
     check_proof(NAMESPACE, proof_of(NAMESPACE))
     check_proof(NAMESPACE, None)
-    # Versions that differ are no harm where the hashes agree.
+    # Different versions with equal hashes are accepted.
     check_proof(NAMESPACE, msgspec.structs.replace(proof_of(NAMESPACE), versions={"xxhash": "9"}))
 
 

@@ -40,7 +40,7 @@ TOKEN_ID = st.integers(0, 2**32 - 1)
 def reference_chain(
     namespace: Namespace, tokens: Sequence[int], extra: Sequence[str]
 ) -> list[bytes]:
-    """The definition in the module's docstring, written anew, one token at a time."""
+    """A second implementation of the module's definition, one token at a time."""
     one: Callable[[bytes], bytes] = {
         "xxh3-128": lambda data: xxhash.xxh3_128(data).digest(),
         "sha256": lambda data: hashlib.sha256(data).digest()[:16],

@@ -1,4 +1,4 @@
-"""What a model's revision depends on, and what is remembered of it."""
+"""What a model's revision depends on, and when it is cached."""
 
 from __future__ import annotations
 

@@ -32,14 +32,14 @@ def with_tp(layout: Layout, tp_size: int, **changes: Any) -> Layout:
 
 
 def whole_block(layout: Layout) -> np.ndarray:
-    """The KV of a block in one array, each element another (as far as its two bytes go)."""
+    """The KV of a block in one array, with different elements as far as two bytes allow."""
     outer = (layout.layers, layout.kv_per_token, layout.kv_heads)
     shape = (*outer, layout.block_tokens, layout.head_dim)
     return np.arange(np.prod(shape), dtype=np.uint16).reshape(shape)
 
 
 def share(layout: Layout, block: np.ndarray, rank: int) -> np.ndarray:
-    """What a rank holds of a block, by slicing; copies of a head stand on successive ranks."""
+    """A rank's part of a block, by slicing. Successive ranks hold copies of one head."""
     heads = np.arange(layout.kv_heads)
     if layout.tp_size > layout.kv_heads:
         heads = np.repeat(heads, layout.tp_size // layout.kv_heads)
@@ -72,7 +72,7 @@ def pairs(draw: st.DrawFn) -> tuple[Layout, Layout, int]:
 
 
 def is_merged(plan: TransferPlan) -> bool:
-    """Whether no two neighbouring pieces could be one."""
+    """Whether no two neighbouring pieces could be merged."""
     joins = (
         (plan.rows[1:] == plan.rows[:-1])
         & (plan.stored_offsets[1:] == plan.stored_offsets[:-1] + plan.lengths[:-1])

@@ -30,7 +30,7 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 class Result:
-    """What a call of `kvpool` left behind."""
+    """The exit status and output of a `kvpool` call."""
 
     def __init__(self, status: int, out: str, err: str) -> None:
         self.status, self.out, self.err = status, out, err
@@ -55,7 +55,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def install(monkeypatch: pytest.MonkeyPatch, name: str, target: str) -> None:
-    """Let a package bring the command `name`."""
+    """Install a package with the command `name`."""
     entry = EntryPoint(name, target, commands.GROUP)
     monkeypatch.setitem(commands.installed(), name, entry)
 

@@ -1,4 +1,4 @@
-"""The doctor: what it concludes from a machine, brought along as a tree of files."""
+"""`kvpool doctor`: its conclusions from a made-up machine, given as a tree of files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How commands name members: short, and yet told apart."""
+"""Short ids of members stay distinct."""
 
 from __future__ import annotations
 

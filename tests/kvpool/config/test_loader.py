@@ -1,4 +1,4 @@
-"""Settings: which source wins, what is refused and how that is said, and what stays secret."""
+"""Settings: which source wins, what is refused with which message, and what stays secret."""
 
 from __future__ import annotations
 

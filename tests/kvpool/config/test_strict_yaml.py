@@ -1,4 +1,4 @@
-"""Numbers in YAML files: what is one, and what only resembles one."""
+"""Numbers in YAML files."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ ADMIN = [Scope.ADMIN]
 
 
 class Served:
-    """A file of tokens, and the authorizer that goes by it."""
+    """A file of tokens, and the authorizer that uses it."""
 
     def __init__(self, directory: Path, *names: str) -> None:
         self.path = directory / "tokens.yaml"
@@ -44,7 +44,7 @@ class Served:
         self.lines[name] = token_line(secret or f"kvp_{name}", name, tenant, scopes, **kind)
 
     def write(self) -> None:
-        """As editors do it: another file takes the place of the old one."""
+        """Replace the file, as editors do."""
         fresh = self.path.with_suffix(".new")
         fresh.write_text("\n".join(self.lines.values()) + "\n")
         fresh.replace(self.path)

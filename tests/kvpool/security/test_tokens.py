@@ -188,14 +188,14 @@ def test_every_message_that_names_a_namespace_is_held_to_the_tenants_own() -> No
         texts = []
         for namespace_id in (B.namespace_id, bytes(16)):
             message = kind(**{**fields, "namespace_id": namespace_id})
-            if kind in (m.Prefill, m.Generate):  # the conductor's word to a worker
+            if kind in (m.Prefill, m.Generate):  # from the conductor to a worker
                 with pytest.raises(Forbidden):
                     authorizer.authorize(message, principal)
                 continue
             with pytest.raises(UnknownNamespace) as caught:
                 authorizer.authorize(message, principal)
             texts.append(str(caught.value).replace(namespace_id.hex(), "ID"))
-        assert len(set(texts)) <= 1, "another's namespace and nobody's are told apart"
+        assert len(set(texts)) <= 1, "the errors reveal which namespace exists"
         if kind not in (m.Prefill, m.Generate):
             own = kind(**{**fields, "namespace_id": A.namespace_id})
             assert authorizer.authorize(own, principal) is own
@@ -239,7 +239,7 @@ def test_only_internal_processes_reserve_for_others_and_only_for_their_tenant_jo
 
 
 def test_a_tenants_process_cannot_speak_as_a_worker_of_another() -> None:
-    """A join with a newer epoch would void the other's worker, a leave would end it."""
+    """Otherwise a join with a newer epoch would replace another tenant's worker."""
     authorizer = authorizer_of(A, w=("a", [INTERNAL]), pool=("*", [INTERNAL]))
     authorizer.find_worker = {"a0": "a", "b0": "b"}.get
     load = m.WorkerLoad(0, 0, 0, 0, 0.0, 0.0)

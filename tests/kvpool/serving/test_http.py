@@ -1,4 +1,4 @@
-"""The HTTP shell: limits on bodies and their pace, errors in one shape."""
+"""The HTTP server: limits on the size and the speed of bodies, errors in one format."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def served(body_timeout_s: float = 10.0) -> AsyncIterator[tuple[FastAPI, i
 
 
 async def raw(port: int, head: str, body: bytes = b"") -> str:
-    """Send a request as it stands, keep the connection open, and return what came back."""
+    """Send raw bytes, keep the connection open, and return the response."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(head.replace("\n", "\r\n").encode() + b"\r\n" + body)
     try:

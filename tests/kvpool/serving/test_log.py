@@ -1,4 +1,4 @@
-"""Logging: what stands on every line, and that there is one line for one event."""
+"""Logging: the fields of every line, and one line for each event."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starting kvpool processes, whatever the current folder holds."""
+"""The supervisor starts processes in any current folder."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ async def test_nobody_there_is_unavailable_at_once() -> None:
 
 
 async def send_raw(served: Served, data: bytes) -> bytes:
-    """What the server sends back to raw bytes, until it closes or is silent for a moment."""
+    """The server's reply to raw bytes, until it closes or is silent for a moment."""
     reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
     writer.write(data)
     answer = b""
@@ -282,7 +282,7 @@ def test_frames_are_cut_the_same_however_they_arrive(piece: int) -> None:
 
 
 def test_random_bodies_decode_or_are_refused_and_nothing_else() -> None:
-    """20,000 mutated and random bodies; only two errors may come out."""
+    """20,000 mutated and random bodies raise only two kinds of errors."""
     source = random.Random(5)
     seeds = [
         m.NodeLookup(b"n" * 16, b"h" * 64),
@@ -324,7 +324,7 @@ def test_a_long_frame_costs_no_more_in_small_pieces_than_collecting_them() -> No
     frames = list(reader.feed(HEADER.pack(count * len(piece), 1, 0)))
     for _ in range(count):
         frames += reader.feed(piece)
-    # Copying the whole at each piece took over a hundred times as long.
+    # Copying the whole buffer for each piece took over a hundred times as long.
     assert time.thread_time() - began < 30 * plain_s
     assert [(request_id, len(body)) for request_id, _, body in frames] == [(1, len(plain))]
 
@@ -343,7 +343,7 @@ def test_a_body_that_is_still_held_does_not_hinder_what_arrives() -> None:
 async def raw_connection(
     served: Served,
 ) -> AsyncIterator[tuple[asyncio.StreamWriter, Callable[[], Any]]]:
-    """A connection that has said hello: its writer, and what awaits the next (id, kind, body)."""
+    """A connection after Hello: its writer, and a function for the next (id, kind, body)."""
     incoming, writer = await asyncio.open_connection("127.0.0.1", served.port)
     frames = FrameReader()
 
@@ -366,7 +366,7 @@ async def raw_connection(
 
 @pytest.fixture
 async def loop_errors() -> AsyncIterator[list[str]]:
-    """What reaches the event loop's exception handler; none may be left at the end."""
+    """Errors in the event loop's exception handler; there must be none at the end."""
     seen: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, c: seen.append(str(c)))
     yield seen
@@ -429,7 +429,7 @@ async def test_an_id_can_be_used_again_as_soon_as_its_answer_was_read(served: Se
             writer.write(frame(2, Kind.REQUEST, generate(1)))
             assert (await next_frame())[:2] == (2, Kind.REPLY)
         [connection] = served.server.connections
-        assert len(connection.tasks()) == 3  # not forgotten, only over for the peer
+        assert len(connection.tasks()) == 3  # over for the peer, still running here
         may_end.set()
         await until(lambda: not connection.tasks())
 
@@ -566,7 +566,7 @@ async def test_a_server_of_another_epoch_is_refused_and_its_connection_closed(
 
 
 class Forged(m.Reply, frozen=True):
-    """A NamespacesReply that no honest server can make."""
+    """A NamespacesReply that an honest server cannot make."""
 
     namespaces: list[dict[str, Any]]
 
