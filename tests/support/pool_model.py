@@ -1,8 +1,9 @@
 """An independent model of a store: who may use which page, and what each page holds.
 
-It sees only the results of calls. From these it keeps its own records of leases, reservations, quarantine and
-migrations, and simulates the memory with writers that write late. It raises `Violation` if the store hands out a
-page that somebody may still use, or places that do not hold the block.
+It sees only the results of calls. From these it keeps its own records of leases, reservations,
+quarantine and migrations, and simulates the memory with writers that write late. It raises
+`Violation` if the store hands out a page that somebody may still use, or places that do not hold
+the block.
 """
 
 from __future__ import annotations
@@ -227,7 +228,7 @@ class ModelledStore:
         self._after()
 
     def confirm_stopped(self, which: int) -> None:
-        """The writer of a reservation in quarantine confirms that it has stopped: its slots are free."""
+        """A writer confirms that it stopped: the slots of its ended reservation are free."""
         self.store.expire(self.now)
         self._expire_own()
         late = [k for k in self.claims if isinstance(k, tuple) and k[0] == "late"]
@@ -453,7 +454,7 @@ class ModelledStore:
         self._after()
 
     def settle(self) -> None:
-        """End everything: then nothing may be left but committed blocks, and after dropping them nothing."""
+        """End everything; only committed blocks may be left, and after dropping them nothing."""
         while self.migrations:
             self.finish_migration(0, False)
         for lease in list(self.leases):
@@ -552,13 +553,14 @@ class ModelledStore:
             if until <= self.now:
                 continue
             self._require(tier == Tier.DRAM, f"{block[1]!r} left nvme, retained until {until}")
-            # Of the other namespace, the model sees no half written copies, and of neither the arenas.
+            # Of the other namespace, the model sees no half written copies, and of neither the
+            # arenas.
             if asking is SMALL and not self.store.evacuations.bytes_left():
                 others = self._unretained_leaves(needed, {b for _, b in removed})
                 self._require(not others, f"{block[1]!r} left, retained, and {others} stayed")
 
     def _unretained_leaves(self, needed: Sequence[bytes], removed: set[Block]) -> list[Block]:
-        """The blocks of SMALL that could have been evicted from DRAM instead, since the start of the call."""
+        """The blocks of SMALL that the call could have evicted from DRAM instead."""
         space = self.ids[SMALL.model]
         busy = {
             block

@@ -14,12 +14,13 @@ from tiers.policies.lazy_heap import LazyHeap
 
 
 class Arc(EvictionPolicy[K]):
-    """Two orders of recency, T1 (used once) and T2 (used again); `_target` is the intended size of T1.
+    """Two orders of recency, T1 (used once) and T2 (used again); `_target` is T1's intended size.
 
-    A block that returns after its eviction from T1 shows that T1 was too small; from T2, that T2 was. The paper
-    has a cache of fixed size. Here the size is the number of resident blocks, since a slot size has no capacity
-    of its own in a node. A policy does not know for which block it makes room. So where sizes are equal, it
-    does not favour a returning ghost of T2 as the paper does.
+    A block that returns after its eviction from T1 shows that T1 was too small; from T2, that T2
+    was. The paper has a cache of fixed size. Here the size is the number of resident blocks, since
+    a slot size has no capacity of its own in a node. A policy does not know for which block it
+    makes room. So where sizes are equal, it does not favour a returning ghost of T2 as the paper
+    does.
     """
 
     wants_uses: ClassVar[bool] = True
@@ -60,7 +61,7 @@ class Arc(EvictionPolicy[K]):
         self._again.discard(key)
 
     def evicted(self, key: K) -> None:
-        """Remove the block and keep its ghost. There are at most as many ghosts as resident blocks."""
+        """Remove the block and keep its ghost, as many ghosts as resident blocks at most."""
         is_again = self._is_again.get(key)
         if is_again is None:
             return

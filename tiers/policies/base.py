@@ -1,8 +1,8 @@
 """The contract of eviction policies: an order over the blocks of one cache.
 
-A policy decides the order only. Its owner decides through `may_go` whether a block may leave at all (nobody
-reads it, no descendant needs it). So the same policies serve every tier of a node and, through `BlockCache`, a
-replayed trace.
+A policy decides the order only. Its owner decides through `may_go` whether a block may leave at all
+(nobody reads it, no descendant needs it). So the same policies serve every tier of a node and,
+through `BlockCache`, a replayed trace.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def always(_: Candidate) -> bool:
 class EvictionPolicy(ABC, Generic[K]):
     """The order in which blocks leave one cache; every call is O(log n) amortised.
 
-    A block that may not leave when its turn comes is set aside until it is offered again, and keeps its rank.
-    So the owner offers a block whenever it may have become free to leave.
+    A block that may not leave when its turn comes is set aside until it is offered again, and keeps
+    its rank. So the owner offers a block whenever it may have become free to leave.
 
     Args:
         may_go: called when a block's turn has come; False sets the block aside.
@@ -78,7 +78,7 @@ class EvictionPolicy(ABC, Generic[K]):
 
     @abstractmethod
     def victim(self) -> K | None:
-        """The next block to evict; None if none may leave. It stays until `evicted` or `discard`."""
+        """The next block to evict; None if none may. It stays until `evicted` or `discard`."""
 
     @abstractmethod
     def __contains__(self, key: K) -> bool:

@@ -1,7 +1,8 @@
 """Greedy-Dual-Size-Frequency: evicts first what saves the least time per byte.
 
-Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy" (1998). The cost
-of a block is the prefill time that a hit saves. It grows with the block's depth in the chain (`prefill_cost`).
+Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy"
+(1998). The cost of a block is the prefill time that a hit saves. It grows with the block's depth in
+the chain (`prefill_cost`).
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Gdsf(EvictionPolicy[K]):
 
     def evicted(self, key: K) -> None:
         """Forget the block and raise the age to its value."""
-        # A parent that became free late may have a lower value than earlier victims: the age never falls.
+        # A parent that became free late may have a lower value than earlier victims: the age never
+        # falls.
         self._age = max(self._age, self._values.get(key, 0.0))
         self.discard(key)
 

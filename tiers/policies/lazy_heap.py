@@ -14,7 +14,8 @@ class LazyHeap(Generic[T]):
 
     Args:
         priority: current value of an item; it may grow while the item is in the heap, never fall.
-        may_go: called when an item reaches the top; False removes the item until it is offered again.
+        may_go: called when an item reaches the top; False removes the item until it is offered
+            again.
     """
 
     def __init__(self, priority: Callable[[T], Any], may_go: Callable[[T], bool]) -> None:
@@ -40,7 +41,7 @@ class LazyHeap(Generic[T]):
             self._push(item)
 
     def discard(self, item: T) -> None:
-        """Remove the item. Its entry is removed when it reaches the top or at the next compaction."""
+        """Remove the item; its entry goes when it reaches the top or at the next compaction."""
         if item in self._members:
             self._members.remove(item)
             if len(self._heap) > 64 and len(self._heap) > 2 * len(self._members):
@@ -48,7 +49,7 @@ class LazyHeap(Generic[T]):
                 heapify(self._heap)
 
     def lowest(self, excluded: Callable[[T], bool] | None = None) -> T | None:
-        """The first item that may leave and that this call does not exclude; it stays in the heap."""
+        """The first item that may leave and is not excluded; it stays in the heap."""
         aside: list[T] = []
         lowest: T | None = None
         while self._heap:

@@ -1,7 +1,7 @@
 """S3-FIFO: a small queue for new blocks, a main one for used blocks, and ghosts of evicted ones.
 
-Yang et al., "FIFO Queues Are All You Need for Cache Eviction" (SOSP'23). Most blocks of a scan are never used
-again. They leave through the small queue and do not touch the main one.
+Yang et al., "FIFO Queues Are All You Need for Cache Eviction" (SOSP'23). Most blocks of a scan are
+never used again. They leave through the small queue and do not touch the main one.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ class _Place:
 class S3Fifo(EvictionPolicy[K]):
     """New blocks leave quickly; used blocks get a second chance.
 
-    The queues are heaps by turn, so that a block that was set aside keeps its turn. The small queue is bounded
-    by a share of the resident bytes, because a slot size has no capacity of its own in a node.
+    The queues are heaps by turn, so that a block that was set aside keeps its turn. The small queue
+    is bounded by a share of the resident bytes, because a slot size has no capacity of its own in a
+    node.
     """
 
     wants_uses: ClassVar[bool] = True
@@ -48,7 +49,7 @@ class S3Fifo(EvictionPolicy[K]):
         self._ghosts: dict[Hashable, None] = {}  # as many as resident blocks, oldest first
 
     def offer(self, key: K) -> None:
-        """Add the block, or offer it again; a new one that was evicted recently enters the main queue."""
+        """Add the block or offer it again; a ghost that returns enters the main queue."""
         place = self._places.get(key)
         if place is None:
             is_main = key.ident in self._ghosts
@@ -86,7 +87,7 @@ class S3Fifo(EvictionPolicy[K]):
                 del self._ghosts[next(iter(self._ghosts))]
 
     def victim(self) -> K | None:
-        """The first unused new block if the small queue is full, else the first unused of the main queue."""
+        """The first unused block of the small queue if that is full, else of the main queue."""
         if self._is_small_full():
             newcomer = self._newcomer()
             return newcomer if newcomer is not None else self._unused_of_main()
@@ -102,7 +103,7 @@ class S3Fifo(EvictionPolicy[K]):
         return self._small_bytes >= SMALL_SHARE * self._total_bytes
 
     def _newcomer(self) -> K | None:
-        """The first block of the small queue with few uses; those before it move to the main queue."""
+        """The first little used block of the small queue; those before it enter the main queue."""
         while (key := self._small.lowest()) is not None:
             place = self._places[key]
             if place.uses < WORTHY_USES:

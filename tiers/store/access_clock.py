@@ -1,4 +1,4 @@
-"""The clock of uses: ticks in place of time, and when a tick was given out, to a second or so for recent ones."""
+"""Orders uses by ticks, and knows when a tick was given out (recent ones to a second or so)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MAX_SAMPLES = 16_384
 
 
 class AccessClock:
-    """Gives out ticks, which order uses (later is larger), and samples (tick, time), denser for the recent past."""
+    """Gives out ticks (later is larger) and samples (tick, time), denser for the recent past."""
 
     def __init__(self) -> None:
         self.tick = 0  # the last one that was given out

@@ -1,11 +1,12 @@
 """Allocates slots in several arenas, which come and go while slots are taken.
 
-A `SlabAllocator` allocates in one arena; this one chooses the arena. An arena leaves in two steps: `close` ends
-allocation there, and `remove` forgets it after its last slot is freed. Taken slots of a closed arena count as
-capacity, its free room does not: capacity is what is taken plus what can be taken.
+A `SlabAllocator` allocates in one arena; this one chooses the arena. An arena leaves in two steps:
+`close` ends allocation there, and `remove` forgets it after its last slot is freed. Taken slots of
+a closed arena count as capacity, its free room does not: capacity is what is taken plus what can be
+taken.
 
-Slabs are numbered through all open arenas, in the order in which those were added. The numbers hold until an arena
-comes or goes.
+Slabs are numbered through all open arenas, in the order in which those were added. The numbers hold
+until an arena comes or goes.
 """
 
 from __future__ import annotations
@@ -32,20 +33,22 @@ class ArenaAllocator:
     """Slots in arenas with different `arena_id`; has the interface of a `SlabAllocator`.
 
     Args:
-        allocators: the first arenas, at least one; all later ones must have their slab size and alignment.
-        placement: "fill" takes the first arena with room, so that the last ones are easy to give back;
-            "spread" takes them in turn, so that every disk or memory bank shares the work.
+        allocators: the first arenas, at least one; all later ones must have their slab size and
+            alignment.
+        placement: "fill" takes the first arena with room, so that the last ones are easy to give
+            back; "spread" takes them in turn, so that every disk or memory bank shares the work.
 
     Attributes:
-        allocate: takes a slot for so many bytes in an open arena; None if no arena has room for this size.
-            Raises BlockTooLarge: more than a slab.
+        allocate: takes a slot for so many bytes in an open arena; None if no arena has room for
+            this size. Raises BlockTooLarge: more than a slab.
         free: returns a slot. Raises StoreCorrupt: no slot is taken there.
 
     Raises:
         InvalidArgument: no allocator, two with one id, or two with unequal slabs.
     """
 
-    # Attributes, not methods, so that a single arena is called without an extra call (65 ns of 450).
+    # Attributes, not methods, so that a single arena is called without an extra call (65 ns of
+    # 450).
     allocate: Callable[[int], Place | None]
     free: Callable[[Place], None]
 
@@ -172,7 +175,7 @@ class ArenaAllocator:
     def slabs_of_others(
         self, slot_bytes: int, start: int = 0, count: int | None = None
     ) -> Iterator[int]:
-        """Numbers of the slabs whose slots have another size, as `SlabAllocator.slabs_of_others`."""
+        """Numbers of the slabs with slots of another size, as `SlabAllocator.slabs_of_others`."""
         if len(self._open) == 1:
             return self._open[0].slabs_of_others(slot_bytes, start, count)
         slabs = self.slab_count

@@ -1,7 +1,7 @@
-"""The table of blocks and their copies: it reserves, fills and frees slots, evicts, drops and accounts.
+"""The table of blocks and their copies: reserves, fills and frees slots, evicts and drops.
 
-It owns the state of every slot. Leases, reservations and migrations (in files of their own) decide who holds a
-copy; this table applies that to slots.
+It owns the state of every slot. Leases, reservations and migrations (in files of their own) decide
+who holds a copy; this table applies that to slots.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class BlockTable:
     def block(self, space: Space, name: bytes, parent: bytes) -> Block:
         """The record of a block, created if there is none.
 
-        A known block keeps its parent. A parent that would close a cycle is ignored, since a cycle could
-        never be evicted.
+        A known block keeps its parent. A parent that would close a cycle is ignored, since a cycle
+        could never be evicted.
         """
         block = space.blocks.get(name)
         if block is None:
@@ -167,7 +167,7 @@ class BlockTable:
     def claim(
         self, block: Block, tier_index: Tier, part: int, place: Place, encoding: Encoding
     ) -> bool:
-        """Reserve the slot at a known place for one part (recovery); False if it is not available."""
+        """Reserve the slot at a known place for one part (recovery); False if it is taken."""
         tier = self.tiers[tier_index]
         slot_bytes = tier.allocator.slot_size(stored_bytes(block.space.namespace.layout, encoding))
         if not tier.allocator.claim(place, slot_bytes):
@@ -180,7 +180,7 @@ class BlockTable:
         return True
 
     def fill(self, copy: Copy, part: int, checksum: int) -> bool:
-        """Turn one part from reserved to committed; True if that made the copy whole and visible."""
+        """Turn one part from reserved to committed; True if the copy became whole and visible."""
         block, tier = copy.block, self.tiers[copy.tier]
         slot_bytes = copy.slot_bytes
         tier.reserved_bytes -= slot_bytes
@@ -195,7 +195,7 @@ class BlockTable:
         return became_visible
 
     def vacate(self, copy: Copy, part: int, *, is_late_write_possible: bool) -> Place:
-        """Give up a reserved slot: into quarantine (the caller keeps the place), or free at once."""
+        """Give up a reserved slot: to quarantine (the caller keeps the place) or free at once."""
         place = copy.places[part]
         if place is None or copy.checksums[part] is not None:
             raise StoreCorrupt(f"part {part} of {copy.block.name.hex()} is not reserved")
@@ -224,7 +224,7 @@ class BlockTable:
             tier.quota_table.resize(tier.allocator.open_bytes)
 
     def settle_state(self, copy: Copy) -> None:
-        """A holder let go: free a dropped copy, close an empty one, offer any other for eviction."""
+        """A holder let go: free a dropped copy, close an empty one, offer others for eviction."""
         block = copy.block
         if block.is_detached:
             if not eviction.is_held(copy):
@@ -236,7 +236,7 @@ class BlockTable:
             self.offer(copy)
 
     def offer(self, copy: Copy) -> None:
-        """The copy may have become evictable, or its rank changed. A needless offer does no harm."""
+        """The copy may be evictable now, or its rank changed. A needless offer does no harm."""
         self.tiers[copy.tier].queue_of(copy).offer(copy)
 
     # ------------------------------------------------------------ leaving
@@ -260,9 +260,10 @@ class BlockTable:
             self.evicted.remember(block, "evicted")
 
     def drop_unreadable(self, copy: Copy, reason: str) -> None:
-        """The copy cannot be read any more: hide it, and free its slots as soon as nobody holds them.
+        """The copy cannot be read any more: hide it, and free its slots when nobody holds them.
 
-        A copy that is still being filled is not visible; the end of its migrations removes it (`is_unreadable`).
+        A copy that is still being filled is not visible; the end of its migrations removes it
+        (`is_unreadable`).
         """
         block = copy.block
         if copy.filling or block.is_detached:

@@ -1,8 +1,8 @@
-"""Records of the store: blocks, their copies in tiers, and what its calls return. Data only, no decisions.
+"""Records of the store: blocks, their copies in tiers, and what its calls return.
 
-A `Block` is one prefix hash of one namespace. It has at most one `Copy` per tier, and a copy has one slot
-per tensor-parallel part. Slots are reserved first (`filling`) and then committed. A copy is whole, and
-therefore visible, when all its parts are committed (invariant 4).
+A `Block` is one prefix hash of one namespace. It has at most one `Copy` per tier, and a copy has
+one slot per tensor-parallel part. Slots are reserved first (`filling`) and then committed. A copy
+is whole, and therefore visible, when all its parts are committed (invariant 4).
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ FOREVER = math.inf  # of a block with a hard pin
 
 
 class Copy:
-    """One block in one tier. A part with no place is absent; a part with a place but no checksum is reserved."""
+    """One block in one tier.
+
+    A part with no place is absent; a part with a place but no checksum is reserved.
+    """
 
     __slots__ = (
         "block",
@@ -164,8 +167,8 @@ class Space:
         self.account = account  # its slots count against the quota of this account
         self.blocks: dict[bytes, Block] = {}
         self.visible: tuple[dict[bytes, Copy], ...] = tuple({} for _ in Tier)  # whole ones
-        # By tier: parent hash -> how many of its children have a copy there (invariant 6). Counted also
-        # while the parent is elsewhere, so that the number is right when the parent arrives.
+        # By tier: parent hash -> how many of its children have a copy there (invariant 6). Counted
+        # also while the parent is elsewhere, so that the number is right when the parent arrives.
         self.children: tuple[dict[bytes, int], ...] = tuple({} for _ in Tier)
         self.retained_children: dict[
             bytes, int
@@ -238,7 +241,7 @@ class Migration(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class Reservation:
-    """Result of `reserve`: a `BlockStatus` for each block, and the places of the granted ones in order."""
+    """Result of `reserve`: a `BlockStatus` for each block, and places of the granted ones."""
 
     reservation_id: int  # 0: nothing was granted
     statuses: list[int]
@@ -253,9 +256,9 @@ class PinResult:
     """Result of `pin`: places and checksums by block, and within a block by part as asked.
 
     `miss_reason` says why block number `found` could not be leased: "never_stored", "evicted",
-    "in_progress", "no_room", the reason of a drop ("checksum", say), or "promoting". The last means that
-    blocks of the run are only in tiers that the caller cannot read: carry out `promote` (empty if others'
-    migrations are in flight already), then pin again.
+    "in_progress", "no_room", the reason of a drop ("checksum", say), or "promoting". The last means
+    that blocks of the run are only in tiers that the caller cannot read: carry out `promote` (empty
+    if others' migrations are in flight already), then pin again.
     """
 
     lease_id: int  # 0: nothing is leased

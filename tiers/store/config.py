@@ -16,8 +16,8 @@ class StoreConfig:
     """Limits and times of a store.
 
     Raises:
-        ConfigError: a value is out of range, a low watermark is above its high one, a policy is unknown, or
-            the quotas exceed a tier.
+        ConfigError: a value is out of range, a low watermark is above its high one, a policy is
+            unknown, or the quotas exceed a tier.
     """
 
     grace_s: float = 2.0  # blocks stay pinned this long past a lease's deadline (invariant 3)
@@ -39,7 +39,8 @@ class StoreConfig:
     eviction: str = DEFAULT  # policy of DRAM and HBM, by name (`tiers.policies`)
     nvme_eviction: str = DEFAULT
     retention_share: float = 0.5  # of each tier that may be promised to retained blocks
-    # By tenant or namespace id (hex): a share (float) of each tier, or bytes (int) of DRAM (`tiers.store.quotas`).
+    # By tenant or namespace id (hex): a share (float) of each tier, or bytes (int) of DRAM
+    # (`tiers.store.quotas`).
     quotas: Mapping[str, float | int] = field(default_factory=dict)
     nvme_dtype: Encoding = "as_is"  # how parts are written to NVMe (`tiers.store.fp8`)
     first_id: int = (

@@ -1,12 +1,15 @@
-"""Evacuation: emptying arenas that will be removed, while the node goes on serving. The caller copies the bytes.
+"""Evacuation: emptying arenas that will be removed, while the node serves.
 
-Nothing new is allocated in such an arena. Its blocks migrate to the other arenas, into free room or the room of
-blocks that were used less recently. A block that finds none there is demoted to NVMe if the node has it, and
-else evicted. Reserved and quarantined slots stay until that ends. A leased slot keeps its bytes until the
-lease ends, also after new readers find the block elsewhere (invariants 1 to 3).
+The caller copies the bytes.
 
-While a block migrates it has a twin: a hidden record that holds the new slots. At the end the two swap their
-places, and the twin leaves with the old slots, at once or with their last lease.
+Nothing new is allocated in such an arena. Its blocks migrate to the other arenas, into free room or
+the room of blocks that were used less recently. A block that finds none there is demoted to NVMe if
+the node has it, and else evicted. Reserved and quarantined slots stay until that ends. A leased
+slot keeps its bytes until the lease ends, also after new readers find the block elsewhere
+(invariants 1 to 3).
+
+While a block migrates it has a twin: a hidden record that holds the new slots. At the end the two
+swap their places, and the twin leaves with the old slots, at once or with their last lease.
 """
 
 from __future__ import annotations
@@ -100,7 +103,7 @@ class EvacuationTable:
         return list(self._migrations.values())
 
     def begin(self, arena_id: int) -> None:
-        """Allocate nothing in this arena from now on, and empty it by calls of `Store.plan_evacuation`.
+        """Allocate nothing in this arena from now on; `Store.plan_evacuation` empties it.
 
         A second call changes nothing.
 
@@ -124,7 +127,7 @@ class EvacuationTable:
         return {arena_id: walk.arena.used_bytes for arena_id, walk in self._walks.items()}
 
     def take_empty(self) -> list[int]:
-        """Remove the evacuated arenas that are empty, and return their ids: they may be unmapped."""
+        """Remove the evacuated arenas that are empty; returns their ids. They may be unmapped."""
         empty = [arena_id for arena_id, used_bytes in self.bytes_left().items() if not used_bytes]
         for arena_id in empty:
             del self._walks[arena_id]
@@ -135,7 +138,7 @@ class EvacuationTable:
         return empty
 
     def plan(self, max_blocks: int, *, may_demote: bool = True) -> list[Migration]:
-        """Migrate or evict up to `max_blocks` blocks that nobody holds; returns the migrations to carry out."""
+        """Migrate or evict up to `max_blocks` blocks that nobody holds; returns the migrations."""
         self._may_demote = may_demote
         owners = self._table.tiers[Tier.DRAM].owners
         budget = _Budget(max_blocks)
@@ -176,7 +179,8 @@ class EvacuationTable:
             table.vacate(target, migration.part, is_late_write_possible=False)
         target.reading -= 1
         is_complete = target.committed == source.committed
-        # Another migration, or a writer, that began in between uses the old places: try again after it.
+        # Another migration, or a writer, that began in between uses the old places: try again
+        # after it.
         if is_complete and not source.block.is_detached and not source.reading + source.filling:
             if source.pins:
                 _replace(table, source, target)
@@ -189,7 +193,7 @@ class EvacuationTable:
     # ------------------------------------------------------------ within
 
     def _leave(self, copy: Copy, walk: _Walk, budget: _Budget) -> bool:
-        """Begin to take one copy out of its arena; True if it was evicted, so that its parent may follow."""
+        """Take one copy out of its arena; True if it was evicted (its parent may follow)."""
         block = copy.block
         is_pressed = walk.is_pressing and eviction.has_descendant(copy)
         is_urgent = is_pressed or block.retained_until != NEVER
@@ -268,8 +272,8 @@ class EvacuationTable:
 def _is_free_to_go(copy: Copy, walk: _Walk) -> bool:
     if copy.block.is_detached or copy.reading or copy.filling:
         return False
-    # A leased block waits for the end of its lease. If new leases keep coming, it migrates, and the old
-    # slots stay for the old leases.
+    # A leased block waits for the end of its lease. If new leases keep coming, it migrates, and the
+    # old slots stay for the old leases.
     return not copy.pins or copy.last_use > walk.since
 
 
@@ -284,7 +288,7 @@ def _exchange_places(table: BlockTable, copy: Copy, twin: Copy) -> None:
 
 
 def _replace(table: BlockTable, copy: Copy, twin: Copy) -> None:
-    """Put a whole copy of the same bytes in the place of a pinned one, which stays for its leases only."""
+    """Put a whole copy in the place of a pinned one, which stays for its leases only."""
     block, remnant = copy.block, twin.block
     table.tiers[copy.tier].queue_of(copy).discard(copy)
     copy.block, twin.block = remnant, block

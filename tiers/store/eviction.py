@@ -1,8 +1,8 @@
 """Which copies may leave a tier, and in which order those of one slot size and account do.
 
-The guards decide whether a copy may leave at all; the policy (`tiers.policies`) decides which one leaves first.
-A pin updates no queue: candidates are checked when their turn comes, so that pins stay fast. The block table
-does the evictions.
+The guards decide whether a copy may leave at all; the policy (`tiers.policies`) decides which one
+leaves first. A pin updates no queue: candidates are checked when their turn comes, so that pins
+stay fast. The block table does the evictions.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def is_held(copy: Copy) -> bool:
 def has_descendant(copy: Copy) -> bool:
     """A child of this block has a copy, or a reserved slot, in the same tier (invariant 6).
 
-    Children are enough: each of them is kept by its own. A gap (a block that was dropped as corrupt) ends
-    that, because blocks behind a gap cannot be reached any more.
+    Children are enough: each of them is kept by its own. A gap (a block that was dropped as
+    corrupt) ends that, because blocks behind a gap cannot be reached any more.
     """
     block = copy.block
     return block.name in block.space.children[copy.tier]
@@ -52,8 +52,9 @@ def is_soft_pinned(copy: Copy) -> bool:
 def is_spared(copy: Copy) -> bool:
     """The only copy of a block is in HBM: it is demoted before it may be evicted.
 
-    A copy that the tier below refused, because all blocks there were used more recently, is not spared unless
-    it was used again. A retained block always is: it must stay on the node, though not in HBM.
+    A copy that the tier below refused, because all blocks there were used more recently, is not
+    spared unless it was used again. A retained block always is: it must stay on the node, though
+    not in HBM.
     """
     if copy.tier != Tier.HBM or not copy.is_whole or has_backing(copy):
         return False
@@ -84,17 +85,19 @@ def is_in_arenas(copy: Copy, arena_ids: Set[int]) -> bool:
 
 
 class EvictionQueue:
-    """The candidates of one tier, slot size and account, by rank: plain ones first, soft pinned ones last.
+    """The candidates of one tier, slot size and account, soft pinned ones last.
 
-    A policy that uses more than recency could rewrite the disk for ever: a block of DRAM whose copy left NVMe
-    is written again, and takes the place of another such block. So copies of blocks that are in DRAM rank
-    behind the others, and by recency.
+    A policy that uses more than recency could rewrite the disk for ever: a block of DRAM whose copy
+    left NVMe is written again, and takes the place of another such block. So copies of blocks that
+    are in DRAM rank behind the others, and by recency.
 
     Args:
         tier_index: the tier.
         policy: name of the policy for plain copies.
-        parked: collects copies whose turn came while they were shielded; offer them again afterwards.
-        closed: ids of arenas where an eviction frees no usable slot; the allocator keeps the set up to date.
+        parked: collects copies whose turn came while they were shielded; offer them again
+            afterwards.
+        closed: ids of arenas where an eviction frees no usable slot; the allocator keeps the set up
+            to date.
 
     Raises:
         ConfigError: no policy has that name.
@@ -139,7 +142,7 @@ class EvictionQueue:
         return self.policy.victim() if rank == PLAIN else self._by_rank[rank].lowest()
 
     def is_churn_free(self, rank: int) -> bool:
-        """Copies of that rank are in this tier only, so that evicting one does not cause it to be written again."""
+        """Copies of that rank are in this tier only: an evicted one is not written again."""
         return rank == PLAIN and self._is_double_apart
 
     def __contains__(self, copy: Copy) -> bool:

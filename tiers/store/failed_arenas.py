@@ -1,7 +1,8 @@
 """Arenas that failed: those that take no new blocks, and those that cannot be read any more.
 
-Blocks of an unreadable arena are hidden and reported as removed, slice by slice, so that no call takes
-long. Until its turn comes such a block can still be found; a migration that reads it fails, which costs a miss.
+Blocks of an unreadable arena are hidden and reported as removed, slice by slice, so that no call
+takes long. Until its turn comes such a block can still be found; a migration that reads it fails,
+which costs a miss.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class FailedArenas:
         return len(self._left)
 
     def close(self, tier: Tier, arena_id: int) -> None:
-        """Allocate nothing in this arena any more. Its blocks can still be read, and leave by eviction.
+        """Allocate nothing in this arena any more. Its blocks stay readable until evicted.
 
         Raises:
             NotFound: no such arena.
@@ -37,7 +38,7 @@ class FailedArenas:
             self._table.resized(tier)
 
     def fail(self, tier: Tier, arena_id: int) -> None:
-        """This arena cannot be read any more: close it, and drop its blocks by calls of `drop_some`.
+        """This arena cannot be read any more: close it. Calls of `drop_some` drop its blocks.
 
         Raises:
             NotFound: no such arena.

@@ -1,16 +1,18 @@
-"""fp8 on disk: parts of 16 and 32 bit floats as e4m3 codes with one scale per layer, K or V, and head.
+"""fp8 on disk: 16 and 32 bit floats as e4m3 codes with one scale per layer, K or V, and head.
 
-An encoded part is its scales (little-endian float32, one for each group), then one code byte for each element. A
-group is a run of `block_tokens * head_dim` elements. In the default order that is the K or V of one head in one layer.
-In another order it is any run of that length, which works as well: elements are coded one by one, and e4m3 has 15
-binary orders of range.
+An encoded part is its scales (little-endian float32, one for each group), then one code byte for
+each element. A group is a run of `block_tokens * head_dim` elements. In the default order that is
+the K or V of one head in one layer. In another order it is any run of that length, which works as
+well: elements are coded one by one, and e4m3 has 15 binary orders of range.
 
 Scales are powers of two, so that
 - a part that was decoded is encoded again without further loss, and
-- codes come from tables: 64 KiB for each scale to encode 16 bit floats, 256 KiB to decode two codes at a time. With
-  them NumPy's `take` converts 3 GB/s of bfloat16 in either direction on one core, faster than the disk; torch 4 and 0.2.
+- codes come from tables: 64 KiB for each scale to encode 16 bit floats, 256 KiB to decode two codes
+  at a time. With them NumPy's `take` converts 3 GB/s of bfloat16 in either direction on one core,
+  faster than the disk; torch 4 and 0.2.
 
-Values that are not finite are read back as NaN. Layouts with one byte for each element are never encoded.
+Values that are not finite are read back as NaN. Layouts with one byte for each element are never
+encoded.
 """
 
 from __future__ import annotations
@@ -99,7 +101,7 @@ def decode(layout: Layout, stored: Octets, out: Octets) -> None:
 
 
 def to_e4m3(values: npt.NDArray[Any]) -> Octets:
-    """The nearest e4m3 code of each value, ties to even; values beyond 448 become 448, not finite ones NaN."""
+    """The nearest e4m3 code of each value, ties to even; beyond 448 is 448, not finite is NaN."""
     with np.errstate(invalid="ignore"):
         size = np.minimum(np.abs(values.astype(np.float64)), MAX_E4M3)
     is_finite = np.isfinite(values)

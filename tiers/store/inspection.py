@@ -65,7 +65,7 @@ class Inspection:
         return {arena.arena_id: arena.used_bytes for arena in arenas}
 
     def namespaces(self) -> list[NamespaceUsage]:
-        """Each namespace with the number of its blocks in each tier, in the order of registration."""
+        """Each namespace with its blocks in each tier, in the order of registration."""
         usages: list[NamespaceUsage] = []
         for space in self._table.spaces.values():
             blocks = {tier: len(space.visible[tier]) for tier in Tier}
@@ -86,7 +86,8 @@ class Inspection:
         """One page of a namespace's blocks, in the order of their arrival.
 
         Raises:
-            UnknownNamespace. InvalidArgument: `offset` is negative, or `limit` is not in [1, `MAX_PAGE`].
+            UnknownNamespace.
+            InvalidArgument: `offset` is negative, or `limit` is not in [1, `MAX_PAGE`].
         """
         space = self._namespaces.space(namespace_id)
         if offset < 0 or not 1 <= limit <= MAX_PAGE:

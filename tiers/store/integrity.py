@@ -1,7 +1,7 @@
 """Integrity check: recomputes from scratch what the store updates step by step, and compares.
 
-O(everything), for tests. The order of evictions cannot be seen in a state, so invariant 6 is checked only as far
-as the state shows it: counts of children, and candidates for eviction.
+O(everything), for tests. The order of evictions cannot be seen in a state, so invariant 6 is
+checked only as far as the state shows it: counts of children, and candidates for eviction.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Leases: who reads which blocks, and until when.
 
-A lease ends for its holder at the deadline that was announced. Its blocks stay pinned for `grace_s` longer,
-because a one-sided read may still be in flight (invariant 3). `now` is an argument, in monotonic seconds.
+A lease ends for its holder at the deadline that was announced. Its blocks stay pinned for `grace_s`
+longer, because a one-sided read may still be in flight (invariant 3). `now` is an argument, in
+monotonic seconds.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class LeaseTable:
         self._next_id = config.first_id
         self._leases: dict[int, Lease] = {}
         self._by_holder: dict[str, set[int]] = {}
-        # (time of the next look, lease): the entry of a renewed lease comes up early and is put back.
+        # (time of the next look, lease): the entry of a renewed lease comes up early and is put
+        # back.
         self._due: list[tuple[float, int]] = []
 
     def __len__(self) -> int:
@@ -60,7 +62,7 @@ class LeaseTable:
         return lease.holder_id if lease is not None else None
 
     def grant(self, space: Space, copies: list[Copy], holder_id: str, deadline: float) -> int:
-        """Pin the copies of a run of one chain, record their use, and return the number of the lease."""
+        """Pin the copies of a run of one chain and record their use; returns the lease's number."""
         fresh = 0
         in_hbm: list[Copy] = []
         hbm = Tier.HBM
@@ -119,7 +121,7 @@ class LeaseTable:
         return True
 
     def holder_gone(self, holder_id: str, now: float) -> None:
-        """The holder is gone; its reads may still be in flight. The grace of its leases begins now."""
+        """The holder is gone, its reads perhaps not: the grace of its leases begins now."""
         for lease_id in sorted(self._by_holder.get(holder_id, ())):
             lease = self._leases[lease_id]
             lease.deadline = min(lease.deadline, now)
@@ -162,7 +164,8 @@ class LeaseTable:
             block = copy.block
             if block.copies[copy.tier] is not copy:
                 raise StoreCorrupt(f"pinned block {block.name.hex()} left {copy.tier}")
-            # Most copies never came up for eviction while they were pinned, and still have their rank.
+            # Most copies never came up for eviction while they were pinned, and still have their
+            # rank.
             if (
                 block.is_detached
                 or block.retained_until != NEVER

@@ -1,9 +1,11 @@
-"""Migrations between tiers: which copies to make, and what their end means. The caller copies the bytes.
+"""Migrations between tiers: which copies to make, and what their end means.
 
-Promotion copies a run to where its reader can read it: to DRAM from NVMe or HBM, or to HBM if the reader asks
-for that. Demotion cleans: it gives the coldest copies of DRAM a second copy on NVMe, and those of HBM one in
-DRAM, so that a later eviction loses nothing. The first copy stays until its room is needed. Both slots of a
-migration are held until it is finished.
+The caller copies the bytes.
+
+Promotion copies a run to where its reader can read it: to DRAM from NVMe or HBM, or to HBM if the
+reader asks for that. Demotion cleans: it gives the coldest copies of DRAM a second copy on NVMe,
+and those of HBM one in DRAM, so that a later eviction loses nothing. The first copy stays until its
+room is needed. Both slots of a migration are held until it is finished.
 """
 
 from __future__ import annotations
@@ -46,10 +48,11 @@ class MigrationTable:
     def promote_run(
         self, space: Space, hashes: Sequence[bytes], readable: Collection[Tier], target: Tier
     ) -> tuple[list[Copy], list[Migration], str]:
-        """Begin to copy into `target` those blocks of the leading run that are in no tier of `readable`.
+        """Begin to copy into `target` the blocks of the leading run that no `readable` tier has.
 
-        Returns the copies that can be leased now, the migrations to carry out, and "promoting" if any are in
-        flight (these or others'), "no_room" if the run was cut because a slot was missing, else "".
+        Returns the copies that can be leased now, the migrations to carry out, and "promoting" if
+        any are in flight (these or others'), "no_room" if the run was cut because a slot was
+        missing, else "".
 
         Args:
             readable: tiers, best first.
@@ -92,13 +95,15 @@ class MigrationTable:
     def plan_demotions(
         self, max_blocks: int, now: float, sources: Collection[Tier] = (Tier.HBM, Tier.DRAM)
     ) -> list[Migration]:
-        """Migrations that clean the coldest dirty blocks of each source, at most `max_blocks` of each.
+        """Migrations that clean the coldest dirty blocks of each source, at most `max_blocks`.
 
-        A block replaces only colder ones: else a full disk would be rewritten for ever. A block that finds no
-        room counts as one of `max_blocks`, holds up nothing, and is tried again later.
+        A block replaces only colder ones: else a full disk would be rewritten for ever. A block
+        that finds no room counts as one of `max_blocks`, holds up nothing, and is tried again
+        later.
 
-        End every migration by `Store.finish_migration`. Before writing to the targets, apply the "removed"
-        events of NVMe from `Store.take_events`: the slots may have held those blocks until now.
+        End every migration by `Store.finish_migration`. Before writing to the targets, apply the
+        "removed" events of NVMe from `Store.take_events`: the slots may have held those blocks
+        until now.
         """
         migrations: list[Migration] = []
         self.has_more = False
@@ -126,8 +131,9 @@ class MigrationTable:
             if planned_migrations is not None:
                 migrations += planned_migrations
                 continue
-            # Everything that could leave the tier below is hotter. The next copy may still find room, if its
-            # slot size or account differs. This one waits, and longer if it waited before without a use since.
+            # Everything that could leave the tier below is hotter. The next copy may still find
+            # room, if its slot size or account differs. This one waits, and longer if it waited
+            # before without a use since.
             wait_s = self._retry_s * (PATIENCE if copy.refused_use == copy.last_use else 1)
             writeback.retry_later(copy, now + wait_s)
             copy.refused_use = (
@@ -148,7 +154,7 @@ class MigrationTable:
         )
 
     def demote(self, copy: Copy) -> list[Migration]:
-        """Migrations that give one copy a second one in the tier below; none if it has one or finds no room."""
+        """Migrations that copy one copy to the tier below; none if it is there or has no room."""
         writeback = self._table.writebacks.get(copy.tier)
         if writeback is None or not copy.is_whole or eviction.has_backing(copy):
             return []
@@ -159,7 +165,7 @@ class MigrationTable:
     def finish(
         self, migration_id: int, is_ok: bool | None, now: float, checksum: int | None = None
     ) -> None:
-        """The bytes of one migration are in place, or never will be; nothing touches its slots any more.
+        """The bytes of one migration are in place, or never will be; its slots are let go.
 
         Args:
             is_ok: None for a migration that was not begun, which is no failure.

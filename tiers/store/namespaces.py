@@ -70,8 +70,8 @@ class NamespaceTable:
         Raises:
             LayoutMismatch: the same model, revision and tenant are known with another layout.
             BlockTooLarge: one part does not fit a slab.
-            NoRoom: `max_namespaces` are known, or the tenant has three times as many as are still free, so
-                that no tenant can use up the limit of all.
+            NoRoom: `max_namespaces` are known, or the tenant has three times as many as are still
+                free, so that no tenant can use up the limit of all.
         """
         spaces = self._table.spaces
         namespace_id = namespace.namespace_id
@@ -84,9 +84,10 @@ class NamespaceTable:
                 differences = space.namespace.layout.differences(namespace.layout)
                 if differences:
                     raise LayoutMismatch(
-                        f"{namespace.name} is known here with another layout: {', '.join(differences)}",
-                        hint="blocks of two layouts never mix; use equal settings on every engine, or"
-                        " read with as_rank= if only tp_size differs",
+                        f"{namespace.name} is known here with another layout: "
+                        f"{', '.join(differences)}",
+                        hint="blocks of two layouts never mix; use equal settings on every engine,"
+                        " or read with as_rank= if only tp_size differs",
                     )
         left = self._config.max_namespaces - len(spaces)
         if left <= 0:
@@ -113,8 +114,8 @@ class NamespaceTable:
     def forget_idle(self, tenant: str) -> bool:
         """Forget the oldest namespace that has no blocks here, so that another can be registered.
 
-        Prefers those of `tenant`. A client that still uses the namespace registers it again. Returns False
-        if there is none to forget.
+        Prefers those of `tenant`. A client that still uses the namespace registers it again.
+        Returns False if there is none to forget.
         """
         held = {block.space for block in self._table.detached}  # dropped, and still read
         idle = [

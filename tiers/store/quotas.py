@@ -1,8 +1,9 @@
 """Quotas: what each account uses of a tier, who is over the quota, and from whom room may be taken.
 
-A quota is a guarantee, not a bound: any account may use all room that is free. If there is none, an account
-below its quota takes from accounts above theirs, the highest ratio first. An account above its quota evicts its
-own blocks, or takes from those with a higher ratio. No account above its quota takes from one below.
+A quota is a guarantee, not a bound: any account may use all room that is free. If there is none, an
+account below its quota takes from accounts above theirs, the highest ratio first. An account above
+its quota evicts its own blocks, or takes from those with a higher ratio. No account above its quota
+takes from one below.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def check_quotas(quotas: Quotas) -> None:
     """Refuse quotas that are malformed or exceed a tier.
 
     Raises:
-        ConfigError: a key is empty, a share is not in (0, 1], a size is not positive, or the shares exceed 1.
+        ConfigError: a key is empty, a share is not in (0, 1], a size is not positive, or the shares
+            exceed 1.
     """
     for owner, quota in quotas.items():
         if not isinstance(owner, str) or not owner:
@@ -52,8 +54,8 @@ class Accounts:
     """The accounts of a store; number 0 is shared by all who have no quota.
 
     Args:
-        quotas: by tenant or namespace id (32 hex digits): a share (float) of each tier, or bytes (int) of
-            DRAM, which count as the same share of every other tier.
+        quotas: by tenant or namespace id (32 hex digits): a share (float) of each tier, or bytes
+            (int) of DRAM, which count as the same share of every other tier.
         dram_bytes: capacity of DRAM.
 
     Raises:
@@ -138,8 +140,8 @@ class QuotaTable:
     def donors(self, account: int, more_bytes: int) -> Iterator[int]:
         """The accounts from which this one may take room for `more_bytes`, in order, with itself.
 
-        The last ones are below their quotas too, but use more of them; only an account that stays within its
-        quota takes from those.
+        The last ones are below their quotas too, but use more of them; only an account that stays
+        within its quota takes from those.
         """
         if self.is_shared:
             yield account

@@ -1,4 +1,4 @@
-"""What a restarted node restores: the blocks in its NVMe files, the order of their last use, and retention.
+"""What a restarted node restores: blocks in NVMe files, their order of use, and retention.
 
 Other parts read and write the files. This one decides what the store takes in.
 """
@@ -52,7 +52,7 @@ class Recovery:
         checksum: int,
         encoding: Encoding = "as_is",
     ) -> bool:
-        """Enter one part that was found on NVMe; False if its place or its part is taken or impossible.
+        """Enter one part that was found on NVMe; False if its place or part is taken or impossible.
 
         Parts that are encoded in different ways do not make a block.
 
@@ -80,7 +80,7 @@ class Recovery:
         return True
 
     def discard_partial(self) -> list[tuple[bytes, bytes]]:
-        """Free the blocks of which some parts were not recovered; returns (namespace id, hash) of each."""
+        """Free the blocks with parts that are missing; returns (namespace id, hash) of each."""
         partial: list[tuple[bytes, bytes]] = []
         for space in self._table.spaces.values():
             for block in list(space.blocks.values()):
@@ -116,8 +116,8 @@ class Recovery:
     def restore_accesses(self, known: Sequence[Access]) -> None:
         """Order the recovered blocks by their last use.
 
-        Blocks without one were written after the last checkpoint, so they come last. Policies that use more
-        than recency start anew.
+        Blocks without one were written after the last checkpoint, so they come last. Policies that
+        use more than recency start anew.
         """
         ticks = {(access.namespace_id, access.block_hash): access.tick for access in known}
         used: list[tuple[int, Block]] = []
@@ -131,7 +131,8 @@ class Recovery:
                     used.append((tick, block))
         used.sort(key=lambda row: row[0])
         ordered = [block for _, block in used] + fresh
-        # Later than what any device recorded: a device that returns later then has the older record.
+        # Later than what any device recorded: a device that returns later then has the older
+        # record.
         latest = max(ticks.values(), default=0)
         self._table.access_clock.advance_to(latest)
         tick = self._table.access_clock.advance(len(ordered)) - len(ordered)
@@ -139,7 +140,7 @@ class Recovery:
             block.last_use = tick + number
 
     def restore_retentions(self, saved: Sequence[Retention], now: float) -> int:
-        """Retain the blocks that are here again; returns how many do not fit into `retention_share`."""
+        """Retain the blocks that are here again; returns how many `retention_share` excludes."""
         groups: dict[tuple[float, bytes], list[bytes]] = {}
         for retention in saved:
             group = groups.setdefault((-retention.until, retention.namespace_id), [])

@@ -1,7 +1,10 @@
-"""Cursors over long runs that are reserved or committed in slices, so that other calls run in between.
+"""Cursors over long runs that are reserved or committed in slices.
 
-Between two slices, granted slots stay reserved, and parts that are being committed belong to nobody else. Slots
-that are not granted yet may go to others, as if those had come first. `ReservationTable` advances the cursors.
+Other calls run between two slices.
+
+Between two slices, granted slots stay reserved, and parts that are being committed belong to nobody
+else. Slots that are not granted yet may go to others, as if those had come first.
+`ReservationTable` advances the cursors.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from tiers.store.slab_allocator import Place
 
 
 class Grant:
-    """A live reservation: the copies whose part its writer may fill; None for those that are committed."""
+    """A live reservation: the copies that its writer may fill; None for committed ones."""
 
     __slots__ = ("copies", "deadline", "part", "remaining", "reservation_id", "writer_id")
 

@@ -1,10 +1,13 @@
 """Reservations: who may write to which empty slots, until when, and what happens to late writes.
 
-A one-sided write cannot be cancelled, so the slots of an expired or aborted reservation go to quarantine
-(invariant 2). They are free when the writer confirms that it has stopped, or after `quarantine_s`.
+A one-sided write cannot be cancelled, so the slots of an expired or aborted reservation go to
+quarantine (invariant 2). They are free when the writer confirms that it has stopped, or after
+`quarantine_s`.
 
-The end of a connection or of a process frees nothing: no node can know from it that a writer is dead.
-- The process may live on after its connection closed, with transfers under way or the arena still mapped.
+The end of a connection or of a process frees nothing: no node can know from it that a writer is
+dead.
+- The process may live on after its connection closed, with transfers under way or the arena still
+  mapped.
 - A mapping is inherited by child processes, which outlive the one that asked for it.
 - Over TCP the node itself applies what a peer sent, and may do so after that peer has died.
 
@@ -78,7 +81,7 @@ class ReservationTable:
         return [*self._grants.values(), *self._committing]
 
     def writer_of(self, reservation_id: int) -> str | None:
-        """Who may write to the slots of a reservation, or might still while they are in quarantine; else None."""
+        """Who may write to a reservation's slots, in quarantine as well; else None."""
         grant = self._grants.get(reservation_id)
         if grant is not None:
             return grant.writer_id
@@ -102,8 +105,8 @@ class ReservationTable:
     ) -> ReserveCursor:
         """As `Store.reserve`, in slices: call `Store.reserve_some` until the cursor is done.
 
-        Neither the run nor its ancestors are evicted to make room for it. With HBM, blocks that find no room
-        there are granted in DRAM; all parts of a block are in one tier.
+        Neither the run nor its ancestors are evicted to make room for it. With HBM, blocks that
+        find no room there are granted in DRAM; all parts of a block are in one tier.
 
         Raises:
             UnknownNamespace, InvalidArgument: as `Store.reserve`.
@@ -130,7 +133,7 @@ class ReservationTable:
         )
 
     def reserve_some(self, cursor: ReserveCursor, count: int) -> None:
-        """Go on with up to `count` blocks. After `NO_ROOM` for one block, all that follow have none either.
+        """Go on with up to `count` blocks. After one `NO_ROOM` all that follow have none either.
 
         Raises:
             ReservationGone: it ended in between: its client left or its time has passed.
@@ -175,7 +178,7 @@ class ReservationTable:
             self.abort(cursor.grant.reservation_id, True, now)
 
     def renew(self, reservation_id: int, ttl_s: float, now: float) -> float:
-        """Extend a reservation to `now + ttl_s`; never shortens it. Returns the seconds that are left.
+        """Extend a reservation to `now + ttl_s`, never shorten it; returns the seconds left.
 
         Args:
             ttl_s: seconds, cut to `max_reservation_s`.
@@ -246,9 +249,10 @@ class ReservationTable:
             self._committing.pop(cursor, None)
 
     def abort(self, reservation_id: int, writer_stopped: bool, now: float) -> None:
-        """End a reservation. Slots that are not committed are free if the writer stopped, else in quarantine.
+        """End a reservation. Its open slots are free if the writer stopped, else in quarantine.
 
-        A later call with `writer_stopped` frees the slots in quarantine. Unknown reservations are ignored.
+        A later call with `writer_stopped` frees the slots in quarantine. Unknown reservations are
+        ignored.
         """
         grant = self._grants.get(reservation_id)
         if grant is not None:
@@ -257,12 +261,12 @@ class ReservationTable:
             self._end_quarantine(reservation_id)
 
     def writer_gone(self, writer_id: str, now: float) -> None:
-        """The writer is gone; its writes may still be in flight. All its reservations go to quarantine."""
+        """The writer is gone, its writes perhaps not: its reservations go to quarantine."""
         for reservation_id in sorted(self._by_writer.get(writer_id, ())):
             self._end(self._grants[reservation_id], is_late_write_possible=True, now=now)
 
     def expire(self, now: float) -> int:
-        """End overdue reservations and quarantines; returns how many reservations ended and slots came free."""
+        """End overdue reservations and quarantines; returns how many ended, plus slots freed."""
         ended = 0
         while self._due and self._due[0][0] <= now:
             _, reservation_id = heappop(self._due)
@@ -295,7 +299,8 @@ class ReservationTable:
         table = self._table
         begun = _begun_copy(space.blocks.get(name))
         if begun is not None and begun.tier == Tier.HBM and tier != Tier.HBM:
-            # This writer cannot write to HBM, where others began: all parts of a block are in one tier.
+            # This writer cannot write to HBM, where others began: all parts of a block are in one
+            # tier.
             if begun.filling:
                 return BlockStatus.IN_PROGRESS, None
             table.discard_partial(begun)
@@ -386,7 +391,7 @@ def _has_part(block: Block, part: int) -> bool:
 
 
 def _begun_copy(block: Block | None) -> Copy | None:
-    """The copy that writers have begun to fill. A copy that was recovered in part from NVMe does not count."""
+    """The copy that writers have begun to fill; not one that was recovered in part."""
     copies = block.copies if block is not None else []
     return next((copies[tier] for tier in (Tier.HBM, Tier.DRAM) if copies and copies[tier]), None)
 

@@ -1,10 +1,10 @@
-"""Retention: blocks that are evicted last (soft pins) or never (hard pins), such as those of system prompts.
+"""Retention: blocks that are evicted last (soft pins) or never (hard pins).
 
-Retention belongs to the block, wherever its copies are, and not to a caller: a call that ends it ends it for
-all. Its bytes are promised in every tier but HBM, within a bounded share of each tier, so that the promise
-holds when the block migrates. HBM promises nothing, because a small HBM would bound all others; a retained
-block leaves it for DRAM. The parent of a retained block is retained as long, and counted: it could not be
-evicted earlier anyway (invariant 6).
+Retention belongs to the block, wherever its copies are, and not to a caller: a call that ends it
+ends it for all. Its bytes are promised in every tier but HBM, within a bounded share of each tier,
+so that the promise holds when the block migrates. HBM promises nothing, because a small HBM would
+bound all others; a retained block leaves it for DRAM. The parent of a retained block is retained as
+long, and counted: it could not be evicted earlier anyway (invariant 6).
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class RetentionTable:
     ) -> int:
         """Retain those of `hashes` that are here, all or none; returns how many they are.
 
-        A soft pin (`until`) lets a block go only if nothing else can; a hard pin (None) never does. Dropping a
-        corrupt block ends either.
+        A soft pin (`until`) lets a block go only if nothing else can; a hard pin (None) never does.
+        Dropping a corrupt block ends either.
 
         Args:
             hashes: a chain from its start; hashes that are not here are passed over.
@@ -77,8 +77,8 @@ class RetentionTable:
 
         Raises:
             UnknownNamespace.
-            InvalidArgument: too many hashes, `until` is not after `now`, or a parent is here that is neither
-                named nor retained as long.
+            InvalidArgument: too many hashes, `until` is not after `now`, or a parent is here that
+                is neither named nor retained as long.
             NoRoom: more than `retention_share` of a tier would be promised.
         """
         space = self._namespaces.space(namespace_id, len(hashes))
@@ -107,7 +107,8 @@ class RetentionTable:
             if fresh and tier.retained_bytes + size * len(fresh) > limit:
                 self._table.counters["retention_refused"] += 1
                 raise NoRoom(
-                    f"{tier.name} has {tier.retained_bytes} retained bytes, and at most {limit:.0f}",
+                    f"{tier.name} has {tier.retained_bytes} retained bytes, and at most"
+                    f" {limit:.0f}",
                     hint="end another retention, or raise retention_share",
                 )
         for block in fresh:

@@ -1,8 +1,8 @@
 """Slab allocator of one arena: each slab has slots of one size.
 
-An empty slab has no size. The first slot taken gives it one, and the last slot freed takes it away. So arenas
-never fragment across sizes. A size finds no room only if others hold all slabs; the store then empties one of
-theirs (`slabs_of_others`). Works with offsets and touches no memory.
+An empty slab has no size. The first slot taken gives it one, and the last slot freed takes it away.
+So arenas never fragment across sizes. A size finds no room only if others hold all slabs; the store
+then empties one of theirs (`slabs_of_others`). Works with offsets and touches no memory.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class SlabAllocator:
         capacity_bytes: size of the arena; a rest smaller than a slab is not used.
         slab_bytes: the largest possible slot; a multiple of `alignment`.
         arena_id: part of every `Place`.
-        alignment: every offset and slot size is a multiple of it (4096 for O_DIRECT and huge pages alike).
+        alignment: every offset and slot size is a multiple of it (4096 for O_DIRECT and huge pages
+            alike).
 
     Raises:
         InvalidArgument: the sizes are not positive or not aligned, or one slab does not fit.
@@ -97,7 +98,8 @@ class SlabAllocator:
         self._empty = list(
             range(len(self._slabs))
         )  # heap: low offsets first; some may be taken by now
-        # Slabs with room by slot size: heaps of (slab, generation). Void entries are removed lazily.
+        # Slabs with room by slot size: heaps of (slab, generation). Void entries are removed
+        # lazily.
         self._open: dict[int, list[tuple[int, int]]] = {}
 
     def slot_size(self, size_bytes: int) -> int:
@@ -118,7 +120,7 @@ class SlabAllocator:
         return rounded
 
     def allocate(self, slot_bytes: int) -> Place | None:
-        """Take a slot for `slot_bytes` (rounded up); None if every slab is full or has another size.
+        """Take a slot for `slot_bytes` (rounded up); None if no slab of this size has room.
 
         Raises:
             BlockTooLarge: more than a slab.
@@ -137,7 +139,7 @@ class SlabAllocator:
         return Place(self.arena_id, index * self.slab_bytes + slot * size)
 
     def claim(self, place: Place, slot_bytes: int) -> bool:
-        """Take the slot at a known place (recovery); False if it is taken or no slot begins there."""
+        """Take the slot at a known place (recovery); False if it is taken or no slot is there."""
         size = self.slot_size(slot_bytes)
         index, within = divmod(place.offset, self.slab_bytes)
         slot, rest = divmod(within, size)

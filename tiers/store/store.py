@@ -1,11 +1,13 @@
-"""The node's block state machine: what may be read, written, evicted and migrated, and when (DESIGN §6).
+"""The node's block state machine: what may be read, written, evicted and migrated (DESIGN §6).
 
     free -> reserved -> committed -> (pinned n times) -> evicted -> free
 
-`Store` holds the calls that touch several of its parts. Each part has its own file: `leases`, `reservations`,
-`migrations`, `evacuations`, `retention`, `failed_arenas`, `namespaces`, `recovery`, `inspection`.
+`Store` holds the calls that touch several of its parts. Each part has its own file: `leases`,
+`reservations`, `migrations`, `evacuations`, `retention`, `failed_arenas`, `namespaces`, `recovery`,
+`inspection`.
 
-Equal calls give equal results: `now` is an argument, in monotonic seconds that never go back. Not thread-safe.
+Equal calls give equal results: `now` is an argument, in monotonic seconds that never go back. Not
+thread-safe.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ class Store:
     Args:
         dram: allocates in the arenas that clients reach.
         nvme: allocates in the slab files; None for a node without a disk tier.
-        hbm: allocates in the arena in device memory, with the same slab size as dram; None for a node without.
+        hbm: allocates in the arena in device memory, with the same slab size as dram; None for a
+            node without.
         config: limits and times.
     """
 
@@ -97,7 +100,7 @@ class Store:
     # ------------------------------------------------------------ reading
 
     def lookup(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[Tier]:
-        """The fastest tier of each leading block that is visible. Takes no lease and counts as no use.
+        """The fastest tier of each leading visible block. Takes no lease and counts as no use.
 
         Raises:
             UnknownNamespace, InvalidArgument: too many hashes.
@@ -138,21 +141,22 @@ class Store:
     ) -> PinResult:
         """Lease the longest leading run of whole blocks that the caller can read.
 
-        If blocks of the run are only in tiers that the caller cannot read, nothing is leased and `promote` has
-        the migrations to carry out. Report each by `finish_migration`, then pin again.
+        If blocks of the run are only in tiers that the caller cannot read, nothing is leased and
+        `promote` has the migrations to carry out. Report each by `finish_migration`, then pin
+        again.
 
         Args:
             ttl_s: seconds, cut to `max_lease_s`; the result says what was granted.
             parts: tensor-parallel parts whose places are wanted; None or empty for all.
-            tier: the fastest tier that the caller can read. With DRAM every place is in DRAM. With HBM each
-                place is in HBM or DRAM, and the lease holds that copy only.
-            cold: what to do if blocks are only in other tiers. "tell" reports "promoting" and does nothing;
-                "lease" reports it and leases the blocks before the first such block.
+            tier: the fastest tier that the caller can read. With DRAM every place is in DRAM. With
+                HBM each place is in HBM or DRAM, and the lease holds that copy only.
+            cold: what to do if blocks are only in other tiers. "tell" reports "promoting" and does
+                nothing; "lease" reports it and leases the blocks before the first such block.
 
         Raises:
             UnknownNamespace.
-            InvalidArgument: too many hashes, a `ttl_s` that is not positive, or a part or tier that does not
-                exist.
+            InvalidArgument: too many hashes, a `ttl_s` that is not positive, or a part or tier that
+                does not exist.
         """
         space = self.namespaces.space(namespace_id, len(hashes))
         ttl_s = self.config.lease_ttl(ttl_s)
@@ -206,8 +210,8 @@ class Store:
     ) -> tuple[list[Migration], str]:
         """Begin to copy the blocks of the leading run that `tier` lacks into it, without a lease.
 
-        Returns the migrations to carry out, and "no_room" if not even the first block that needs a slot gets
-        one or the node has no such tier, else "".
+        Returns the migrations to carry out, and "no_room" if not even the first block that needs a
+        slot gets one or the node has no such tier, else "".
 
         Raises:
             UnknownNamespace, InvalidArgument: too many hashes, or NVMe.
@@ -239,12 +243,13 @@ class Store:
             hashes: a run of one chain.
             parent: hash of the block before the first, b"" at the start of a chain.
             ttl_s: seconds, cut to `max_reservation_s`.
-            tier: with HBM, blocks that find no room in device memory are granted in DRAM; the places say which.
+            tier: with HBM, blocks that find no room in device memory are granted in DRAM; the
+                places say which.
 
         Raises:
             UnknownNamespace.
-            InvalidArgument: too many hashes, hashes that are not 16 bytes long, a part or tier that does not
-                exist, or a `ttl_s` that is not positive.
+            InvalidArgument: too many hashes, hashes that are not 16 bytes long, a part or tier that
+                does not exist, or a `ttl_s` that is not positive.
         """
         cursor = self.reservations.begin_reserve(
             namespace_id, hashes, parent, part, writer_id, ttl_s, now, tier
@@ -276,7 +281,8 @@ class Store:
 
         Raises:
             ReservationGone: it is over, or an index was committed before.
-            InvalidArgument: an index does not exist or comes twice, or there is not one checksum for each.
+            InvalidArgument: an index does not exist or comes twice, or there is not one checksum
+                for each.
         """
         cursor = self.reservations.begin_commit(reservation_id, checksums, now, indices)
         self.reservations.commit_some(cursor, len(checksums))
@@ -291,16 +297,16 @@ class Store:
         self.expire(now)
 
     def expire(self, now: float) -> int:
-        """End every lease, reservation, quarantine and retention whose time has passed; returns how many."""
+        """End overdue leases, reservations, quarantines and retentions; returns how many."""
         self._table.access_clock.sample(now)
         ended = self.leases.expire(now) + self.reservations.expire(now)
         return ended + self.retention.expire(now)
 
     def drop(self, namespace_id: bytes, block_hash: bytes, reason: str, now: float) -> bool:
-        """Remove a block from all tiers. Copies that are pinned or migrating are hidden now and freed later.
+        """Remove a block from all tiers; pinned and migrating copies are hidden now, freed later.
 
-        A block with no committed part stays: the report is about an older one. Returns whether a block was
-        dropped. Later pins report `reason`.
+        A block with no committed part stays: the report is about an older one. Returns whether a
+        block was dropped. Later pins report `reason`.
 
         Raises:
             UnknownNamespace.
@@ -319,8 +325,8 @@ class Store:
         """The bytes of a migration are in place (`ok`), or never will be.
 
         Args:
-            checksum: of the bytes as they were written; None if they are the bytes that were read. A part that
-                is encoded on its way has another checksum at its target.
+            checksum: of the bytes as they were written; None if they are the bytes that were read.
+                A part that is encoded on its way has another checksum at its target.
 
         Raises:
             InvalidArgument: no such migration is in flight.
@@ -348,8 +354,8 @@ class Store:
 
         Raises:
             NotFound: there is no such tier.
-            InvalidArgument: its id is taken in this tier or in the other one of DRAM and HBM (clients see ids
-                only), or its slabs differ from those of the tier.
+            InvalidArgument: its id is taken in this tier or in the other one of DRAM and HBM
+                (clients see ids only), or its slabs differ from those of the tier.
         """
         if tier not in self._table.tiers:
             raise NotFound(f"this node has no {tier}")
@@ -365,8 +371,8 @@ class Store:
     ) -> list[Migration]:
         """Take up to `max_blocks` blocks out of the arenas that are being evacuated.
 
-        Returns migrations from DRAM to DRAM or NVMe. Other blocks are evicted, and leased or reserved ones
-        stay. A call takes 5 ms at most.
+        Returns migrations from DRAM to DRAM or NVMe. Other blocks are evicted, and leased or
+        reserved ones stay. A call takes 5 ms at most.
 
         Args:
             may_demote: NVMe takes blocks; without it, blocks that find no room in DRAM are evicted.
@@ -379,14 +385,14 @@ class Store:
     def take_events(self) -> list[StoreEvent]:
         """What happened to whole copies since the last call, in order.
 
-        At most `max_pending_events` are kept. If more happened, the counter "events_lost" has grown, and only
-        `inspection.snapshot` is right again.
+        At most `max_pending_events` are kept. If more happened, the counter "events_lost" has
+        grown, and only `inspection.snapshot` is right again.
         """
         return self._table.events.take()
 
     @property
     def counters(self) -> dict[str, float]:
-        """Totals since start: hits, misses, miss:<reason>, evicted, evicted:<tier>, lost, promoted, ..."""
+        """Totals since start: hits, misses, miss:<reason>, evicted, evicted:<tier>, lost, ..."""
         return dict(self._table.counters)
 
     def check_integrity(self) -> None:

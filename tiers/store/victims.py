@@ -1,7 +1,7 @@
 """Victim selection: which copies leave a full tier, of one slot size or a whole slab of another.
 
-Rank decides first (`EvictionQueue`), then from which accounts the asking one may take (`QuotaTable`), then the
-policy's order. `BlockTable` does the evictions.
+Rank decides first (`EvictionQueue`), then from which accounts the asking one may take
+(`QuotaTable`), then the policy's order. `BlockTable` does the evictions.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class TierState:
         self._look = self._next_look
 
     def some_slabs_of_others(self, space: Space, is_due_only: bool) -> Iterator[int]:
-        """Some slabs of other sizes, the same until `look_further`, so that no call scans a large arena."""
+        """Some slabs of other sizes, the same until `look_further`: no call scans a large arena."""
         count = SLABS_WHEN_DUE if is_due_only else SLABS_AT_MOST
         slabs = self.allocator.slab_count
         self._next_look = (self._look + count) % slabs if count < slabs else 0
@@ -128,7 +128,8 @@ def make_room(
 ) -> tuple[Place | None, int]:
     """Take a slot for a namespace, and call `evict` for victims if needed.
 
-    Returns the place, None if no slot can be freed, and how many slabs of other sizes were emptied for it.
+    Returns the place, None if no slot can be freed, and how many slabs of other sizes were emptied
+    for it.
 
     Args:
         colder_than: evict only copies last used before this tick, and none that is retained.
@@ -169,8 +170,8 @@ def _thin_out_others(
 def victims(tier: TierState, space: Space, colder_than: int | None) -> list[Copy]:
     """The next victim of this slot size, or all copies of a slab of another size that is colder.
 
-    Looks at slabs if this size has no victim, and once for every slab's worth of evictions. So a busy size
-    outgrows an idle one, at little cost.
+    Looks at slabs if this size has no victim, and once for every slab's worth of evictions. So a
+    busy size outgrows an idle one, at little cost.
 
     Args:
         colder_than: take only copies last used before this tick, and none that is retained.
@@ -198,17 +199,17 @@ def victims(tier: TierState, space: Space, colder_than: int | None) -> list[Copy
             return [own]
     if tier.quota_table.is_shared or not tier.quota_table.is_entitled(space.account, slot_bytes):
         return []
-    # Otherwise a quota would be void where all slabs are shared with accounts below theirs. An account that
-    # loses blocks here takes room from those above their quota in turn.
+    # Otherwise a quota would be void where all slabs are shared with accounts below theirs. An
+    # account that loses blocks here takes room from those above their quota in turn.
     worst_rank = _ranks(tier, colder_than)[-1]
     return _coldest_slab_of_others(tier, space, colder_than, worst_rank, lambda _: True)
 
 
 def leaves_of_others(tier: TierState, space: Space, colder_than: int | None) -> Iterator[Copy]:
-    """The coldest leaves of other slot sizes, one after the other; evict each before asking for the next.
+    """The coldest leaves of other slot sizes; evict each before asking for the next.
 
-    If chains lie across slabs, no slab can be emptied at once, but leaf by leaf they can. Yields nothing if
-    every slab holds a slot that must stay, since then no slab would come free.
+    If chains lie across slabs, no slab can be emptied at once, but leaf by leaf they can. Yields
+    nothing if every slab holds a slot that must stay, since then no slab would come free.
     """
     slot_bytes = space.slot_bytes[tier.index]
     ranks = _ranks(tier, colder_than)
@@ -243,7 +244,7 @@ def leaves_of_others(tier: TierState, space: Space, colder_than: int | None) -> 
 
 
 def _ranks(tier: TierState, colder_than: int | None) -> tuple[int, ...]:
-    """The ranks that may be evicted, in order. A demotion can wait, so it takes no retained block."""
+    """The ranks that may be evicted, in order. A demotion can wait: it takes no retained block."""
     ranks = (PLAIN, DOUBLE) if tier.index == Tier.NVME else (PLAIN,)
     return (*ranks, SOFT) if tier.retained_bytes and colder_than is None else ranks
 
@@ -300,7 +301,7 @@ def _coldest_slab_of_others(
 
 
 def _is_fair(tier: TierState, space: Space, is_own_spared: bool, copies: list[Copy]) -> bool:
-    """All may leave for this namespace: each is its own, or of an account that stays over its quota without it."""
+    """Each copy is the namespace's own, or of an account that stays over its quota without it."""
     lost: Counter[int] = Counter()
     for copy in copies:
         account = copy.block.space.account

@@ -1,7 +1,8 @@
 """Writeback: which copies of a memory tier are dirty, and how many bytes are clean.
 
-A copy is clean if its block is whole in a lower tier as well: evicting it loses nothing. Every other whole
-copy is dirty. Demotion (`migrations`) cleans the coldest dirty copies. This file keeps the accounts only.
+A copy is clean if its block is whole in a lower tier as well: evicting it loses nothing. Every
+other whole copy is dirty. Demotion (`migrations`) cleans the coldest dirty copies. This file keeps
+the accounts only.
 """
 
 from __future__ import annotations

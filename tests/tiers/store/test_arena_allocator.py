@@ -1,4 +1,4 @@
-"""Several arenas behind one allocator: where slots are placed, how arenas come and go, and that the sums stay right."""
+"""Several arenas behind one allocator: placement, arenas that come and go, and the sums."""
 
 from __future__ import annotations
 

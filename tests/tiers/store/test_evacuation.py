@@ -1,4 +1,4 @@
-"""Arenas that come and go: which blocks migrate, which stay until they may leave, and that none is lost without need."""
+"""Arenas that come and go: which blocks migrate, which stay, and that none is lost without need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store when NVMe devices fail at any moment: every invariant holds after each of many random steps."""
+"""NVMe devices fail at any moment: every invariant holds after each of many random steps."""
 
 from __future__ import annotations
 

@@ -75,7 +75,8 @@ def test_the_error_of_each_element_is_bounded(dtype: str, spread: float) -> None
     back = there_and_back(shape, values).double()
     error = (back - values.double()).abs()
     largest = values.double().abs().amax(dim=1, keepdim=True)
-    # Half a step of three binary digits; below the 14 orders of normal codes, half the smallest step.
+    # Half a step of three binary digits; below the 14 orders of normal codes, half the smallest
+    # step.
     bound = torch.maximum(values.double().abs() / 16, largest * 2.0**-17)
     assert (error <= bound).all()
     relative_rms = (error.square().sum() / values.double().square().sum()).sqrt()

@@ -1,7 +1,7 @@
 """Mutations: each guard of the store's invariants is removed in turn, and the checks must notice.
 
-A check that passes without its guard checks nothing. The same walks pass with all guards in place, so what they
-find here is the missing guard.
+A check that passes without its guard checks nothing. The same walks pass with all guards in place,
+so what they find here is the missing guard.
 """
 
 from __future__ import annotations

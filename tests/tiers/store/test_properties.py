@@ -1,7 +1,7 @@
 """Random interleavings of everything that can happen to a store, checked by an independent model.
 
-After every step the store recomputes its own invariants (`check_integrity`), and the model compares who may
-use which page, what readers see, and what was evicted in which order.
+After every step the store recomputes its own invariants (`check_integrity`), and the model compares
+who may use which page, what readers see, and what was evicted in which order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ tiers = st.sampled_from([Tier.DRAM, Tier.HBM])
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Two namespaces (one part of one page, two parts of two); four slabs of dram and nvme, three of hbm."""
+    """Namespaces with one part of one page and two of two; 4 slabs of dram and nvme, 3 of hbm."""
 
     def __init__(self) -> None:
         super().__init__()
