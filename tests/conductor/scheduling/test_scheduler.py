@@ -68,7 +68,7 @@ def test_prefill_goes_elsewhere_when_it_would_stall_running_decodes() -> None:
 def test_the_stall_of_decoding_sequences_counts_against_a_local_prefill() -> None:
     """1,034 tokens are computed in 1.03 s.
 
-    Here that is 2.4 s later elsewhere, and 8 sequences would stand still.
+    Here that is 2.4 s later elsewhere, and 8 sequences would pause.
     """
     queued = [replace(p, load=busy(queued_prefill_tokens=2400)) for p in PD[:2]]
     for sequences, weight, mode in (

@@ -94,13 +94,13 @@ def keys(seed: int, count: int, **fields: Any) -> list[ObjectKey]:
 
 
 def content(key: ObjectKey, size: int = CHUNK_BYTES) -> np.ndarray:
-    """The bytes that stand for a key's KV: others for every key."""
+    """The bytes in place of a key's KV, which differ for every key."""
     seed = int.from_bytes(key.chunk_hash[:8], "little") ^ hash((key.kv_rank, key.object_group_id))
     return np.random.default_rng(seed & (2**63 - 1)).integers(0, 256, size, dtype=np.uint8)
 
 
 def bytes_of(memory: Any) -> np.ndarray:
-    """An LMCache memory object's bytes, where they stand."""
+    """The bytes of an LMCache memory object, in place."""
     return np.frombuffer(memory.byte_array, dtype=np.uint8)
 
 
@@ -125,7 +125,7 @@ def prefetch(manager: StorageManager, rows: Sequence[Sequence[ObjectKey]]) -> An
 
 
 def read_back(manager: StorageManager, wanted: Sequence[ObjectKey], result: Any) -> None:
-    """Compare what stands in L1 after `prefetch` with what was written, and let go of it."""
+    """Compare the bytes in L1 after `prefetch` with those written, and release them."""
     with manager.read_prefetched_results(list(wanted), result.l1_owners) as objects:
         assert objects is not None
         for key, memory in zip(wanted, objects, strict=True):
@@ -147,7 +147,7 @@ def counters(made: KVPoolL2Adapter) -> dict[str, int]:
 
 
 def wait_stored(manager: StorageManager, count: int) -> None:
-    """Until `count` objects stand in the pool for this server's store tasks."""
+    """Wait until the pool has `count` objects of this server's store tasks."""
     [(_, made)] = manager.l2_adapters()
     wait_until(
         lambda: counters(made).get("stored", 0) + counters(made).get("existing", 0) >= count,

@@ -132,7 +132,7 @@ def test_after_a_restart_of_the_node_blocks_come_from_nvme(
     _, second = engines
     prompt, outputs = served
     wait_until(
-        lambda: pool.node_stats("near")["counters"].get("demoted", 0) >= 7, "all stand on NVMe"
+        lambda: pool.node_stats("near")["counters"].get("demoted", 0) >= 7, "all are on NVMe"
     )
     pool.kill("near")
     files = f"node.nvme_directories={pool.nvme}"  # type: ignore[attr-defined]
