@@ -88,7 +88,7 @@ class _Node:
     def __init__(self, config: NodeConfig, stack: contextlib.AsyncExitStack) -> None:
         self._config = config
         self._stack = stack
-        self._security = secure(config, "node", keeps_apart=True, lent_to=config.tenant)
+        self._security = secure(config, "node", keeps_apart=True, only_tenant=config.tenant)
         tokens = self._security.authorizer.tokens
         self._isolated = tokens.isolated_tenants if tokens is not None else frozenset()
         if config.tenant and config.tenant not in self._isolated:

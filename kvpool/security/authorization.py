@@ -34,19 +34,19 @@ class Authorizer:
         tokens: accepted tokens; None: the server asks for no token, and all callers may do
             everything.
         keeps_apart: whether callers learn how to reach this server's memory. Then an isolated
-            tenant is admitted only if the server is `lent_to` it, and such a server admits no other
+            tenant is admitted only by a server for it (`only_tenant`), which admits no other
             tenant.
-        lent_to: the only tenant whose blocks this server may hold; "": all tenants that are not
+        only_tenant: the only tenant whose blocks this server may hold; "": all tenants that are not
             isolated.
     """
 
     def __init__(
-        self, tokens: Tokens | None = None, *, keeps_apart: bool = False, lent_to: str = ""
+        self, tokens: Tokens | None = None, *, keeps_apart: bool = False, only_tenant: str = ""
     ) -> None:
         self.tokens = tokens
         self.notice = ""  # a problem with the tokens, for /readyz
         self._keeps_apart = keeps_apart
-        self._lent_to = lent_to
+        self._only_tenant = only_tenant
         self.on_change: list[Callable[[], None]] = []  # called when the tokens change
         # Finds a namespace of this server by its id.
         self.find_namespace: Callable[[bytes], Namespace | None] = lambda _id: None
@@ -102,7 +102,9 @@ class Authorizer:
         if not self._keeps_apart:
             return True
         isolated = self.tokens.isolated_tenants if self.tokens is not None else frozenset()
-        return self._lent_to == (tenant if tenant in isolated or self._lent_to == tenant else "")
+        return self._only_tenant == (
+            tenant if tenant in isolated or self._only_tenant == tenant else ""
+        )
 
     def authorize(self, request: T, principal: Principal) -> T:
         """Check a request, and return it with the tenant's own namespace for the handler.

@@ -44,13 +44,13 @@ class Security:
 
 
 def secure(
-    config: ServerConfig, section: str, *, keeps_apart: bool = False, lent_to: str = ""
+    config: ServerConfig, section: str, *, keeps_apart: bool = False, only_tenant: str = ""
 ) -> Security:
     """Read the files that a server's settings name, and check that it is safe to listen.
 
     Args:
         section: name of the settings section for messages, e.g. "node".
-        keeps_apart, lent_to: as for `Authorizer`.
+        keeps_apart, only_tenant: as for `Authorizer`.
 
     Raises:
         ConfigError: it would listen beyond this machine without tokens, or a file cannot be used.
@@ -61,7 +61,7 @@ def secure(
     tls = None
     if config.tls_cert is not None and config.tls_key is not None:
         tls = ServerTls(config.tls_cert, config.tls_key, config.tls_client_ca)
-    authorizer = Authorizer(tokens, keeps_apart=keeps_apart, lent_to=lent_to)
+    authorizer = Authorizer(tokens, keeps_apart=keeps_apart, only_tenant=only_tenant)
     watch = TokenFile(config.tokens_path, authorizer) if config.tokens_path is not None else None
     return Security(authorizer, tls, tls.context() if tls else None, credentials_of(config), watch)
 

@@ -52,6 +52,7 @@ RETIRED = {
     "book": "table",
     "cold_pins": "pending pins",
     "mover": "migrator",
+    "lent": "tenant nodes",
     "losses": "failed arenas",
     "retirement": "evacuation",
     "residency": "block table",

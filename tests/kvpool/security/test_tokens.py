@@ -262,7 +262,7 @@ def test_a_tenants_process_cannot_speak_as_a_worker_of_another() -> None:
 # ---------------------------------------------------------------- isolated tenants
 
 
-def _isolating(lent_to: str) -> Authorizer:
+def _isolating(only_tenant: str) -> Authorizer:
     lines = [
         token_line("token-vault", "vault", "vault", [WRITE], is_isolated=True),
         token_line("token-safe", "safe", "safe", [WRITE], is_isolated=True),
@@ -270,14 +270,16 @@ def _isolating(lent_to: str) -> Authorizer:
         token_line("token-node", "node", EVERY_TENANT, [INTERNAL]),
     ]
     known = parse_tokens(yaml.safe_load("\n".join(lines)), "test")
-    return Authorizer(known, keeps_apart=True, lent_to=lent_to)
+    return Authorizer(known, keeps_apart=True, only_tenant=only_tenant)
 
 
 @pytest.mark.parametrize(
-    ("lent_to", "welcome"), [("", {"a", "node"}), ("vault", {"vault", "node"})]
+    ("only_tenant", "welcome"), [("", {"a", "node"}), ("vault", {"vault", "node"})]
 )
-def test_a_server_that_lends_memory_lets_in_whose_it_is(lent_to: str, welcome: set[str]) -> None:
-    authorizer = _isolating(lent_to)
+def test_a_server_that_lends_memory_lets_in_whose_it_is(
+    only_tenant: str, welcome: set[str]
+) -> None:
+    authorizer = _isolating(only_tenant)
     for name in ("vault", "safe", "a", "node"):
         for attempt in (
             partial(authorizer.authenticate, f"token-{name}"),
@@ -290,11 +292,13 @@ def test_a_server_that_lends_memory_lets_in_whose_it_is(lent_to: str, welcome: s
                     attempt()
 
 
-@pytest.mark.parametrize(("lent_to", "held"), [("", {"", "a", "unheard-of"}), ("vault", {"vault"})])
+@pytest.mark.parametrize(
+    ("only_tenant", "held"), [("", {"", "a", "unheard-of"}), ("vault", {"vault"})]
+)
 def test_nobody_registers_a_namespace_where_its_blocks_must_not_stand(
-    lent_to: str, held: set[str]
+    only_tenant: str, held: set[str]
 ) -> None:
-    authorizer = _isolating(lent_to)
+    authorizer = _isolating(only_tenant)
     node = authorizer.authenticate("token-node")
     for tenant in ("", "a", "unheard-of", "vault", "safe"):
         request = m.RegisterNamespace(msgspec.structs.replace(A, tenant=tenant))
