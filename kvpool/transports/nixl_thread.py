@@ -82,7 +82,11 @@ class NixlThread:
             self.ucx = self._agent.ucx
             return True
 
-        self._run(start)
+        try:
+            self._run(start)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def quarantined_transfers(self) -> int:
