@@ -89,34 +89,34 @@ class Device:
             self.files.record_namespace(namespace)
             self._recorded.add(namespace_id)
 
-    def write_part(self, move: Migration, namespace: Namespace, data: Octets) -> int:
+    def write_part(self, migration: Migration, namespace: Namespace, data: Octets) -> int:
         """Write and record one part; returns the checksum of the bytes on disk.
 
         Raises:
             NvmeFailed: the disk refused.
             ChecksumMismatch: `data` is not what was committed.
         """
-        if checksum(data) != move.checksum:
-            raise ChecksumMismatch(f"part {move.part} in memory is not what was committed")
+        if checksum(data) != migration.checksum:
+            raise ChecksumMismatch(f"part {migration.part} in memory is not what was committed")
         self.record_namespace(namespace)  # a restart forgets blocks of unknown namespaces
-        stored, stored_sum = data, move.checksum
-        if move.encoding == "fp8":
+        stored, stored_sum = data, migration.checksum
+        if migration.encoding == "fp8":
             stored = encode(namespace.layout, data)
             stored_sum = checksum(stored)
-        self.files.write(move.target, stored)
+        self.files.write(migration.target, stored)
         self.files.record_put(
-            move.namespace_id,
-            move.block_hash,
-            move.parent,
-            move.part,
-            move.target,
+            migration.namespace_id,
+            migration.block_hash,
+            migration.parent,
+            migration.part,
+            migration.target,
             len(stored),
             stored_sum,
-            move.encoding,
+            migration.encoding,
         )
         return stored_sum
 
-    def read_part(self, move: Migration, namespace: Namespace, out: Octets) -> int:
+    def read_part(self, migration: Migration, namespace: Namespace, out: Octets) -> int:
         """Read one part into `out`; returns the checksum of the bytes in `out`.
 
         Raises:
@@ -124,15 +124,15 @@ class Device:
             ChecksumMismatch: the bytes on disk are not those that were written (invariant 5).
         """
         stored = out
-        if move.encoding == "fp8":
+        if migration.encoding == "fp8":
             stored = np.empty(stored_bytes(namespace.layout, "fp8"), dtype=np.uint8)
-        self.files.read(move.source, stored)
-        if checksum(stored) != move.checksum:
+        self.files.read(migration.source, stored)
+        if checksum(stored) != migration.checksum:
             with suppress(NvmeFailed):  # the checksum finds a stale record again
-                self.files.record_removed(move.namespace_id, move.block_hash)
-            raise ChecksumMismatch(f"part {move.part} on NVMe is not what was written")
-        if move.encoding != "fp8":
-            return move.checksum
+                self.files.record_removed(migration.namespace_id, migration.block_hash)
+            raise ChecksumMismatch(f"part {migration.part} on NVMe is not what was written")
+        if migration.encoding != "fp8":
+            return migration.checksum
         decode(namespace.layout, stored, out)
         return checksum(out)
 
@@ -235,15 +235,15 @@ class Devices:
             self.record_removed(namespace_id, block_hash)
         return count
 
-    def write_part(self, move: Migration, namespace: Namespace, data: Octets) -> int:
-        """`Device.write_part` on the move's target. The other devices forget the part.
+    def write_part(self, migration: Migration, namespace: Namespace, data: Octets) -> int:
+        """`Device.write_part` on the migration's target. The other devices forget the part.
 
         A lost device may be back at the next start, with an older copy.
         """
-        stored_sum = self[move.target.arena_id].write_part(move, namespace, data)
+        stored_sum = self[migration.target.arena_id].write_part(migration, namespace, data)
         for device in self:
-            if device.number != move.target.arena_id:
-                device.files.forget(move.namespace_id, move.block_hash, move.part)
+            if device.number != migration.target.arena_id:
+                device.files.forget(migration.namespace_id, migration.block_hash, migration.part)
         return stored_sum
 
     def record_removed(self, namespace_id: bytes, block_hash: bytes) -> None:

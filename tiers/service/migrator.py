@@ -1,10 +1,11 @@
 """Moves blocks between HBM, DRAM and NVMe beside the traffic: the store plans, threads do the I/O.
 
-Every move verifies the checksum of what it read before the copy becomes visible (invariant 5). The
-migrator owns a move from its beginning. The caller may leave; the slots stay held until the I/O has
-ended, and the store learns the true result. A device that refuses a write gets no more writes. A
-device that refuses a read is lost with its blocks, and the store reports that to the index. The
-node goes on with the other devices, or with DRAM alone, and no request fails because of a device.
+Every migration verifies the checksum of what it read before the copy becomes visible (invariant 5).
+The migrator owns a migration from its beginning. The caller may leave; the slots stay held until
+the I/O has ended, and the store learns the true result. A device that refuses a write gets no more
+writes. A device that refuses a read is lost with its blocks, and the store reports that to the
+index. The node goes on with the other devices, or with DRAM alone, and no request fails because of
+a device.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tiers.disk.manifest import NvmeFailed
 from tiers.memory.arena import Arena
 from tiers.memory.arena_set import ArenaSet
 from tiers.memory.hbm_arena import DeviceArena, DeviceFailed
-from tiers.service.move_io import MoveIo
+from tiers.service.migration_io import MigrationIo
 from tiers.store.blocks import Migration
 from tiers.store.store import Store
 
@@ -38,12 +39,12 @@ BATCH_BLOCKS = 16  # demoted together, for each device; their slots are held mea
 LOST_AT_ONCE = 4096  # slots of a lost device given up in one go: a few milliseconds
 TICK_S = 0.25
 POLL_S = 0.01  # between two looks at promotions that another part started
-HBM_DEMOTIONS = -1  # in place of a device's number: moves from HBM to DRAM
+HBM_DEMOTIONS = -1  # in place of a device's number: migrations from HBM to DRAM
 HBM_THREADS = 2  # copies to and from hbm at once; each has pinned memory of its own
 
 
 class Migrator:
-    """Carries out the store's moves.
+    """Carries out the store's migrations.
 
     Args:
         devices: the NVMe tier; their numbers are the arena ids there. None: no such tier.
@@ -63,14 +64,14 @@ class Migrator:
         self._store = store
         self._devices = devices
         self._has_hbm = hbm is not None
-        self._io = MoveIo(ArenaSet.of(arenas), self.devices, hbm, clock)
+        self._io = MigrationIo(ArenaSet.of(arenas), self.devices, hbm, clock)
         self._hbm_threads = ThreadPoolExecutor(HBM_THREADS, thread_name_prefix="kvpool-hbm")
         self._clock = clock
         self.read_speed, self.write_speed = self._io.read_speed, self._io.write_speed
-        self._queue = ByteQueue()  # promotions, by move id
+        self._queue = ByteQueue()  # promotions, by migration id
         self._promotions: dict[tuple[bytes, bytes], dict[int, asyncio.Future[int]]] = {}
         self._wake = asyncio.Event()
-        self._demotions: defaultdict[int, set[int]] = defaultdict(set)  # move ids, by device
+        self._demotions: defaultdict[int, set[int]] = defaultdict(set)  # migration ids, by device
         self._defect: BaseException | None = None
 
     @property
@@ -122,7 +123,7 @@ class Migrator:
         """Expire and demote until cancelled.
 
         Raises:
-            StoreCorrupt, or any other error of a move that neither a disk nor a caller caused.
+            StoreCorrupt, or any other error of a migration that neither a disk nor a caller caused.
         """
         while True:
             with contextlib.suppress(TimeoutError):
@@ -147,12 +148,12 @@ class Migrator:
             return
         self._store.migrations.rest_devices(d.number for d in self.devices if d.number not in free)
         batch = BATCH_BLOCKS * max(1, len(free))
-        for move in self._store.migrations.plan_demotions(batch, self._clock(), sources):
-            is_to_disk = move.target_tier == Tier.NVME
-            under_way = self._demotions[move.target.arena_id if is_to_disk else HBM_DEMOTIONS]
-            under_way.add(move.migration_id)
-            self._begin(move).add_done_callback(
-                partial(self._demoted, under_way, move.migration_id)
+        for migration in self._store.migrations.plan_demotions(batch, self._clock(), sources):
+            is_to_disk = migration.target_tier == Tier.NVME
+            under_way = self._demotions[migration.target.arena_id if is_to_disk else HBM_DEMOTIONS]
+            under_way.add(migration.migration_id)
+            self._begin(migration).add_done_callback(
+                partial(self._demoted, under_way, migration.migration_id)
             )
         if self._store.migrations.has_more:
             self._wake.set()
@@ -164,25 +165,25 @@ class Migrator:
 
     # ------------------------------------------------------------ promotion
 
-    def begin(self, moves: Sequence[Migration]) -> list[asyncio.Future[int]]:
-        """Start moves that a caller waits for. They go on if the caller leaves.
+    def begin(self, migrations: Sequence[Migration]) -> list[asyncio.Future[int]]:
+        """Start migrations that a caller waits for. They go on if the caller leaves.
 
-        Moves from a lost device are cancelled instead.
+        Migrations from a lost device are cancelled instead.
 
         Returns:
-            A future for each move that was started. Wait for them; never cancel them.
+            A future for each migration that was started. Wait for them; never cancel them.
         """
         hopeless = [
-            move
-            for move in moves
-            if move.source_tier == Tier.NVME and self._device(move).state == "failed"
+            migration
+            for migration in migrations
+            if migration.source_tier == Tier.NVME and self._device(migration).state == "failed"
         ]
         self._store.cancel_migrations(hopeless, self._clock())
-        return [self._begin(move) for move in moves if move not in hopeless]
+        return [self._begin(migration) for migration in migrations if migration not in hopeless]
 
-    async def promote(self, moves: Sequence[Migration]) -> None:
-        """Carry out moves; returns when each has succeeded or failed."""
-        works = self.begin(moves)
+    async def promote(self, migrations: Sequence[Migration]) -> None:
+        """Carry out migrations; returns when each has succeeded or failed."""
+        works = self.begin(migrations)
         if works:
             await asyncio.wait(works)
 
@@ -240,61 +241,65 @@ class Migrator:
 
     # ------------------------------------------------------------ on the event loop
 
-    def _device(self, move: Migration) -> Device:
-        place = move.source if move.source_tier == Tier.NVME else move.target
+    def _device(self, migration: Migration) -> Device:
+        place = migration.source if migration.source_tier == Tier.NVME else migration.target
         return self.devices[place.arena_id]
 
-    def _begin(self, move: Migration) -> asyncio.Future[int]:
-        namespace = self._store.namespaces[move.namespace_id]
-        is_read = move.source_tier == Tier.NVME
+    def _begin(self, migration: Migration) -> asyncio.Future[int]:
+        namespace = self._store.namespaces[migration.namespace_id]
+        is_read = migration.source_tier == Tier.NVME
         if is_read:
-            device = self._device(move)
-            submitted = device.readers.submit(self._io.read, device, move, namespace)
-        elif move.target_tier == Tier.NVME:
-            writers = self._device(move).writers
-            submitted = writers.submit(self._io.write, move, namespace)
+            device = self._device(migration)
+            submitted = device.readers.submit(self._io.read, device, migration, namespace)
+        elif migration.target_tier == Tier.NVME:
+            writers = self._device(migration).writers
+            submitted = writers.submit(self._io.write, migration, namespace)
         else:
-            submitted = self._hbm_threads.submit(self._io.copy, move)
+            submitted = self._hbm_threads.submit(self._io.copy, migration)
         work = asyncio.wrap_future(submitted)
-        if move.target_tier != Tier.NVME:
-            self._promotions.setdefault(_block(move), {})[move.migration_id] = work
+        if migration.target_tier != Tier.NVME:
+            self._promotions.setdefault(_block(migration), {})[migration.migration_id] = work
         if is_read:
-            self._queue.enter(move.migration_id, move.length)
+            self._queue.enter(migration.migration_id, migration.length)
         # Added before anybody can wait: a waiter finds the store up to date.
-        work.add_done_callback(lambda ended: self._settle(move, ended))
+        work.add_done_callback(lambda ended: self._settle(migration, ended))
         return work
 
-    def _settle(self, move: Migration, work: asyncio.Future[int]) -> None:
-        self._queue.leave(move.migration_id)
-        works = self._promotions.get(_block(move), {})
-        if works.pop(move.migration_id, None) is not None and not works:
-            del self._promotions[_block(move)]
+    def _settle(self, migration: Migration, work: asyncio.Future[int]) -> None:
+        self._queue.leave(migration.migration_id)
+        works = self._promotions.get(_block(migration), {})
+        if works.pop(migration.migration_id, None) is not None and not works:
+            del self._promotions[_block(migration)]
         try:
-            self._finish(move, work)
+            self._finish(migration, work)
         except KvpoolError as defect:
             self._fail(defect)
 
-    def _finish(self, move: Migration, work: asyncio.Future[int]) -> None:
+    def _finish(self, migration: Migration, work: asyncio.Future[int]) -> None:
         now = self._clock()
         if work.cancelled():  # it never began: the migrator was closed
-            self._store.cancel_migrations([move], now)
+            self._store.cancel_migrations([migration], now)
             return
         error = work.exception()
         self._store.finish_migration(
-            move.migration_id, error is None, now, None if error is not None else work.result()
+            migration.migration_id, error is None, now, None if error is not None else work.result()
         )
         if error is None:
-            is_up = move.target_tier < move.source_tier
-            self.counters["bytes_promoted" if is_up else "bytes_demoted"] += move.length
+            is_up = migration.target_tier < migration.source_tier
+            self.counters["bytes_promoted" if is_up else "bytes_demoted"] += migration.length
         elif isinstance(error, ChecksumMismatch):
             self.counters["corrupt_blocks"] += 1
-            log.error("dropping a corrupt block", block=move.block_hash.hex(), error=str(error))
-            self._store.drop(move.namespace_id, move.block_hash, "checksum", now)
+            log.error(
+                "dropping a corrupt block", block=migration.block_hash.hex(), error=str(error)
+            )
+            self._store.drop(migration.namespace_id, migration.block_hash, "checksum", now)
         elif isinstance(error, DeviceFailed):
             self.counters["hbm_errors"] += 1
             log.error("the device refused a copy", error=str(error))
-        elif Tier.NVME in (move.source_tier, move.target_tier):
-            self._handle_io_error(error, self._device(move), is_read=move.source_tier == Tier.NVME)
+        elif Tier.NVME in (migration.source_tier, migration.target_tier):
+            self._handle_io_error(
+                error, self._device(migration), is_read=migration.source_tier == Tier.NVME
+            )
         else:
             self._fail(error)
 
@@ -304,7 +309,7 @@ class Migrator:
             self._give_up(device, is_read=is_read, error=str(error))
         elif isinstance(error, KvpoolError):  # the files refuse one record or place
             self.counters["disk_refusals"] += 1
-            log.error("the NVMe files refused a move", error=str(error))
+            log.error("the NVMe files refused a migration", error=str(error))
         else:
             self._fail(error)
 
@@ -337,5 +342,5 @@ class Migrator:
         self.devices.close()
 
 
-def _block(move: Migration) -> tuple[bytes, bytes]:
-    return move.namespace_id, move.block_hash
+def _block(migration: Migration) -> tuple[bytes, bytes]:
+    return migration.namespace_id, migration.block_hash

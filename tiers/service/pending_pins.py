@@ -20,7 +20,7 @@ from kvpool.wire import messages as m
 from tiers.service.migrator import Migrator
 from tiers.store.store import Cold, PinResult, Store
 
-PROMOTING = "promoting"  # the store's reason for a pin that needs moves first
+PROMOTING = "promoting"  # the store's reason for a pin that needs migrations first
 PROMOTION_TIMEOUT_S = 5.0  # for callers who do not say how long they can wait
 DISK_FAILED = "disk_failed"
 UNKNOWN_S = -1.0
@@ -188,8 +188,8 @@ class PendingPins:
             or self._migrator.read_speed.idle_s(now) < PROBE_AFTER_S
         ):
             return
-        moves, _ = self._store.promote(namespace_id, hashes, now)
-        self._migrator.begin(moves)
+        migrations, _ = self._store.promote(namespace_id, hashes, now)
+        self._migrator.begin(migrations)
         self._counters["disk_probes"] += 1
 
     def _lease(

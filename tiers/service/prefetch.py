@@ -98,9 +98,9 @@ class PrefetchQueue:
 
     async def _promote(self, namespace_id: bytes, hashes: Sequence[bytes], target: Tier) -> None:
         try:
-            moves, reason = self._store.promote(namespace_id, hashes, self._clock(), target)
-            if moves:
-                await self._migrator.promote(moves)
+            migrations, reason = self._store.promote(namespace_id, hashes, self._clock(), target)
+            if migrations:
+                await self._migrator.promote(migrations)
         finally:
             self._waiting.difference_update((namespace_id, name, target) for name in hashes)
         there = sum(target in self._store.resident_tiers(namespace_id, name) for name in hashes)

@@ -80,7 +80,7 @@ class Resizer:
         arenas: those in use. Only the resizer changes the set.
         make: makes an arena by id and size. It runs in a thread and may take seconds.
         announce: registers and announces the arenas of the set. Awaited after each change.
-        demote: carries out moves to NVMe. Each future ends after the store has the result.
+        demote: carries out migrations to NVMe. Each future ends after the store has the result.
         may_demote: whether a disk takes writes.
     """
 
@@ -200,33 +200,40 @@ class Resizer:
         before = self._store.evacuations.bytes_left()
         if not before:
             return False
-        moves = self._store.plan_evacuation(
+        migrations = self._store.plan_evacuation(
             BATCH_BLOCKS, self._clock(), may_demote=self._may_demote()
         )
         works: list[asyncio.Future[Any]] = [
-            self._begin(move) for move in moves if move.target_tier == Tier.DRAM
+            self._begin(migration) for migration in migrations if migration.target_tier == Tier.DRAM
         ]
-        works += self._demote([move for move in moves if move.target_tier != Tier.DRAM])
+        works += self._demote(
+            [migration for migration in migrations if migration.target_tier != Tier.DRAM]
+        )
         if works:
             await asyncio.wait(works)
-        return bool(moves) or self._store.evacuations.bytes_left() != before
+        return bool(migrations) or self._store.evacuations.bytes_left() != before
 
-    def _begin(self, move: Migration) -> asyncio.Future[None]:
-        source, target = self._arenas[move.source.arena_id], self._arenas[move.target.arena_id]
-        work = asyncio.wrap_future(self._copy_thread.submit(_copy, move, source, target))
-        work.add_done_callback(lambda ended: self._settle(move, ended))
+    def _begin(self, migration: Migration) -> asyncio.Future[None]:
+        source, target = (
+            self._arenas[migration.source.arena_id],
+            self._arenas[migration.target.arena_id],
+        )
+        work = asyncio.wrap_future(self._copy_thread.submit(_copy, migration, source, target))
+        work.add_done_callback(lambda ended: self._settle(migration, ended))
         return work
 
-    def _settle(self, move: Migration, work: asyncio.Future[None]) -> None:
+    def _settle(self, migration: Migration, work: asyncio.Future[None]) -> None:
         now = self._clock()
         error = None if work.cancelled() else work.exception()
         if work.cancelled():
-            self._store.cancel_migrations([move], now)
+            self._store.cancel_migrations([migration], now)
             return
-        self._store.finish_migration(move.migration_id, error is None, now)
+        self._store.finish_migration(migration.migration_id, error is None, now)
         if error is not None:
-            log.error("dropping a corrupt block", block=move.block_hash.hex(), error=str(error))
-            self._store.drop(move.namespace_id, move.block_hash, "checksum", now)
+            log.error(
+                "dropping a corrupt block", block=migration.block_hash.hex(), error=str(error)
+            )
+            self._store.drop(migration.namespace_id, migration.block_hash, "checksum", now)
 
     async def _close_empty(self) -> None:
         gone = [self._arenas.remove(arena_id) for arena_id in self._store.evacuations.take_empty()]
@@ -245,8 +252,8 @@ def _tell_failure(task: asyncio.Task[m.ResizeDramReply]) -> None:
         log.warning("dram was not resized", error=str(error))
 
 
-def _copy(move: Migration, source: Arena, target: Arena) -> None:
-    data = target.view(move.target.offset, move.length)
-    data[:] = source.view(move.source.offset, move.length)
-    if checksum(data) != move.checksum:
-        raise ChecksumMismatch(f"part {move.part} in DRAM is not what was committed")
+def _copy(migration: Migration, source: Arena, target: Arena) -> None:
+    data = target.view(migration.target.offset, migration.length)
+    data[:] = source.view(migration.source.offset, migration.length)
+    if checksum(data) != migration.checksum:
+        raise ChecksumMismatch(f"part {migration.part} in DRAM is not what was committed")

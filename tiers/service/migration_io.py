@@ -1,4 +1,4 @@
-"""The byte copies of moves between tiers, done in threads. They also measure the disk's speed.
+"""The byte copies of migrations between tiers, done in threads. They also measure the disk's speed.
 
 Every copy verifies the checksum of what it read (invariant 5).
 """
@@ -24,8 +24,8 @@ from tiers.store.fp8 import Octets
 from tiers.store.slab_allocator import Place, StoreCorrupt
 
 
-class MoveIo:
-    """Copies the bytes of moves. Each method blocks its thread and returns the copy's checksum.
+class MigrationIo:
+    """Copies the bytes of migrations. Each method blocks, and returns the copy's checksum.
 
     Args:
         hbm: the HBM tier; None if the node has none.
@@ -51,51 +51,55 @@ class MoveIo:
         with self._speed_lock:
             return self.read_speed.seconds(size_bytes, operations)
 
-    def write(self, move: Migration, namespace: Namespace) -> int:
+    def write(self, migration: Migration, namespace: Namespace) -> int:
         """From DRAM to NVMe. Raises: as `Devices.write_part`."""
-        data = self._view(move.source, move)
-        with self._timed(self.write_speed, move.length):
-            return self._devices.write_part(move, namespace, data)
+        data = self._view(migration.source, migration)
+        with self._timed(self.write_speed, migration.length):
+            return self._devices.write_part(migration, namespace, data)
 
-    def read(self, device: Device, move: Migration, namespace: Namespace) -> int:
+    def read(self, device: Device, migration: Migration, namespace: Namespace) -> int:
         """From NVMe to DRAM, or through host memory to HBM.
 
         Raises:
             DeviceFailed: the HBM device refused. Others: as `Device.read_part`.
         """
-        is_for_hbm = move.target_tier == Tier.HBM
-        target = np.empty(move.length, np.uint8) if is_for_hbm else self._view(move.target, move)
-        with self._timed(self.read_speed, move.length):
-            found = device.read_part(move, namespace, target)
+        is_for_hbm = migration.target_tier == Tier.HBM
+        target = (
+            np.empty(migration.length, np.uint8)
+            if is_for_hbm
+            else self._view(migration.target, migration)
+        )
+        with self._timed(self.read_speed, migration.length):
+            found = device.read_part(migration, namespace, target)
         if is_for_hbm:
-            self._device_memory.write_from(move.target.offset, target)
+            self._device_memory.write_from(migration.target.offset, target)
         return found
 
-    def copy(self, move: Migration) -> int:
+    def copy(self, migration: Migration) -> int:
         """Between DRAM and HBM. The bytes are verified in DRAM.
 
         Raises:
             ChecksumMismatch: they are not what was committed. DeviceFailed: the device refused.
         """
-        if move.source_tier == Tier.HBM:
-            data = self._view(move.target, move)
-            self._device_memory.read_into(move.source.offset, data)
+        if migration.source_tier == Tier.HBM:
+            data = self._view(migration.target, migration)
+            self._device_memory.read_into(migration.source.offset, data)
         else:
-            data = self._view(move.source, move)
-        if checksum(data) != move.checksum:
-            where = move.source_tier
-            raise ChecksumMismatch(f"part {move.part} in {where} is not what was committed")
-        if move.target_tier == Tier.HBM:
-            self._device_memory.write_from(move.target.offset, data)
-        return move.checksum
+            data = self._view(migration.source, migration)
+        if checksum(data) != migration.checksum:
+            where = migration.source_tier
+            raise ChecksumMismatch(f"part {migration.part} in {where} is not what was committed")
+        if migration.target_tier == Tier.HBM:
+            self._device_memory.write_from(migration.target.offset, data)
+        return migration.checksum
 
-    def _view(self, place: Place, move: Migration) -> Octets:
-        return self._arenas[place.arena_id].view(place.offset, move.length)
+    def _view(self, place: Place, migration: Migration) -> Octets:
+        return self._arenas[place.arena_id].view(place.offset, migration.length)
 
     @property
     def _device_memory(self) -> DeviceArena:
         if self._hbm is None:
-            raise StoreCorrupt("a move names hbm, and the node has none")
+            raise StoreCorrupt("a migration names hbm, and the node has none")
         return self._hbm
 
     @contextlib.contextmanager
