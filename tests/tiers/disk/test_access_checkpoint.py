@@ -1,4 +1,4 @@
-"""What outlasts a restart besides the blocks: the order of their use, and their protection. Real files."""
+"""What survives a restart besides the blocks: the order of their use, and their protection."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def use(n: DiskNode, hashes: Sequence[bytes]) -> None:
 async def full_of(
     directories: Sequence[Path], hashes: Sequence[bytes], used: Sequence[bytes]
 ) -> None:
-    """One life of a node that ends well: its disks are full of `hashes`, of which `used` were read since."""
+    """Run a node until its disks are full of `hashes`; read `used`, and stop it properly."""
     with running(directories, **SIZES) as n:
         task = asyncio.create_task(n.migrator.run())
         await put_alone(n, hashes)
@@ -54,7 +54,7 @@ async def full_of(
 
 
 async def survivors(n: DiskNode, hashes: Sequence[bytes], fresh: int) -> list[bytes]:
-    """Those of `hashes` that still stand when so many new blocks have come."""
+    """Those of `hashes` that are still there after so many new blocks."""
     task = asyncio.create_task(n.migrator.run())
     await put_alone(n, names(fresh, b"new"))
     task.cancel()
@@ -210,7 +210,7 @@ async def test_a_stop_in_mid_write_waits_for_the_write_before_the_last_one(
 
 
 async def protected_life(disks: Sequence[Path], hashes: Sequence[bytes]) -> None:
-    """Ends at 1,000 s by its own clock and at 50,000 by the wall's: two are hard, two soft, for 100 s more."""
+    """Stops at 1,000 s monotonic and 50,000 s wall clock; soft protections last 100 s more."""
     with running(disks, **SIZES) as n:
         task = asyncio.create_task(n.migrator.run())
         await put_alone(n, hashes[:4])
@@ -241,7 +241,7 @@ async def test_protection_outlasts_a_restart_with_the_time_that_was_left(disks: 
         await restore(n.devices, n.store, 7.0, 50_200.0)
         assert sorted(kept(n)) == sorted(hard)
         n.store.expire(1e9)
-        # A hard one stands whatever comes.
+        # A hard protection stays in any case.
         assert await survivors(n, hashes, BLOCKS - len(hard)) == hard
 
 

@@ -1,4 +1,4 @@
-"""Several NVMe devices with a real store, migrator and files: spreading, restarts with other lists, devices that fail."""
+"""Several NVMe devices, with a real store, migrator and files: spreading, restarts, failures."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ class DiskNode:
                 self.service.put_inline(request, "w")
 
     async def cleaned(self, namespace: Namespace, hashes: Sequence[bytes]) -> None:
-        """Wait until all of the blocks stand on NVMe."""
+        """Wait until all of the blocks are on NVMe."""
         visible = self.store._table.spaces[namespace.namespace_id].visible[Tier.NVME]
-        await until(lambda: all(name in visible for name in hashes), "all stand on NVMe")
+        await until(lambda: all(name in visible for name in hashes), "all are on NVMe")
 
     async def pin(self, namespace: Namespace, hashes: Sequence[bytes]) -> m.PinReply:
         answer = self.service.pin(
@@ -503,7 +503,7 @@ async def test_fp8_parts_take_half_the_room_and_come_back_as_they_were_decoded(
         await n.put(WIDE, chain)
         await n.cleaned(WIDE, chain)
         assert n.store.inspection.tiers()[1].committed_bytes == 6 * 5 * PAGE
-        # What stands in DRAM keeps its exact bytes.
+        # Blocks in DRAM keep their exact bytes.
         assert is_exact(WIDE, await n.read(WIDE, chain))
         task.cancel()
     with running(disks[:2], dtype="fp8") as n:

@@ -23,7 +23,7 @@ def drive(
     start: float = 0.0,
     pause_s: float = 0.0,
 ) -> float:
-    """`count` operations, `depth` at once, on a device that gives `bytes_per_s` over all of them."""
+    """`count` operations, `depth` at once, on a device of `bytes_per_s` in total."""
     now = start
     for _ in range(count // depth):
         operations = [disk.begin(now) for _ in range(depth)]
@@ -73,7 +73,7 @@ def test_a_steady_rate_is_found_at_any_depth_size_and_idleness(
 
 @given(st.lists(st.tuples(st.floats(0.001, 1.0), st.floats(0.001, 1.0)), min_size=8, max_size=40))
 def test_overlapping_operations_never_count_time_twice(pairs: list[tuple[float, float]]) -> None:
-    """Whatever overlaps: no faster than all bytes over the shortest time, no slower than over all of it."""
+    """With any overlap, the speed lies between all bytes over the longest and the shortest time."""
     disk = Throughput()
     begins: list[tuple[float, float]] = []
     at = 0.0

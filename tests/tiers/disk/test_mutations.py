@@ -1,4 +1,4 @@
-"""A crash at each single write of the disk's files, and bytes that rot: with each guard taken away, a check notices.
+"""A crash at each write of the disk's files, and rotten bytes: without a guard, a check fails.
 
 The process ends (or the power, with half of a write done) at every write that the code makes, one
 after the other; after each, a restart must find only whole blocks, and all that were confirmed

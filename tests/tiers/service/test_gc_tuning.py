@@ -1,4 +1,4 @@
-"""A node's garbage collector looks at what is new, and finds nothing of ours that only it could free."""
+"""A node's garbage collector looks only at new objects, and the node leaves it no cycles."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def test_what_comes_and_goes_in_a_node_forms_no_cycle() -> None:
         assert pinned.found == 600
         await client.call(m.Release([pinned.lease_id]), 10)
         await client.call(reserve, 10)
-        freeze_survivors()  # from here on nobody looks at what there is now
+        freeze_survivors()  # later collections skip the objects so far
         with pytest.raises(KvpoolError):
             await client.call(m.Commit(999, b""), 10)
         await client.close()

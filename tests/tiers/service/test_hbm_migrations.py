@@ -1,4 +1,4 @@
-"""The migrator and the service with a store, a dram arena and hbm on cpu: what wrong bytes and failing devices do."""
+"""Migrations to and from HBM (on cpu): wrong bytes and failing devices."""
 
 from __future__ import annotations
 

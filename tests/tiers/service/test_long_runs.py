@@ -1,4 +1,4 @@
-"""Runs that are reserved and committed slice by slice: the same outcome, the same promises, and others in between."""
+"""Long runs, reserved and committed in slices: the same result, with other requests between."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_run_whose_writer_leaves_or_is_too_late_goes_no_further_and_leaks_noth
     now = 6.0 if end == "expired" else 1.0
     if end == "cancelled":
         room.store.reservations.cancel(run, now)
-        assert room.held_bytes == 0  # nobody was told of it: no late write is possible
+        assert room.held_bytes == 0  # no client learnt of it: no late write is possible
     elif end == "gone":
         room.store.client_gone("w", now)
     with pytest.raises(ReservationGone):

@@ -1,4 +1,4 @@
-"""The migrator with a real store, arena and files: who waits for moves, who leaves, and what disks do to them."""
+"""The migrator with a real store, arena and files: callers that wait or leave, and bad disks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def content(i: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 class Node:
-    """A node's parts without its server; `cold` blocks of one chain stand on NVMe alone."""
+    """A node's parts without its server; `cold` blocks of one chain are on NVMe alone."""
 
     def __init__(
         self, directory: Path, cold: int = 0, *, dram_pages: int = 256, write_through: bool = True
@@ -104,7 +104,7 @@ def running(*args: Any, **settings: Any) -> Iterator[Node]:
 
 
 class Gate:
-    """Holds whoever calls through it until it is opened."""
+    """Blocks its callers until it is opened."""
 
     def __init__(self, real: Callable[..., Any]) -> None:
         self._real = real

@@ -1,4 +1,4 @@
-"""A hit on a slow disk says what it costs, and a caller that finds it too dear gets the rest at once."""
+"""A hit on a slow disk has a predicted wait; a caller may decline it and get the rest at once."""
 
 from __future__ import annotations
 

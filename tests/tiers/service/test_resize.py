@@ -73,7 +73,7 @@ class Node:
 
     async def announce(self, arenas: Sequence[Arena]) -> None:
         if self.refuses:
-            raise Unavailable("nobody listens")
+            raise Unavailable("no conductor")
         self.announced.append([arena.arena_id for arena in arenas])
         self.heard.set()
 
@@ -134,7 +134,7 @@ async def test_what_was_begun_ends_although_its_caller_has_left() -> None:
     async with asyncio.timeout(60):
         await node.heard.wait()
     assert list(node.arenas) == list(node.store.inspection.arena_bytes()) == [0, 1]
-    reply = await node.resizer.resize(m.ResizeDram(4 * SLAB))  # nothing stands in its way
+    reply = await node.resizer.resize(m.ResizeDram(4 * SLAB))  # no other resize is running
     assert reply.capacity_bytes == 4 * SLAB
     node.resizer.close()
     node.arenas.close()
