@@ -21,6 +21,7 @@ from tests.support.waiting import until
 from tiers.service.migrator import Migrator
 from tiers.service.service import SLICE, NodeService
 from tiers.store.blocks import Reservation
+from tiers.store.reservation_cursors import ReserveCursor
 from tiers.store.slab_allocator import SlabAllocator
 from tiers.store.store import Store
 
@@ -89,7 +90,9 @@ class Room:
         granted = self.store.reserve(self.space, hashes, b"", 0, "w", 30.0, now)
         self.store.commit(granted.reservation_id, [1] * len(granted.places), now)
 
-    def begin(self, hashes: list[bytes], writer: str = "w", ttl_s: float = 30.0, now: float = 0.0):  # type: ignore[no-untyped-def]
+    def begin(
+        self, hashes: list[bytes], writer: str = "w", ttl_s: float = 30.0, now: float = 0.0
+    ) -> ReserveCursor:
         return self.store.reservations.begin_reserve(self.space, hashes, b"", 0, writer, ttl_s, now)
 
     @property
