@@ -79,7 +79,7 @@ def test_a_protected_prompt_outlives_everything_else(cluster: Cluster, pool: Poo
 def test_no_more_than_half_the_node_can_be_protected(cluster: Cluster, pool: Pool) -> None:
     long = chain(5, SLOTS // 2 + 4)
     pool.put(NAMESPACE, long, np.ones((len(long), SIZE), np.uint8))
-    with pytest.raises(NoRoom, match="protected"):
+    with pytest.raises(NoRoom, match="retained bytes"):
         pool.protect(NAMESPACE, long)
     assert retained_bytes(cluster) == 0
     for wrong in (0.0, -1.0, float("nan"), 1e12):
