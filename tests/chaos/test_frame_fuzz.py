@@ -231,7 +231,10 @@ def test_hostile_frames_get_typed_errors_or_close_their_own_connection_alone(
     cluster.supervisor.check()
     log = cluster.member("n0").log_path.read_text()
     assert "Traceback" not in log
-    assert "failed" not in log.replace("handshake failed", "")
+    # A frame may name a peer that is not there, or no peer at all; serving it must not fail.
+    for allowed in ("handshake failed", "copying from a node failed"):
+        log = log.replace(allowed, "")
+    assert "failed" not in log, [line for line in log.splitlines() if "failed" in line][:3]
     # The frames went deep: each request of a node was carried out at times.
     for request in OF_A_NODE if FRAMES >= 100_000 else ():
         assert attacker.outcomes[f"{request.__name__}:ok"] > 0, request

@@ -94,10 +94,10 @@ class Storm:
 
     def stop(self) -> list[int]:
         """End them in good order, those that have just begun after their first call."""
-        wait_until(lambda: all(worker.read_report().calls for worker in self.running), "calls", 30)
+        wait_until(lambda: all(worker.read_report().calls for worker in self.running), "calls", 240)
         for worker in self.running:
             worker.process.terminate()
-        return [worker.process.wait(20) for worker in self.running]
+        return [worker.process.wait(120) for worker in self.running]
 
     def close(self) -> None:
         for worker in self.running:
