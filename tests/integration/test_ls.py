@@ -102,7 +102,7 @@ def test_the_command_shows_people_and_programs_the_same(
     assert "tenant" not in out
     status, out, err = shell.run("ls", "--limit", "2", is_json=False)
     assert status == 0, err
-    for text in (ACME.name, HASHES[0].hex()[:12], "for ever", "5 blocks", "and 3 more"):
+    for text in (ACME.name, HASHES[0].hex()[:12], "forever", "5 blocks", "and 3 more"):
         assert text in out
     assert HASHES[2].hex()[:12] not in out
     status, _, err = shell.run("ls", "--node", "zzz")
