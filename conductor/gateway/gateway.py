@@ -240,7 +240,7 @@ class Gateway:
     ) -> Decision:
         """Choose a worker that was not tried.
 
-        If there is none, wait until `until` for any that has a place.
+        If there is none, wait for any that has a place, at most until the deadline `until`.
         """
         retry = await self._decide(request, frozenset(tried), mode="local")
         if not retry.is_refused:

@@ -85,8 +85,6 @@ class RemotePrefill:
         deadline = time.monotonic() + within_s
         asked = time.monotonic()
         grant, existing = await self._reserve(request, prefiller.member_id, target, have, within_s)
-        # If another request writes part of this chain now, plan only with the blocks before that
-        # part.
         granted = set(np.frombuffer(grant.indices, dtype="<u4").tolist()) if grant else set()
         within_s = max(0.0, deadline - time.monotonic())
         if grant is not None:
@@ -119,6 +117,8 @@ class RemotePrefill:
         covered = dict.fromkeys(existing, target.member_id)
         if reply.committed_blocks:
             covered |= dict.fromkeys(granted, target.member_id)
+        # If another request writes part of this chain now, plan only with the blocks before that
+        # part.
         near = (await self._cluster.find(namespace_id, request.hashes)).segments(decode_host)
         return extend(cut(near, have) if have else [], covered, len(request.hashes)), reply
 

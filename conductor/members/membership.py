@@ -1,7 +1,7 @@
 """The members of the pool: nodes and workers by id and epoch, and their states. Pure.
 
-A member is live, draining (gets no new work), suspect (silent for a while: it gets no work, but its
-blocks stay in the index) or dead (removed). Messages of an older epoch are refused. A newer epoch
+A member is live, draining (gets no new work) or suspect (silent for a while: it gets no work, but
+its blocks stay in the index). A dead member is removed and has no state. Messages of an older epoch are refused. A newer epoch
 invalidates what the member said under the older one. For nodes, the sequence numbers of event
 batches are checked, and a gap makes the node send a full report. `now` is monotonic seconds.
 """
@@ -140,8 +140,8 @@ class Membership(Generic[D, R]):
     def join(self, member_id: str, epoch: int, descriptor: D, now: float) -> Joined:
         """Add a member, or restart its session. Its full report follows.
 
-        For a node, begin the index's snapshot now, so that events that overtake the report are
-        kept.
+        For a node, the caller begins the index's snapshot now, so that events that overtake the
+        report are kept.
 
         Raises:
             StaleEpoch: a newer epoch of this member is known.

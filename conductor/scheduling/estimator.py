@@ -1,6 +1,6 @@
 """Predicts TTFT, TPOT and side effects of every way to serve one request.
 
-Strategies choose by them.
+Strategies choose by these predictions.
 
 TTFT = queue + fetch of the blocks that the pool has and the worker lacks + prefill of the rest. For
 a prefill on another worker it also includes the exposed transfer, the decode worker's read, and its

@@ -1,5 +1,5 @@
 """Authorize calls: find the principal of a token, check its scope, and check the namespaces that it
-names.
+names. `kvpool.security.scopes` says which scope each message needs.
 
 A namespace of another tenant gets the same answer as one that does not exist. `CALLER` carries the
 principal from HTTP and gRPC servers to their handlers; on the wire the session has it.

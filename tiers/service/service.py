@@ -253,7 +253,7 @@ class NodeService:
             self._clock(),
             request.parts or None,
             request.tier_preference,
-            cold="tell",
+            cold="report",
         )
         if result.miss_reason != PROMOTING:
             return self._pinned(TimedPin(result, 0.0, 0.0), request)

@@ -1,4 +1,4 @@
-"""Which copies may leave a tier, and in which order those of one slot size and account do.
+"""Which copies may leave a tier, and the order in which they leave, per slot size and account.
 
 The guards decide whether a copy may leave at all; the policy (`tiers.policies`) decides which one
 leaves first. A pin updates no queue: candidates are checked when their turn comes, so that pins

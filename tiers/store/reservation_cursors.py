@@ -17,7 +17,7 @@ from tiers.store.blocks import Block, Copy, Reservation, Space
 from tiers.store.slab_allocator import Place
 
 
-class Grant:
+class LiveReservation:
     """A live reservation: the copies that its writer may fill; None for committed ones."""
 
     __slots__ = ("copies", "deadline", "part", "remaining", "reservation_id", "writer_id")
@@ -52,7 +52,7 @@ class ReserveCursor:
     shielded: Collection[Block]
     statuses: list[int] = field(default_factory=list)  # `BlockStatus`
     places: list[Place] = field(default_factory=list)  # of those granted
-    grant: Grant | None = None
+    grant: LiveReservation | None = None
 
     @property
     def is_done(self) -> bool:

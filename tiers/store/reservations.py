@@ -30,7 +30,7 @@ from tiers.store.block_table import BlockTable
 from tiers.store.blocks import Block, Copy, Space, check_memory_tier
 from tiers.store.config import StoreConfig
 from tiers.store.namespaces import NamespaceTable
-from tiers.store.reservation_cursors import CommitCursor, Grant, ReserveCursor
+from tiers.store.reservation_cursors import CommitCursor, LiveReservation, ReserveCursor
 from tiers.store.slab_allocator import Place
 
 
@@ -66,7 +66,7 @@ class ReservationTable:
         self._config = config
         self._quarantine_s = config.quarantine_s
         self._next_id = config.first_id
-        self._grants: dict[int, Grant] = {}
+        self._grants: dict[int, LiveReservation] = {}
         self._by_writer: dict[str, set[int]] = {}
         self._due: list[tuple[float, int]] = []
         self._committing: dict[CommitCursor, None] = {}
@@ -76,7 +76,7 @@ class ReservationTable:
     def __len__(self) -> int:
         return len(self._grants)
 
-    def values(self) -> list[Grant | CommitCursor]:
+    def values(self) -> list[LiveReservation | CommitCursor]:
         """All live reservations, and the parts that were taken from them to be committed."""
         return [*self._grants.values(), *self._committing]
 
@@ -283,10 +283,12 @@ class ReservationTable:
 
     # ------------------------------------------------------------ within
 
-    def _grant(self, part: int, writer_id: str, deadline: float) -> Grant:
+    def _grant(self, part: int, writer_id: str, deadline: float) -> LiveReservation:
         reservation_id = self._next_id
         self._next_id += 1
-        grant = self._grants[reservation_id] = Grant(reservation_id, writer_id, part, deadline)
+        grant = self._grants[reservation_id] = LiveReservation(
+            reservation_id, writer_id, part, deadline
+        )
         self._by_writer.setdefault(writer_id, set()).add(reservation_id)
         heappush(self._due, (deadline, reservation_id))
         return grant
@@ -324,7 +326,7 @@ class ReservationTable:
                 return BlockStatus.GRANTED, block.copies[index]
         return BlockStatus.NO_ROOM, None
 
-    def _live(self, reservation_id: int, now: float) -> Grant:
+    def _live(self, reservation_id: int, now: float) -> LiveReservation:
         grant = self._grants.get(reservation_id)
         if grant is not None and now >= grant.deadline:
             self._end(grant, is_late_write_possible=True, now=now)
@@ -334,7 +336,7 @@ class ReservationTable:
             raise reservation_over(reservation_id)
         return grant
 
-    def _remove(self, grant: Grant) -> None:
+    def _remove(self, grant: LiveReservation) -> None:
         del self._grants[grant.reservation_id]
         of_writer = self._by_writer[grant.writer_id]
         of_writer.discard(grant.reservation_id)
@@ -343,7 +345,7 @@ class ReservationTable:
         if len(self._due) > 1024 and len(self._due) > 2 * len(self._grants):
             self._due = sorted((g.deadline, i) for i, g in self._grants.items())
 
-    def _end(self, grant: Grant, *, is_late_write_possible: bool, now: float) -> None:
+    def _end(self, grant: LiveReservation, *, is_late_write_possible: bool, now: float) -> None:
         self._remove(grant)
         # The last block first: the tail of a chain leaves before its ancestors.
         open_copies = [copy for copy in reversed(grant.copies) if copy is not None]

@@ -1,9 +1,9 @@
-"""The node's block state machine: what may be read, written, evicted and migrated (DESIGN §6).
+"""The node's block state machine: what may be read, written, evicted and migrated.
 
     free -> reserved -> committed -> (pinned n times) -> evicted -> free
 
 `Store` holds the calls that touch several of its parts. Each part has its own file: `leases`,
-`reservations`, `migrations`, `evacuations`, `retention`, `failed_arenas`, `namespaces`, `recovery`,
+`reservations`, `migrations`, `evacuation`, `retention`, `failed_arenas`, `namespaces`, `recovery`,
 `inspection`.
 
 Equal calls give equal results: `now` is an argument, in monotonic seconds that never go back. Not
@@ -53,7 +53,7 @@ __all__ = [
     "StoreEvent",
 ]
 
-Cold = Literal["promote", "tell", "lease"]  # see `Store.pin`
+Cold = Literal["promote", "report", "lease"]  # see `Store.pin`
 
 
 class Store:
@@ -150,8 +150,8 @@ class Store:
             parts: tensor-parallel parts whose places are wanted; None or empty for all.
             tier: the fastest tier that the caller can read. With DRAM every place is in DRAM. With
                 HBM each place is in HBM or DRAM, and the lease holds that copy only.
-            cold: what to do if blocks are only in other tiers. "tell" reports "promoting" and does
-                nothing; "lease" reports it and leases the blocks before the first such block.
+            cold: what to do if blocks are only in other tiers. "report" says "promoting" and does
+                nothing; "lease" says it and leases the blocks before the first such block.
 
         Raises:
             UnknownNamespace.
@@ -175,7 +175,7 @@ class Store:
         reason = ""
         if len(copies) < len(hashes):
             if any(hashes[len(copies)] in names for names in space.visible):
-                if cold == "tell":
+                if cold == "report":
                     return PinResult(0, 0, [], [], [], 0.0, "promoting", [])
                 reason = "promoting"
             if reason and cold == "promote":

@@ -53,7 +53,7 @@ class LayerSender:
         self._link = link
         self._reservation = reservation
         self._layout = layout
-        self._place_of = {int(block): row for row, block in enumerate(indices)}
+        self._row_of = {int(block): row for row, block in enumerate(indices)}
         self._sums = [xxhash.xxh3_64() for _ in indices]
         self._layers_sent = np.zeros(len(indices), dtype=np.int64)
         self._deadline = time.monotonic() + timeout_s
@@ -152,16 +152,16 @@ class LayerSender:
     def _send(self, chunk: LayerChunk) -> None:
         layer_bytes = self._layout.layer_bytes
         wanted = [
-            (i, self._place_of[chunk.first_block + i])
+            (i, self._row_of[chunk.first_block + i])
             for i in range(len(chunk.blocks))
-            if chunk.first_block + i in self._place_of
+            if chunk.first_block + i in self._row_of
         ]
         if not wanted:
             return
         rows = np.array([i for i, _ in wanted], dtype=np.int64)
-        slots = np.array([slot for _, slot in wanted], dtype=np.int64)
+        targets = np.array([row for _, row in wanted], dtype=np.int64)
         base = int(chunk.blocks.ctypes.data)
-        places = self._reservation.places[slots].copy()
+        places = self._reservation.places[targets].copy()
         places[:, 1] += chunk.layer * layer_bytes
         lengths = np.full(len(rows), layer_bytes, dtype=np.int64)
         pieces = Pieces(base + rows * layer_bytes, places, lengths, chunk.blocks)
