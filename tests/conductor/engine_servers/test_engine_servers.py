@@ -362,7 +362,7 @@ async def test_a_hanging_prefill_server_is_given_up_in_time_and_its_request_canc
     prefill, decode = ScriptedServer(), ScriptedServer()
     prefill.hangs = True
     # Long enough for the request to arrive on a busy machine: only then can it be cancelled.
-    async with disaggregated(prefill, decode, prefill_timeout_s=1.5) as running:
+    async with disaggregated(prefill, decode, prefill_timeout_s=4.0) as running:
         document = (await running.ask(prompt=PROMPT, kvpool={"prefill": "remote"})).json()
         await until(lambda: prefill.left == 1, "its connection was closed")
     assert document["kvpool"]["fallback_reason"] == "prefill:deadline"
