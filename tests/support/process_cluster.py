@@ -132,10 +132,16 @@ class Cluster:
         return not stats["leases"] and not stats["reservations"]
 
     def wait_joined(self, *, nodes: int, workers: int = 0) -> None:
+        """Wait until so many are live, and until each running node is known by its present epoch."""
+        running = {m.name for m in self.supervisor.members if m.process.poll() is None}
+        epochs = {f["id"]: f["epoch"] for name, f in self.nodes.items() if name in running}
+
         def joined() -> bool:
             stats = self.stats()
             live = [s for s in stats["node_states"].values() if s == "live"]
-            return len(live) == nodes and len(stats["workers"]) == workers
+            known = {node["node_id"]: node["epoch"] for node in stats["nodes"]}
+            is_known = all(known.get(node_id) == epoch for node_id, epoch in epochs.items())
+            return is_known and len(live) == nodes and len(stats["workers"]) == workers
 
         wait_until(joined, f"{nodes} nodes and {workers} workers joined")
 
