@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import venv
 import zipfile
@@ -67,6 +68,16 @@ def test_no_dependency_of_a_user_is_pinned_exactly() -> None:
     for_users = ("server", "nixl", "planner", "demo", "redis", "plot", "vllm")
     asked = [*client["dependencies"], *(text for name in for_users for text in extras[name])]
     assert [text for text in asked if "==" in text and "kvpool-server" not in text] == []
+
+
+def test_an_editable_installation_reads_the_packages_where_they_are(tmp_path: Path) -> None:
+    """A copy in site-packages would go stale at the next edit."""
+    names = sorted({"kvpool", *SERVER_PACKAGES})
+    code = f"import {', '.join(names)}; print(*({'.__path__[0], '.join(names)}.__path__[0],))"
+    done = run(sys.executable, "-P", "-c", code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    site_packages = Path(sysconfig.get_path("purelib"))
+    assert [path for path in done.stdout.split() if Path(path).is_relative_to(site_packages)] == []
 
 
 # ---------------------------------------------------------------- wheels

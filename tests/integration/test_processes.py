@@ -154,7 +154,7 @@ def test_files_go_into_the_pool_and_come_back_by_command(tmp_path: Path) -> None
         assert "0 of 2 blocks" in missing.stderr
         assert not (tmp_path / "none").exists()
         nonsense = run_kvpool("lookup", "nonsense", *to)
-        assert (nonsense.returncode, "is no key" in nonsense.stderr) == (1, True)
+        assert (nonsense.returncode, "is not a key" in nonsense.stderr) == (1, True)
     refused = run_kvpool("stats", "--conductor", "127.0.0.1:9")
     assert refused.returncode == 1
     assert "127.0.0.1:9" in refused.stderr

@@ -137,9 +137,9 @@ def test_what_names_no_prompt_is_refused(cluster: Cluster, shell: Shell, tmp_pat
         (("--text", "a", "--hash", "00" * 16), "2 prompts"),
         (("--text", "a", "--model", NAMESPACE.model), "1 tokens"),
         (("--text", "a", "--model", "who"), "no blocks of model 'who'"),
-        (("--hash", "00", "--model", NAMESPACE.model), "no block hash"),
-        (("--tokens", str(bad), "--model", NAMESPACE.model), "no token ids"),
-        (("not-a-key",), "no key"),
+        (("--hash", "00", "--model", NAMESPACE.model), "is not a block hash"),
+        (("--tokens", str(bad), "--model", NAMESPACE.model), "does not hold token ids"),
+        (("not-a-key",), "is not a key"),
     ):
         status, _, error = shell.run("protect", *arguments)
         assert status == 1

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -263,12 +264,14 @@ def _stream(client: httpx.Client, path: str, body: dict[str, Any]) -> Answer:
 
 
 def _document() -> str:
-    """The Apache licence, a real document that comes with this package."""
-    here = Path(__file__).resolve()
-    for path in (here.parents[2] / "LICENSE", here.parent / "LICENSE"):
-        if path.is_file():
-            return path.read_text()[:DOCUMENT_CHARS]
-    raise DemoFailed("the file LICENSE is missing", hint="run the demo from a checkout")
+    """The Apache licence: a real document that comes with every installation."""
+    try:
+        text = distribution("kvpool").read_text("licenses/LICENSE")
+    except PackageNotFoundError:
+        text = None
+    if not text:
+        raise DemoFailed("the installation of kvpool has no file LICENSE", hint="install it again")
+    return text[:DOCUMENT_CHARS]
 
 
 def _result(answers: dict[str, Answer]) -> dict[str, Any]:
