@@ -39,7 +39,8 @@ def test_the_demo_meets_its_promises(tmp_path: Path) -> None:
     assert result["outputs_equal"] is True
     assert 1_800 <= result["prompt_tokens"] <= 2_400
     assert result["hit_tokens"] >= 0.9 * result["prompt_tokens"]
-    assert result["bytes_moved"] == result["hit_tokens"] * 23_040
+    # 30 layers, K and V, 3 heads of 64: in bfloat16, or in float32 where the CPU lacks bfloat16
+    assert result["bytes_moved"] / result["hit_tokens"] in (23_040, 46_080)
     assert result["transport"] == "nixl"
     # Not a benchmark: recomputing everything costs many times more than reading it.
     assert result["hit_ttft_s"] < result["reference_ttft_s"]

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from kvpool.wire.messages import Sampling
 from tiers.store.fp8 import decode, encode
 from workers.engine.contract import Bytes, Engine, SequenceState
+from workers.engine.kv_cache import TORCH_DTYPES
 from workers.engine.model_files import default_cache_dir, prepare_model
 from workers.engine.transformers_engine import TransformersEngine
 
@@ -84,9 +85,9 @@ def test_real_kv_goes_through_fp8_with_a_bounded_error_and_nearly_the_same_next_
 
         lossy = through_fp8(engine, blocks)
         shape = (len(blocks), *engine.layout.part_shape)
+        dtype = TORCH_DTYPES[engine.layout.dtype]
         before, after = (
-            torch.from_numpy(kv).view(torch.bfloat16).reshape(shape).double()
-            for kv in (blocks, lossy)
+            torch.from_numpy(kv).view(dtype).reshape(shape).double() for kv in (blocks, lossy)
         )
         error = (after - before).abs()
         largest = before.abs().amax(dim=(-2, -1), keepdim=True)

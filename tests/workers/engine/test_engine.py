@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -31,6 +32,7 @@ from tests.support.tiny_model import (
     VOCABULARY,
     save_tiny_llama,
 )
+from workers.engine import transformers_engine
 from workers.engine.contract import Bytes, Engine, LayerChunk, SequenceState, Tokens
 from workers.engine.model_files import default_cache_dir, prepare_model
 from workers.engine.prefix_cache import LocalPrefixCache
@@ -81,9 +83,13 @@ def prefilled(engine: Engine, prompt: Tokens, chunk_tokens: int = 0) -> Sequence
 # ---------------------------------------------------------------- what the engine is
 
 
-def test_layout_namespace_and_limits_come_from_the_model(model_dir: Path) -> None:
+@pytest.mark.parametrize(("has_bfloat16", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_layout_namespace_and_limits_come_from_the_model_and_the_cpu(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, has_bfloat16: bool, dtype: str
+) -> None:
+    monkeypatch.setattr(transformers_engine, "_is_fast_on_cpu", lambda _: has_bfloat16)
     engine = TransformersEngine(model_dir, model_name="tiny", block_tokens=BLOCK)
-    assert engine.layout == Layout("bfloat16", LAYERS, KV_HEADS, HEAD_DIM, BLOCK)
+    assert engine.layout == Layout(dtype, LAYERS, KV_HEADS, HEAD_DIM, BLOCK)
     assert engine.max_model_tokens == MAX_TOKENS
     assert engine.eos_token_ids == {2, 7}
     mine = engine.namespace(tenant="a", salt="s", hash_algorithm="sha256")
@@ -515,8 +521,8 @@ def test_time_is_recorded_by_phase(engine: Engine) -> None:
 def test_smollm2_answers_and_reuse_does_not_change_the_answer() -> None:
     model_dir = prepare_model("smollm2-135m", default_cache_dir())
     engine = TransformersEngine(model_dir, model_name="smollm2-135m")
-    assert engine.layout.part_bytes == 1_474_560
-    assert engine.layout.layer_bytes == 49_152
+    as_stored = msgspec.structs.replace(engine.layout, dtype="bfloat16")
+    assert (as_stored.part_bytes, as_stored.layer_bytes) == (1_474_560, 49_152)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     facts = "The sky is blue. Grass is green. Snow is white. " * 12
     text = tokenizer.apply_chat_template(
@@ -526,7 +532,7 @@ def test_smollm2_answers_and_reuse_does_not_change_the_answer() -> None:
     )
     prompt = np.array(tokenizer(text)["input_ids"], np.int64)
     cold = engine.start(prompt, 8)
-    parts = np.zeros((len(prompt) // 64, 30, 49_152), np.uint8)
+    parts = np.zeros((len(prompt) // 64, 30, engine.layout.layer_bytes), np.uint8)
 
     def on_layer(chunk: LayerChunk) -> None:
         rows = slice(chunk.first_block, chunk.first_block + len(chunk.blocks))
