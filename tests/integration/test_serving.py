@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
+import torch
 
 from conductor.gateway.timings import PHASES
 from kvpool.errors import DeadlineExceeded
@@ -22,11 +24,12 @@ from tests.support.process_cluster import LAYOUT, Cluster, wait_until
 from tests.support.tiny_model import MAX_TOKENS, VOCABULARY, save_tiny_llama
 
 BLOCK = LAYOUT.block_tokens
+KV_LAYOUT = msgspec.structs.replace(LAYOUT, dtype="float32")  # equal on every CPU
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny"), dtype=torch.float32)
 
 
 def start(cluster: Cluster, model: Path) -> Cluster:
@@ -99,8 +102,8 @@ def test_prefill_and_decode_on_two_hosts_give_the_engines_own_tokens(cluster: Cl
     # Computed for this very request: read from the pool, and yet no hit.
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     # Reserved near the decode worker: the prefill worker writes to the other host, over NIXL.
-    assert done["bytes_written"] == {"nixl": 10 * LAYOUT.block_bytes}
-    assert done["bytes_read"] == {"shm": 10 * LAYOUT.block_bytes}
+    assert done["bytes_written"] == {"nixl": 10 * KV_LAYOUT.block_bytes}
+    assert done["bytes_read"] == {"shm": 10 * KV_LAYOUT.block_bytes}
     assert (done["verified_blocks"], done["fallback_reason"]) == (10, "")
     # The same split by the engine alone: it computes the prompt, then reuses its own blocks.
     complete(cluster, tokens, decode_worker=target, pool="local")
@@ -120,7 +123,7 @@ def test_a_second_prompt_finds_the_shared_prefix_from_the_other_host(cluster: Cl
     hit = complete(cluster, second, decode_worker=target)
     assert hit["kvpool"]["pool_tokens"] == 8 * BLOCK
     assert hit["kvpool"]["mode"] == "local"
-    assert hit["kvpool"]["bytes_read"] == {"nixl": 8 * LAYOUT.block_bytes}
+    assert hit["kvpool"]["bytes_read"] == {"nixl": 8 * KV_LAYOUT.block_bytes}
     assert hit["usage"]["prompt_tokens_details"]["cached_tokens"] == 8 * BLOCK
     complete(cluster, first, decode_worker=target, pool="local")
     split = {"pool": "local", "local_prefix_tokens": 8 * BLOCK}
