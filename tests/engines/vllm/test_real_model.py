@@ -137,6 +137,11 @@ def test_after_a_restart_of_the_node_blocks_come_from_nvme(
     pool.kill("near")
     files = f"node.nvme_directories={pool.nvme}"  # type: ignore[attr-defined]
     pool.start_node("again", *NODE, files, "node.nvme_bytes=256MiB")
+    epoch = pool.nodes["again"]["epoch"]
+    wait_until(
+        lambda: epoch in [node["epoch"] for node in pool.stats()["nodes"]],
+        "the conductor has met the restarted node",
+    )
     with Pool(conductor=pool.conductor["wire"]) as client:
         [space] = client.namespaces()
         hashes = hash_chain(space, prompt)
