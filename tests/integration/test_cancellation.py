@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvpool import AsyncPool, Layout, Namespace, Pool, hash_chain
+from kvpool.client.data.writing import ChainWriter
 from kvpool.client.node.grants import WriteReservation
 from kvpool.client.node.node_link import NodeLink
 from kvpool.errors import DeadlineExceeded
@@ -80,6 +81,27 @@ async def test_cancelled_puts_leave_no_slot_reserved_or_quarantined(cluster: Clu
             await asyncio.sleep(0.0007 * (attempt % 10))
             put.cancel()
             await asyncio.wait([put])
+        await settled(cluster)
+
+
+async def test_a_put_cancelled_between_reservation_and_write_gives_its_slots_back(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserve = ChainWriter._reserve_anywhere
+    data = np.ones((BLOCKS, LAYOUT.part_bytes), np.uint8)
+    async with AsyncPool(node=cluster.nodes["n0"]["wire"], host_label="here") as pool:
+
+        async def reserve_and_leave(
+            writer: ChainWriter, node_id: str | None
+        ) -> tuple[NodeLink, WriteReservation]:
+            reserved = await reserve(writer, node_id)
+            asyncio.get_running_loop().call_soon(put.cancel)
+            return reserved
+
+        monkeypatch.setattr(ChainWriter, "_reserve_anywhere", reserve_and_leave)
+        put = asyncio.create_task(pool.put(SPACE, chain(7), data))
+        await asyncio.wait([put])
+        assert put.cancelled()
         await settled(cluster)
 
 

@@ -243,21 +243,14 @@ class BlockTable:
 
     def evict(self, copy: Copy) -> None:
         """Take a copy out of its tier; copies in other tiers stay."""
-        block, tier = copy.block, self.tiers[copy.tier]
+        tier = self.tiers[copy.tier]
         self.counters["evicted"] += 1
         self.counters[f"evicted:{tier.name}"] += 1
         if eviction.is_soft_pinned(copy):
             self.counters["evicted:soft"] += 1
         tier.evicted_since_scan[copy.slot_bytes] += 1
-        self.tiers[copy.tier].queue_of(copy).discard(copy, is_evicted=True)
-        was_whole = copy.is_whole
-        if was_whole:
-            self._hide(copy)
-        self.tiers[copy.tier].free_committed(copy)
-        self._close(copy)
-        if was_whole and not any(block.name in names for names in block.space.visible):
-            self.counters["lost"] += 1
-            self.evicted.remember(block, "evicted")
+        tier.queue_of(copy).discard(copy, is_evicted=True)
+        self._remove(copy, self.evicted, "evicted")
 
     def drop_unreadable(self, copy: Copy, reason: str) -> None:
         """The copy cannot be read any more: hide it, and free its slots when nobody holds them.
@@ -272,6 +265,11 @@ class BlockTable:
         if copy.reading:
             self.detach(block, reason)
             return
+        self._remove(copy, self.dropped, reason)
+
+    def _remove(self, copy: Copy, ghosts: Ghosts, reason: str) -> None:
+        """Free the copy's slots; remember the block in `ghosts` if no other copy is visible."""
+        block = copy.block
         was_whole = copy.is_whole
         if was_whole:
             self._hide(copy)
@@ -279,7 +277,7 @@ class BlockTable:
         self._close(copy)
         if was_whole and not any(block.name in names for names in block.space.visible):
             self.counters["lost"] += 1
-            self.dropped.remember(block, reason)
+            ghosts.remember(block, reason)
 
     def is_unreadable(self, copy: Copy) -> bool:
         """Some part of the copy is in an arena that cannot be read any more."""

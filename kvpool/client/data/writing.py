@@ -79,16 +79,9 @@ class ChainWriter:
         Raises as `AsyncPool.put`.
         """
         link, first = await self._reserve_anywhere(node_id)
-        written = await asyncio.gather(
-            self._write(link, 0, first),
-            *(self._write(link, row) for row in range(1, len(self._plan.parts))),
-            return_exceptions=True,
+        statuses = np.stack(
+            [np.frombuffer(row, dtype=np.uint8) for row in await self._write_rows(link, first)]
         )
-        statuses = np.empty((len(self._plan.parts), len(self._hashes)), dtype=np.uint8)
-        for row, outcome in enumerate(written):
-            if isinstance(outcome, BaseException):
-                raise outcome
-            statuses[row] = np.frombuffer(outcome, dtype=np.uint8)
         counts = _counts(statuses)
         complete = len(self._hashes) - counts[m.BlockStatus.NO_ROOM]
         if not complete:
@@ -118,6 +111,25 @@ class ChainWriter:
             replicas=extra_copies + (not counts[m.BlockStatus.IN_PROGRESS]),
             replica_failures=failures,
         )
+
+    async def _write_rows(self, link: NodeLink, first: WriteReservation) -> list[bytes]:
+        """Write all parts, and `first` in this very task.
+
+        A task that is cancelled before it begins could not give its reservation back.
+        """
+        rows = range(1, len(self._plan.parts))
+        others = asyncio.gather(*(self._write(link, row) for row in rows), return_exceptions=True)
+        try:
+            written: list[bytes | BaseException] = [await self._write(link, 0, first)]
+        except BaseException:
+            others.cancel()
+            await asyncio.wait([others])
+            raise
+        written += await others
+        for outcome in written:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return [outcome for outcome in written if isinstance(outcome, bytes)]
 
     def _remember(self, link: NodeLink, statuses: np.ndarray) -> None:
         """Remember the blocks whose parts are all committed: the index learns of them later."""
