@@ -12,17 +12,18 @@ import structlog
 
 from conductor.cluster.cluster import Cluster
 from conductor.engine_servers.discovery import EngineServers
-from conductor.gateway.admission import AdmissionLimits
 from conductor.gateway.gateway import Gateway
 from conductor.gateway.grpc_api import grpc_server
 from conductor.gateway.http_api import HttpApi, no_tokenizer
 from conductor.gateway.metrics import ConductorCollector, RequestMetrics
-from conductor.gateway.request_log import RequestLog
 from conductor.gateway.sessions import Sessions
 from conductor.gateway.tokenizer import Tokenizer
 from conductor.index.block_history import BlockHistory
 from conductor.index.memory import MemoryIndex
 from conductor.members.membership import MembershipConfig
+from conductor.requests.admission import AdmissionLimits
+from conductor.requests.lifecycle import Patience
+from conductor.requests.request_log import RequestLog
 from conductor.roles.actuator import RoleActuator
 from conductor.roles.controller import RoleController, RoleLimits
 from conductor.routing.rules_file import RulesFile
@@ -92,16 +93,16 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
     gateway = Gateway(
         cluster,
         request_log,
-        default_ttft_s=config.slo_ttft_s,
-        default_tpot_s=config.slo_tpot_s,
-        limits=AdmissionLimits(
+        AdmissionLimits(
             config.max_active_requests,
             advanced.max_queued_requests,
             advanced.max_queue_wait_s,
-            config.slo_ttft_s,
         ),
-        prefill_timeout_s=advanced.prefill_timeout_s,
-        first_token_timeout_s=advanced.first_token_timeout_s,
+        patience=Patience(
+            advanced.prefill_timeout_s,
+            advanced.first_token_timeout_s,
+            advanced.max_queue_wait_s,
+        ),
         replications_at_once=advanced.replications_at_once,
         prefetches=advanced.prefetch,
         sessions=Sessions(advanced.session_ttl_s, advanced.max_sessions),
@@ -117,7 +118,6 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
         roles,
         is_active=config.move_roles,
         clock=cluster.clock,
-        before_step=gateway.record_overdue_slo,
     )
     security.authorizer.find_namespace = cluster.namespaces.get
     if security.authorizer.tokens is not None:

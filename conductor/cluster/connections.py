@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, Protocol
 
 from conductor.cluster.cluster import Cluster
@@ -98,7 +97,8 @@ class Connections:
         request: m.Generate,
         deadline: float,
         first_within_s: float,
-    ) -> AsyncGenerator[Any, None]:
+        on_item: Callable[[Any], None],
+    ) -> None:
         """Stream a worker's tokens, then its report.
 
         Tokens are signs of life: while they arrive, missing heartbeats do not matter. A silent
@@ -107,26 +107,28 @@ class Connections:
         Args:
             deadline: of the whole stream, in monotonic seconds.
             first_within_s: longest wait for the first item.
+            on_item: called with each item.
 
         Raises:
             DeadlineExceeded, Unavailable: as `call_node`.
             KvpoolError: what the worker raised.
         """
         patience_s = self._cluster.workers.config.suspect_after_s
+        clock = self._cluster.clock
         heard_at = float("-inf")
 
         def why_lost() -> str:
             member = self._cluster.workers.get(worker.member_id)
             reason = self._cluster.workers.why_lost(worker.member_id, worker.epoch)
-            is_speaking = time.monotonic() - heard_at < patience_s
+            is_speaking = clock() - heard_at < patience_s
             if is_speaking and (member is None or member.epoch == worker.epoch):
                 return ""
             if member is not None and member.epoch == worker.epoch and not self.has_other(worker):
                 return ""
             return reason
 
-        within_s = min(first_within_s, deadline - time.monotonic())
-        items = self.to(worker.descriptor.address).stream(request, deadline - time.monotonic())
+        within_s = min(first_within_s, deadline - clock())
+        items = self.to(worker.descriptor.address).stream(request, deadline - clock())
         async with contextlib.aclosing(items):
             while True:
                 async with self._cluster.peer_guard.waiting(
@@ -135,9 +137,9 @@ class Connections:
                     item = await anext(items, None)
                 if item is None:
                     return
-                heard_at = time.monotonic()
-                yield item
-                within_s = deadline - time.monotonic()
+                heard_at = clock()
+                on_item(item)
+                within_s = deadline - clock()
 
     def has_other(self, worker: Member[m.WorkerDescriptor, Any]) -> bool:
         """Whether another live worker could decode this worker's requests."""

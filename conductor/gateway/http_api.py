@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +16,29 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from conductor.cluster.cluster import Cluster
-from conductor.gateway.admission_queue import priority_of
 from conductor.gateway.gateway import Gateway
 from conductor.gateway.metrics import RequestMetrics
 from conductor.gateway.openai_schema import (
     ChatMessage,
     ChatRequest,
     CompletionRequest,
+    PoolOptions,
     PrefetchRequest,
     read_prompt,
     read_request,
 )
-from conductor.gateway.request import GenerationRequest, GenerationResult, check_prompt
-from conductor.gateway.request_log import RequestLog
+from conductor.gateway.request import GenerationRequest, check_prompt
 from conductor.gateway.response import CompletionResponse, EventStreamResponse, unless_disconnected
 from conductor.gateway.tokenizer import Tokenizer
 from conductor.members.membership import State
+from conductor.requests import request as requests
+from conductor.requests.admission_queue import priority_of
+from conductor.requests.planning import rule_facts
+from conductor.requests.request_log import RequestLog
 from conductor.roles.actuator import RoleActuator
 from kvpool.blocks.hashing import hash_chain
 from kvpool.config.loader import ConductorConfig
+from kvpool.config.settings import Objective
 from kvpool.errors import InvalidArgument, KvpoolError, NotFound, Unavailable, brief
 from kvpool.security.authorization import CALLER, Authorizer
 from kvpool.serving.http import base_app, error_response
@@ -51,6 +55,8 @@ NO_WORKER = (
     "start one with kvpool worker; if conductor.engines is set, the conductor's log says why"
     " those engines have not joined"
 )
+MODES = {"auto": "", "remote": "disaggregated", "local": "local"}
+NO_OBJECTIVE = Objective()
 CLIENT_LEFT = 499  # nginx's status for a client that disconnected; nobody receives it
 
 
@@ -92,7 +98,9 @@ class HttpApi:
             notice=self._cluster.notice,
             authorizer=self._authorizer,
         )
-        app.add_middleware(ArrivalClock)  # outermost: reading the body counts
+        app.add_middleware(
+            ArrivalClock, clock=self._cluster.clock
+        )  # outermost: reading the body counts
         page = (Path(__file__).parent / "static" / "index.html").read_text()
         schemas = add_bodies(app, ChatRequest, CompletionRequest, PrefetchRequest)
 
@@ -212,7 +220,7 @@ class HttpApi:
         max_tokens: int | None,
         http_request: Request,
     ) -> Response:
-        tokenized_at = time.monotonic()
+        tokenized_at = self._cluster.clock()
         received_at: float = http_request.state.received_at
         worker = self._worker_for(body.model)
         request_id = uuid.uuid4().hex
@@ -224,69 +232,65 @@ class HttpApi:
                 hint=f"the limit is {self._config.advanced.max_output_tokens}",
             )
         check_prompt(prompt, self._config.advanced.max_prompt_tokens, wanted, limit)
-        options = body.kvpool
-        request = GenerationRequest(
+        options, namespace, config = body.kvpool, worker.namespace, self._config
+        facts = requests.Request(
             request_id,
-            worker.namespace,
-            prompt,
-            m.Sampling(
-                wanted,
-                body.temperature,
-                body.top_p,
-                (body.seed or 0) & 0x7FFF_FFFF,
-                body.ignore_eos,
+            len(prompt),
+            namespace.layout.block_tokens,
+            namespace.layout.block_bytes,
+            wanted,
+            received_at,
+            received_at + config.request_timeout_s,
+            tokenized_at,
+            priority=priority_of(
+                options.priority,
+                namespace.tenant,
+                config.tenant_priorities,
+                config.advanced.default_priority,
             ),
-            received_at + self._config.request_timeout_s,
-            options.pool,
-            options.prefill,
-            options.decode_worker,
-            options.local_prefix_tokens,
+            pool=options.pool,
+            mode=MODES[options.prefill],
+            pin_decode=options.decode_worker,
+            tenant=namespace.tenant,
             model=worker.model,
             endpoint=http_request.url.path,
             key=http_request.headers.get(KEY_HEADER, "")[:MAX_KEY_CHARS] or body.user,
-            priority=priority_of(
-                options.priority,
-                worker.namespace.tenant,
-                self._config.tenant_priorities,
-                self._config.advanced.default_priority,
-            ),
-            received_at=received_at,
-            tokenized_at=tokenized_at,
         )
-        result = GenerationResult()
-        is_handed_on = False
+        facts = replace(facts, objectives=self._objectives(facts, options))
+        sampling = m.Sampling(
+            wanted,
+            body.temperature,
+            body.top_p,
+            (body.seed or 0) & 0x7FFF_FFFF,
+            body.ignore_eos,
+        )
+        request = GenerationRequest(facts, namespace, prompt, sampling, options.local_prefix_tokens)
         try:
-            if (
-                await unless_disconnected(http_request, self._gateway.admit(request, result))
-                is None
-            ):
+            run = await unless_disconnected(http_request, self._gateway.admit(request))
+            if run is None:
                 return Response(status_code=CLIENT_LEFT)
-            response = CompletionResponse(
-                self._gateway,
-                self._metrics,
-                self._tokenizer,
-                body,
-                request,
-                result,
-                worker.model,
-            )
+            response = CompletionResponse(run, self._metrics, self._tokenizer, body)
             headers = response.headers()
             if body.stream:
-                is_handed_on = True
-                return EventStreamResponse(
-                    response.events(), headers, lambda: self._gateway.release(request)
-                )
+                return EventStreamResponse(response.events(), headers, run.leave)
             document = await unless_disconnected(http_request, response.document())
         except KvpoolError as error:
             refusal = error_response(error)
             refusal.headers["X-Request-Id"] = request_id  # for `kvpool explain`
             return refusal
-        finally:
-            if not is_handed_on:
-                self._gateway.release(request)
         if document is None:
             return Response(status_code=CLIENT_LEFT)
         return JSONResponse(document, headers=headers)
+
+    def _objectives(self, facts: requests.Request, options: PoolOptions) -> requests.Objectives:
+        config = self._config
+        of_tenant = config.tenant_objectives.get(facts.tenant, NO_OBJECTIVE)
+        return requests.objectives(
+            (options.slo_ttft_s, options.slo_tpot_s),
+            self._gateway.rules.objectives(rule_facts(facts)),
+            (of_tenant.ttft_s, of_tenant.tpot_s),
+            (config.slo_ttft_s, config.slo_tpot_s),
+        )
 
     def _worker_for(self, model: str) -> m.WorkerDescriptor:
         members = self._cluster.workers_of(CALLER.get())
@@ -319,10 +323,11 @@ class ArrivalClock:
     TTFT and the deadline of a request count from there.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, clock: Callable[[], float]) -> None:
         self._app = app
+        self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            scope.setdefault("state", {})["received_at"] = time.monotonic()
+            scope.setdefault("state", {})["received_at"] = self._clock()
         await self._app(scope, receive, send)

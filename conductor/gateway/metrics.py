@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from conductor.cluster.cluster import Cluster
 from conductor.gateway.gateway import Gateway
-from conductor.gateway.request import GenerationResult
+from conductor.requests.lifecycle import RequestLifecycle
 from conductor.roles.actuator import RoleActuator
 from kvpool.serving.metrics import LATENCY_BUCKETS
 
@@ -53,22 +53,23 @@ class RequestMetrics:
             registry=registry,
         )
 
-    def observe(self, result: GenerationResult, prompt_tokens: int) -> None:
+    def observe(self, lifecycle: RequestLifecycle) -> None:
         """Count one request, however it ended."""
-        decision = result.decision
-        if decision is None or not result.ttft_s:
+        decision, measured = lifecycle.decision, lifecycle.measured
+        if decision is None or not measured.ttft_s:
             return
-        self._ttft.labels(decision.mode).observe(result.ttft_s)
-        for what, ratio in zip(("ttft", "tpot"), result.prediction_errors(), strict=True):
+        self._ttft.labels(decision.mode).observe(measured.ttft_s)
+        errors = measured.prediction_errors(decision, lifecycle.fallback_reason)
+        for what, ratio in zip(("ttft", "tpot"), errors, strict=True):
             if ratio:
                 self._error.labels(what).observe(ratio)
-        if result.tpot_s:
-            self._tpot.observe(result.tpot_s)
-        for tier, tokens in result.tokens_by_tier.items():
+        if measured.tpot_s:
+            self._tpot.observe(measured.tpot_s)
+        for tier, tokens in measured.tokens_by_tier.items():
             self._source.labels(tier).inc(tokens)
-        computed = prompt_tokens - sum(result.tokens_by_tier.values())
+        computed = lifecycle.request.prompt_tokens - sum(measured.tokens_by_tier.values())
         self._source.labels("computed").inc(max(0, computed))
-        for name, seconds in result.phases.items():
+        for name, seconds in measured.phases.items():
             self._phase.labels(name).observe(seconds)
 
 

@@ -12,11 +12,12 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from conductor.gateway.admission_queue import Priority
+from conductor.requests.admission_queue import Priority
 from kvpool.errors import InvalidArgument, brief
 
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
+Objective = Annotated[float, Meta(ge=0, le=86_400)]
 
 
 class PoolOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -30,6 +31,7 @@ class PoolOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         local_prefix_tokens: limit for "local"; 0 means none.
         return_token_ids: whether the report has the token ids.
         priority: class in the admission queue, limited to the tenant's class if it has one.
+        slo_ttft_s, slo_tpot_s: objectives of this request, instead of the configured ones; 0: none.
     """
 
     pool: Literal["on", "off", "local"] = "on"
@@ -38,6 +40,8 @@ class PoolOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     local_prefix_tokens: Natural = 0
     return_token_ids: bool = False
     priority: Priority | None = None
+    slo_ttft_s: Objective | None = None
+    slo_tpot_s: Objective | None = None
 
 
 class StreamOptions(msgspec.Struct, frozen=True):

@@ -25,7 +25,7 @@ from conductor.engine_servers.discovery import is_engine_server
 from conductor.gateway.request import GenerationRequest
 from conductor.index.segments import cut
 from conductor.members.membership import Member, State
-from conductor.scheduling.decision import Decision
+from conductor.requests.request import Plan
 from conductor.scheduling.scheduler import ScheduleRequest, schedule
 from kvpool.blocks.hashing import pack_hashes
 from kvpool.blocks.layout import Namespace
@@ -93,15 +93,16 @@ class SessionPrefetch:
 
     # ------------------------------------------------------------ at decision time
 
-    def while_waiting(self, request: GenerationRequest, decision: Decision) -> None:
+    def while_waiting(self, request: GenerationRequest, plan: Plan) -> None:
         """Promote what the best candidate of a queued request would read."""
-        if decision.candidates and request.pool == "on":
-            best = decision.candidates[0]
-            self._promote_for(request, best.prefill or best.decode, best.reuse_blocks)
+        if plan.decision.candidates:
+            best = plan.decision.candidates[0]
+            self._promote_for(request, plan, best.prefill or best.decode, best.reuse_blocks)
 
-    def offer(self, request: GenerationRequest, decision: Decision) -> None:
+    def offer(self, request: GenerationRequest, plan: Plan) -> None:
         """Promote what a request that is sent now will read later."""
-        if request.pool != "on" or not decision.reuse_blocks or not decision.candidates:
+        decision = plan.decision
+        if not decision.reuse_blocks or not decision.candidates:
             return
         chosen = decision.candidates[0]
         reader = self._cluster.workers.get(decision.prefills_on or "")
@@ -109,22 +110,25 @@ class SessionPrefetch:
         # is scheduled.
         reads_late = reader is not None and is_engine_server(reader.descriptor)
         if reads_late and chosen.queue_s >= MIN_LEAD_S:
-            self._promote_for(request, decision.prefills_on or "", decision.reuse_blocks)
+            self._promote_for(request, plan, decision.prefills_on or "", decision.reuse_blocks)
         if decision.mode == "disaggregated" and chosen.work_s >= MIN_LEAD_S:
-            self._promote_for(request, decision.decode or "", decision.reuse_blocks)
+            self._promote_for(request, plan, decision.decode or "", decision.reuse_blocks)
 
-    def _promote_for(self, request: GenerationRequest, worker_id: str, blocks: int) -> None:
+    def _promote_for(
+        self, request: GenerationRequest, plan: Plan, worker_id: str, blocks: int
+    ) -> None:
         worker = self._cluster.workers.get(worker_id)
-        if worker is None or not blocks:
+        if worker is None or not blocks or plan.found is None:
             return
-        host = worker.descriptor.host
+        segments = cut(plan.found.segments(worker.descriptor.host), blocks)
+        on_disk = [segment for segment in segments if segment.tier == Tier.NVME]
+        if not on_disk:
+            return
 
         async def work() -> None:
-            found = await self._cluster.find(request.namespace.namespace_id, request.hashes)
             report = PrefetchReport(blocks)
-            for segment in cut(found.segments(host), blocks):
-                if segment.tier == Tier.NVME:
-                    await self._promote(request.namespace, request.hashes, segment, report)
+            for segment in on_disk:
+                await self._promote(request.namespace, request.hashes, segment, report)
             self._count(report)
 
         self._spawn(work(), PrefetchReport(blocks), blocks)

@@ -13,10 +13,9 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from conductor.gateway.gateway import Gateway
 from conductor.gateway.metrics import RequestMetrics
 from conductor.gateway.openai_schema import ChatRequest, CompletionRequest, ResponseFormat, usage
-from conductor.gateway.request import GenerationRequest, GenerationResult
+from conductor.gateway.runner import RequestRun
 from conductor.gateway.stop_strings import StopStrings
 from conductor.gateway.tokenizer import TextStream, Tokenizer
 from kvpool.errors import KvpoolError
@@ -35,20 +34,18 @@ class CompletionResponse:
 
     def __init__(
         self,
-        gateway: Gateway,
+        run: RequestRun,
         metrics: RequestMetrics,
         tokenizer: Tokenizer | None,
         body: ChatRequest | CompletionRequest,
-        request: GenerationRequest,
-        result: GenerationResult,
-        model: str,
     ) -> None:
-        self._gateway = gateway
+        self._run = run
+        self._lifecycle = run.lifecycle
         self._metrics = metrics
-        self._request = request
-        self._result = result
         self._format = ResponseFormat(
-            request.request_id, model, is_chat=isinstance(body, ChatRequest)
+            run.request.request_id,
+            run.request.facts.model,
+            is_chat=isinstance(body, ChatRequest),
         )
         self._text = TextStream(tokenizer) if tokenizer is not None else None
         self._stop_strings = StopStrings(body.stop_strings())
@@ -57,15 +54,16 @@ class CompletionResponse:
 
     def headers(self) -> dict[str, str]:
         """Headers that describe the decision."""
-        decision = self._result.decision
-        assert decision is not None
+        plan = self._lifecycle.plan
+        assert plan is not None
+        decision = plan.decision
         return {
-            "X-Request-Id": self._request.request_id,
+            "X-Request-Id": decision.request_id,
             "X-Kvpool-Mode": decision.mode,
             "X-Kvpool-Prefill": decision.prefills_on or "",
             "X-Kvpool-Decode": decision.decode or "",
             "X-Kvpool-Planned-Reuse-Blocks": str(decision.reuse_blocks),
-            "X-Kvpool-Routing": self._request.routing,
+            "X-Kvpool-Routing": plan.routing,
         }
 
     async def events(self) -> AsyncGenerator[str, None]:
@@ -84,7 +82,7 @@ class CompletionResponse:
             yield f"data: {bytes(error_response(error).body).decode()}\n\n"
             yield "data: [DONE]\n\n"
             return
-        yield _event(self._format.chunk("", self._result.finish_reason, is_first=is_first))
+        yield _event(self._format.chunk("", self._finish_reason, is_first=is_first))
         last = self._format.usage_chunk(self._usage())
         if self._with_usage or self._with_ids:
             yield _event({**last, "kvpool": self._report()})
@@ -96,30 +94,30 @@ class CompletionResponse:
         async with contextlib.aclosing(self._pieces()) as pieces:
             async for piece in pieces:
                 text += piece
-        reason = self._result.finish_reason or "stop"
+        reason = self._finish_reason or "stop"
         return {**self._format.document(text, reason, self._usage()), "kvpool": self._report()}
+
+    @property
+    def _finish_reason(self) -> str:
+        return "stop" if self._stop_strings.is_stopped else self._lifecycle.finish_reason
 
     async def _pieces(self) -> AsyncGenerator[str, None]:
         """Stream the text as it becomes certain, up to the first stop string.
 
         A piece may be empty: the first token is sent even while its text is held back.
         """
-        run = self._gateway.run(self._request, self._result)
         try:
-            async with contextlib.aclosing(run):
-                async for chunk in run:
-                    piece = self._stop_strings.push(self._text_of(chunk))
-                    if self._stop_strings.is_stopped:
-                        self._result.stop()
+            while (chunk := await self._run.next_item()) is not None:
+                piece = self._stop_strings.push(self._text_of(chunk))
+                if self._stop_strings.is_stopped:
+                    self._run.complete()
                     yield piece
-                    if self._stop_strings.is_stopped:
-                        return
-            piece = self._stop_strings.finish(self._text.finish() if self._text else "")
-            if self._stop_strings.is_stopped:
-                self._result.stop()
-            yield piece
+                    return
+                yield piece
+            yield self._stop_strings.finish(self._text.finish() if self._text else "")
         finally:
-            self._metrics.observe(self._result, len(self._request.prompt))
+            await self._run.close()
+            self._metrics.observe(self._lifecycle)
 
     def _text_of(self, chunk: m.GenerateChunk) -> str:
         """The text that became certain, detokenized here or by the engine."""
@@ -132,35 +130,36 @@ class CompletionResponse:
         return held + chunk.text
 
     def _usage(self) -> dict[str, Any]:
-        result = self._result
-        return usage(len(self._request.prompt), len(result.token_ids), result.reused_tokens)
+        measured = self._lifecycle.measured
+        prompt_tokens = len(self._run.request.prompt)
+        return usage(prompt_tokens, measured.output_tokens, measured.reused_tokens)
 
     def _report(self) -> dict[str, Any]:
         """Report what the pool did for this request."""
-        result = self._result
-        decision = result.decision
+        lifecycle, measured = self._lifecycle, self._lifecycle.measured
+        decision = lifecycle.decision
         report: dict[str, Any] = {
-            "request_id": self._request.request_id,
+            "request_id": self._run.request.request_id,
             "mode": decision.mode if decision else "",
             "prefill_worker": decision.prefills_on if decision else "",
             "decode_worker": decision.decode if decision else "",
-            "pool_tokens": result.pool_tokens,
-            "prefill_reused_tokens": result.prefill_reused_tokens,
-            "local_tokens": result.local_tokens,
-            "computed_tokens": result.computed_tokens,
-            "ttft_s": result.ttft_s,
-            "tpot_s": result.tpot_s,
-            "phases": result.phases,
-            "tokens_by_tier": result.tokens_by_tier,
-            "bytes_read": result.bytes_read,
-            "bytes_written": result.bytes_written,
-            "verified_blocks": result.verified_blocks,
-            "fallback_reason": result.fallback_reason,
-            "misses": [asdict(miss) for miss in result.misses],
+            "pool_tokens": measured.pool_tokens,
+            "prefill_reused_tokens": measured.prefill_reused_tokens,
+            "local_tokens": measured.local_tokens,
+            "computed_tokens": measured.computed_tokens,
+            "ttft_s": measured.ttft_s,
+            "tpot_s": measured.tpot_s,
+            "phases": measured.phases,
+            "tokens_by_tier": measured.tokens_by_tier,
+            "bytes_read": measured.bytes_read,
+            "bytes_written": measured.bytes_written,
+            "verified_blocks": measured.verified_blocks,
+            "fallback_reason": lifecycle.fallback_reason,
+            "misses": [asdict(miss) for miss in measured.misses],
         }
         if self._with_ids:
-            report["token_ids"] = result.token_ids
-            report["prompt_tokens"] = len(self._request.prompt)
+            report["token_ids"] = lifecycle.token_ids
+            report["prompt_tokens"] = len(self._run.request.prompt)
         return report
 
 

@@ -8,7 +8,7 @@ batches are checked, and a gap makes the node send a full report. `now` is monot
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, TypeVar
@@ -127,10 +127,14 @@ class Swept:
 
 
 class Membership(Generic[D, R]):
-    """The members of one kind, nodes or workers."""
+    """The members of one kind, nodes or workers.
+
+    `listeners` are called when a member joined, reported, left or began to drain.
+    """
 
     def __init__(self, config: MembershipConfig, now: float) -> None:
         self.config = config
+        self.listeners: list[Callable[[], None]] = []
         self._members: dict[str, Member[D, R]] = {}
         self._fences: dict[str, int] = {}
         self._last_sweep = now
@@ -158,6 +162,7 @@ class Membership(Generic[D, R]):
             voided = old.epoch
         self._members[member_id] = member
         self._fence(member_id, epoch)
+        self._changed()
         return Joined(voided)
 
     def heartbeat(
@@ -180,6 +185,7 @@ class Membership(Generic[D, R]):
             return True
         if report is not None:
             member.report, member.reported_at = report, now
+            self._changed()
         return self._is_gap_overdue(member, sequence, now)
 
     def receive_events(
@@ -222,7 +228,9 @@ class Membership(Generic[D, R]):
             StaleEpoch: a newer epoch of this member is known; it stays.
         """
         self._refuse_older(member_id, epoch)
-        return self._members.pop(member_id, None) is not None
+        was_known = self._members.pop(member_id, None) is not None
+        self._changed()
+        return was_known
 
     # ------------------------------------------------------------ reports of other conductors
 
@@ -261,6 +269,7 @@ class Membership(Generic[D, R]):
         member.last_seen = max(now, member.last_seen)
         member.is_silent = False
         member.is_draining = is_draining
+        self._changed()
         return is_new
 
     def keep_mirrored(self, now: float) -> None:
@@ -285,6 +294,7 @@ class Membership(Generic[D, R]):
         if member is None:
             raise NotFound(f"no member {member_id}")
         member.is_draining = draining
+        self._changed()
 
     def sweep(self, now: float) -> Swept:
         """Make silent members suspect, and remove dead ones. Call it every `sweep_s`.
@@ -383,6 +393,10 @@ class Membership(Generic[D, R]):
             member.behind_since, member.behind_sequence = now, sequence
             return False
         return now - member.behind_since >= self.config.gap_grace_s
+
+    def _changed(self) -> None:
+        for listener in self.listeners:
+            listener()
 
     def _is_isolated(self) -> bool:
         """Whether there are two or more members, and all fell silent within two heartbeats."""

@@ -27,7 +27,6 @@ class RoleActuator:
 
     Args:
         is_active: whether moves are carried out. Advice is published in any case.
-        before_step: called before each step, to record overdue requests.
     """
 
     def __init__(
@@ -38,7 +37,6 @@ class RoleActuator:
         *,
         is_active: bool,
         clock: Callable[[], float],
-        before_step: Callable[[], None] = lambda: None,
     ) -> None:
         self.decision = RoleDecision(None, (), 0.0, 0.0, 0)
         self._cluster = cluster
@@ -46,7 +44,6 @@ class RoleActuator:
         self._controller = controller
         self._is_active = is_active
         self._clock = clock
-        self._before_step = before_step
         self._history: list[dict[str, Any]] = []
 
     async def run(self) -> None:
@@ -57,7 +54,6 @@ class RoleActuator:
 
     async def step(self) -> None:
         """Run one step of the controller. At most one worker changes its role."""
-        self._before_step()
         self.decision = self._controller.step(self._instances(), self._clock())
         move = self.decision.move
         if move is None:

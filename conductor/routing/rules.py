@@ -65,6 +65,13 @@ class FallbackRules(_Part):
     )
 
 
+class ObjectiveRules(_Part):
+    """Objectives of the requests that a rule applies to, in seconds; 0: none."""
+
+    ttft_s: Annotated[float, Field(ge=0, le=86_400)] | None = None
+    tpot_s: Annotated[float, Field(ge=0, le=86_400)] | None = None
+
+
 class Match(_Part):
     """Which requests a rule applies to. Every given field must match; texts may contain * and ?."""
 
@@ -96,6 +103,7 @@ class Rule(_Part):
     )
     local_prefill: LocalPrefillRules | None = None
     fallback: FallbackRules | None = None
+    objectives: ObjectiveRules | None = None
 
 
 class RoutingRules(_Part):
@@ -112,6 +120,7 @@ class RoutingRules(_Part):
     remote_prefill: RemotePrefillRules = RemotePrefillRules()
     local_prefill: LocalPrefillRules = LocalPrefillRules()
     fallback: FallbackRules = FallbackRules()
+    objectives: ObjectiveRules = ObjectiveRules()
     rules: tuple[Rule, ...] = Field((), max_length=MAX_RULES, strict=False)
 
     @model_validator(mode="after")
@@ -179,9 +188,19 @@ def parse_rules(text: str, source: str = "the routing rules") -> RoutingRules:
         raise ConfigError(f"{source}: " + "; ".join(problems)) from None
 
 
+def objectives_of(rules: RoutingRules, facts: Facts) -> ObjectiveRules:
+    """The objectives that the rules give a request. They depend on no load."""
+    rule = _rule_for(rules, facts)
+    return (rule and rule.objectives) or rules.objectives
+
+
+def _rule_for(rules: RoutingRules, facts: Facts) -> Rule | None:
+    return next((rule for rule in rules.rules if _applies(rule, facts)), None)
+
+
 def choose(rules: RoutingRules, facts: Facts) -> RoutingChoice:
     """Apply the rules to a request."""
-    rule = next((rule for rule in rules.rules if _applies(rule, facts)), None)
+    rule = _rule_for(rules, facts)
     remote = (rule and rule.remote_prefill) or rules.remote_prefill
     local = (rule and rule.local_prefill) or rules.local_prefill
     fallback = (rule and rule.fallback) or rules.fallback
@@ -284,6 +303,7 @@ def _known_keys(path: tuple[Any, ...]) -> list[str]:
         "remote_prefill": RemotePrefillRules,
         "local_prefill": LocalPrefillRules,
         "fallback": FallbackRules,
+        "objectives": ObjectiveRules,
     }
     names = [part for part in path if isinstance(part, str)]
     return list((parts[names[-1]] if names else RoutingRules).model_fields)

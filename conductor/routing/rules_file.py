@@ -10,7 +10,14 @@ import aiofiles
 import aiofiles.os
 import structlog
 
-from conductor.routing.rules import Facts, RoutingChoice, RoutingRules, choose, parse_rules
+from conductor.routing.rules import (
+    Facts,
+    RoutingChoice,
+    RoutingRules,
+    choose,
+    objectives_of,
+    parse_rules,
+)
 from kvpool.errors import ConfigError
 
 log = structlog.get_logger(__name__)
@@ -88,6 +95,11 @@ class RulesFile:
         """End a rollback."""
         self.is_rolled_back = False
         log.info("rollback ended, the routing rules apply again")
+
+    def objectives(self, facts: Facts) -> tuple[float | None, float | None]:
+        """The TTFT and TPOT that the rules ask of a request, in seconds; None: they say nothing."""
+        found = objectives_of(self.rules, facts)
+        return found.ttft_s, found.tpot_s
 
     def preview(self, facts: Facts) -> RoutingChoice:
         """The choice for a request, not counted."""

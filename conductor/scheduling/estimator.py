@@ -127,7 +127,8 @@ class Estimator:
         prefills_on = candidate.prefill or candidate.decode
         waits = candidate.queue_s > 0 or self.queue_s(decoder) > 0
         knows_prefill = waits or cost.prefill_samples(prefills_on) >= MEASURED
-        is_idle = decoder.load.decode_sequences == 0 and not self.decode_load(decoder, 0.0)[0]
+        has_work = self.inputs.in_flight.outstanding(decoder.worker_id) > 0
+        is_idle = decoder.load.decode_sequences == 0 and not has_work
         knows_tpot = not is_idle or cost.tpot_samples(decoder.worker_id) >= MEASURED
         tpot_s = candidate.tpot_s + stall_s / max(1, request.output_tokens)
         after_s = candidate.ttft_s

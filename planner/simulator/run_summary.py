@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from conductor.requests.lifecycle import RequestLifecycle
 from conductor.scheduling.decision import Decision
 from planner.simulator.workload import Arrival
 
@@ -18,14 +19,21 @@ class SimulatedRequest:
     """One request in the simulated cluster. Times are in seconds since the start; -1: not yet."""
 
     arrival: Arrival
-    decision: Decision | None = None
+    lifecycle: RequestLifecycle | None = None  # since its arrival
     refused: str = ""  # the reason; "": not refused
     is_wasted: bool = False  # refused after its prefill
-    reused_tokens: int = 0
-    computed_tokens: int = 0
+    resident: int = 0  # leading blocks that the pool had when its remote prefill began
+    computed_tokens: int = 0  # on all instances
     first_at: float = -1.0
     finished_at: float = -1.0
-    is_attainment_reported: bool = False
+
+    @property
+    def decision(self) -> Decision | None:
+        return self.lifecycle.decision if self.lifecycle is not None else None
+
+    @property
+    def reused_tokens(self) -> int:
+        return self.lifecycle.measured.reused_tokens if self.lifecycle is not None else 0
 
     @property
     def is_served(self) -> bool:

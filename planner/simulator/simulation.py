@@ -1,38 +1,49 @@
-"""Runs a simulation: requests arrive, the real scheduler decides, and simulated engines and links carry it out.
+"""Runs a simulation: requests arrive, and simulated engines and links carry out what is decided.
 
-The steps are the gateway's (`conductor.gateway.gateway`): look the chain up, decide, reserve near
-the decode instance, prefill and send layer by layer, decode. Measurements go back to the cost
-model. Equal inputs give equal results.
+What happens to a request is decided where the gateway decides it: by `AdmissionControl`, `plan` and
+`RequestLifecycle` (`conductor.requests`). This module carries their actions out on a virtual clock,
+as `conductor.gateway` does over connections. Equal inputs give equal results.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
-from conductor.gateway.admission import LOOK_AHEAD, TRANSIENT_REASONS
-from conductor.gateway.admission_queue import AdmissionQueue, Ticket
 from conductor.index.segments import cut
+from conductor.requests import admission as a
+from conductor.requests import events as e
+from conductor.requests.admission import AdmissionControl, AdmissionLimits
+from conductor.requests.measurements import observe_costs
+from conductor.requests.planning import Where, plan, routing_choice
+from conductor.requests.reports import DecodeReport, PrefillReport
+from conductor.requests.request import Objectives, Plan, Request
 from conductor.roles.controller import Instance as RoleInstance
 from conductor.roles.controller import RoleController
-from conductor.routing.rules import Facts, choose
-from conductor.routing.service import pool_facts
+from conductor.routing.rules import choose
 from conductor.scheduling.decision import Decision
 from conductor.scheduling.hot_blocks import HotBlocks
-from conductor.scheduling.scheduler import ScheduleRequest, schedule
-from kvpool.blocks.records import Segment
 from kvpool.blocks.tier import Tier
+from kvpool.errors import KvpoolError
 from planner.simulator.cluster_state import ClusterState
 from planner.simulator.instance import Instance, Prompt
 from planner.simulator.network import Network
 from planner.simulator.pool import Pool
 from planner.simulator.run_summary import SimulatedRequest, SimulationRun
 from planner.simulator.setup import Cache, CacheFactory, Setup
+from planner.simulator.simulated_run import FOREVER, OnStep, SimulatedRun
 from planner.simulator.virtual_clock import EventLoop
 from planner.simulator.workload import Arrival
 
 NAMESPACE_ID = b"kvpool-simulated"
 ROLE_STEP_S = 1.0
-QUEUE_TICK_S = 0.1
+
+
+class TooSlow(KvpoolError):
+    """A decode instance refuses a request whose prompt was computed: it would decode too slowly."""
+
+    code = "tpot_slo"
 
 
 class Simulation:
@@ -40,9 +51,18 @@ class Simulation:
 
     Args:
         make_cache: eviction policies of nodes and engines.
+        on_step: called with the request ("": admission), the event, the actions and the time of
+            each step of a lifecycle or of admission.
     """
 
-    def __init__(self, setup: Setup, arrivals: Sequence[Arrival], make_cache: CacheFactory) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        arrivals: Sequence[Arrival],
+        make_cache: CacheFactory,
+        on_step: OnStep = lambda _request_id, _event, _actions, _now: None,
+    ) -> None:
+        self.on_step = on_step
         self.setup = setup
         self.loop = EventLoop()
         self.network = Network(setup.same_host, setup.other_host)
@@ -67,10 +87,13 @@ class Simulation:
             self._engines[spec.worker_id] = make_cache(blocks) if blocks else None
         self._controller = RoleController(setup.roles) if setup.roles is not None else None
         self._hot = HotBlocks()
-        self._queue = AdmissionQueue(setup.max_waiting)
-        self._waiting: dict[str, SimulatedRequest] = {}
+        limits = AdmissionLimits(setup.max_active, setup.max_waiting, setup.max_wait_s)
+        self._admission = AdmissionControl(limits, setup.scheduling.strategy)
+        self._admission_events: deque[a.Event] = deque()
+        self._is_admitting = False
+        self._admission_wake_at: float | None = None
+        self._runs: dict[str, SimulatedRun] = {}
         self._open = len(self.requests)
-        self._active = 0
 
     def run(self) -> SimulationRun:
         """Run until every request has been served or refused."""
@@ -92,99 +115,79 @@ class Simulation:
 
     # ------------------------------------------------------------ admission
 
-    def _arrive(self, request: SimulatedRequest) -> None:
-        if not len(self._queue) and self._active < self.setup.max_active:
-            decision = self._decide(request)
-            if not decision.is_refused:
-                self._start(request, decision)
-                return
-            if (
-                decision.reason not in TRANSIENT_REASONS
-                or not self._active
-                or not self.setup.max_waiting
-            ):
-                self._refuse(request, decision.reason)
-                return
-        self._wait(request)
-
-    def _wait(self, request: SimulatedRequest) -> None:
-        """Wait in the queue, as in the gateway's admission."""
-        now, setup = self.loop.now, self.setup
-        start_by = now + min(setup.max_wait_s, setup.slo_ttft_s or setup.max_wait_s)
-        request_id = request.arrival.request_id
-        entry = self._queue.enqueue(Ticket(request_id, "normal", now, start_by), now)
-        if entry.refused:
-            self._refuse(request, entry.refused)
-            return
-        self._waiting[request_id] = request
-        if len(self._queue) == 1:
-            self.loop.at(now + QUEUE_TICK_S, self._serve_queue)
-
-    def _serve_queue(self) -> None:
-        now = self.loop.now
-        for ticket in self._queue.expire(now):
-            self._refuse(self._waiting.pop(ticket.request_id), "queue_deadline")
-        for ticket in self._queue.in_order(LOOK_AHEAD):
-            if self._active >= self.setup.max_active:
-                break
-            request = self._waiting[ticket.request_id]
-            decision = self._decide(request)
-            if not decision.is_refused:
-                self._queue.started(ticket.request_id, now)
-                del self._waiting[ticket.request_id]
-                self._start(request, decision)
-            elif decision.reason not in TRANSIENT_REASONS:
-                self._queue.leave(ticket.request_id)
-                del self._waiting[ticket.request_id]
-                self._refuse(request, decision.reason)
-        if len(self._queue):
-            self.loop.at(now + QUEUE_TICK_S, self._serve_queue)
-
-    def _refuse(self, request: SimulatedRequest, reason: str, *, is_wasted: bool = False) -> None:
-        request.refused = reason
-        request.is_wasted = is_wasted
-        self._open -= 1
-        self._report_attainment(request, is_late=reason == "ttft_slo", is_slow=reason == "tpot_slo")
-
-    # ------------------------------------------------------------ deciding
-
-    def _decide(self, request: SimulatedRequest) -> Decision:
-        arrival, setup = request.arrival, self.setup
-        found = self.pool.find(arrival.hashes if setup.serving == "pooled" else ())
-        near = {found.hosts[h.node_id] for holders in found.holders for h in holders}
-        segments = {host: found.segments(host) for host in near}
-        segments[""] = found.segments("")
-        schedule_request = ScheduleRequest(
+    def facts(self, arrival: Arrival) -> Request:
+        """A request as the gateway would see it."""
+        setup = self.setup
+        return Request(
             arrival.request_id,
-            NAMESPACE_ID,
             arrival.prompt_tokens,
             setup.block_tokens,
             setup.block_bytes,
-            setup.layers,
-            segments,
-            engine_blocks=self._engine_blocks(arrival.hashes),
-            output_tokens=arrival.output_tokens,
-            ttft_s=setup.slo_ttft_s,
-            tpot_s=0.0 if setup.tpot_check == "decode" else setup.slo_tpot_s,
-            mode=self._mode(arrival, segments),
-        )
-        decision = schedule(schedule_request, self.state.scheduling_inputs(), self.loop.now)
-        request.decision = decision
-        return decision
-
-    def _mode(self, arrival: Arrival, segments: dict[str, list[Segment]]) -> str:
-        if self.setup.serving == "coupled":
-            return "local"
-        if self.setup.routing is None:
-            return ""
-        found = max((sum(s.count for s in run) for run in segments.values()), default=0)
-        facts = Facts(
+            arrival.output_tokens,
+            arrival.at_s,
+            FOREVER,
+            arrival.at_s,
+            Objectives(setup.slo_ttft_s, setup.slo_tpot_s),
+            mode="local" if setup.serving == "coupled" else "",
             key=arrival.request_id,
-            prompt_tokens=arrival.prompt_tokens,
-            found_tokens=found * self.setup.block_tokens,
-            output_tokens=arrival.output_tokens,
         )
-        return choose(self.setup.routing, pool_facts(self.state.scheduling_inputs(), facts)).mode
+
+    def _arrive(self, request: SimulatedRequest) -> None:
+        run = self._runs[request.arrival.request_id] = SimulatedRun(
+            self, request, self.facts(request.arrival)
+        )
+        self._tell_admission(a.Arrived(run.lifecycle.request))
+
+    def _tell_admission(self, event: a.Event) -> None:
+        self._admission_events.append(event)
+        if self._is_admitting:
+            return
+        self._is_admitting = True
+        while self._admission_events:
+            happened, now = self._admission_events.popleft(), self.loop.now
+            actions = self._admission.on(happened, now)
+            self.on_step("", happened, actions, now)
+            for action in actions:
+                self._act_for_admission(action)
+        self._is_admitting = False
+
+    def _act_for_admission(self, action: a.Action) -> None:
+        match action:
+            case a.Decide(request_id, last):
+                run = self._runs[request_id]
+                decided = self._plan(run, last)
+                is_busy = len(self.state.in_flight) > 0 or any(
+                    instance.running for instance in self.instances.values()
+                )
+                self._tell_admission(a.Decided(request_id, decided, is_busy))
+            case a.Admit(request_id, admitted):
+                self._runs[request_id].feed(e.Admitted(admitted))
+            case a.Refuse(request_id, decision):
+                self._runs[request_id].feed(e.Refused(decision))
+            case a.WakeAt(at):
+                self._admission_wake_at = at
+                if at is not None:
+                    self.loop.at(at, lambda: self._admission_tick(at))
+            case a.Queued():
+                pass  # the simulated disks are read when a request runs
+
+    def _admission_tick(self, at: float) -> None:
+        if at == self._admission_wake_at:
+            self._admission_wake_at = None
+            self._tell_admission(a.Tick())
+
+    def _plan(self, run: SimulatedRun, last: Plan | None) -> Plan:
+        setup, arrival, request = self.setup, run.request.arrival, run.lifecycle.request
+        inputs, now = self.state.scheduling_inputs(), self.loop.now
+        found = self.pool.find(arrival.hashes if setup.serving == "pooled" else ())
+        choice = last.choice if last is not None else None
+        if last is None and setup.routing is not None:
+            rules = setup.routing
+            choice = routing_choice(request, found, inputs, lambda facts: choose(rules, facts))
+        if setup.tpot_check == "decode":
+            request = replace(request, objectives=Objectives(setup.slo_ttft_s))
+        where = Where(NAMESPACE_ID, setup.layers, self._engine_blocks(arrival.hashes))
+        return plan(request, where, found, inputs, now, looked_up_at=now, choice=choice)
 
     def _engine_blocks(self, hashes: Sequence[bytes]) -> dict[str, int]:
         found = {}
@@ -206,35 +209,68 @@ class Simulation:
 
     # ------------------------------------------------------------ carrying out
 
-    def _start(self, request: SimulatedRequest, decision: Decision) -> None:
-        self._active += 1
-        self.state.in_flight.assigned(decision, self.loop.now)
-        self._replicate(request, decision)
-        if self.setup.slo_ttft_s and self._controller is not None:
-            due = request.arrival.at_s + self.setup.slo_ttft_s
-            self.loop.at(due, lambda: self._report_overdue(request))
-        if decision.mode == "disaggregated":
-            self._remote(request, decision)
-        else:
-            self._local(request, decision)
+    def act(self, run: SimulatedRun, action: e.Action) -> None:
+        """Carry out an action of a lifecycle."""
+        state, now = self.state, self.loop.now
+        request, lifecycle = run.request, run.lifecycle
+        request_id = request.arrival.request_id
+        match action:
+            case e.Assign(decision):
+                state.in_flight.assigned(decision, now)
+            case e.MarkPrefilled():
+                state.in_flight.prefilled(request_id, now)
+                self._tell_admission(a.ClusterChanged())
+            case e.Unassign():
+                state.in_flight.finished(request_id)
+            case e.Replicate(decision):
+                self._replicate(request, decision)
+            case e.Reserve(node_id, _, start, _):
+                missing = range(start, len(request.arrival.hashes))
+                state.reserve_bytes(node_id, len(missing) * self.setup.block_bytes)
+                run.feed(e.Reserved(len(missing), missing, ()))
+            case e.SendPrefill(_, _, grant, _):
+                self._prefill(run, grant or 0)
+            case e.SendGenerate():
+                if lifecycle.measured.is_prefilled_remotely:
+                    self._load(run)
+                else:
+                    self._read_here(run)
+            case e.Observe(worker_id, reply):
+                observe_costs(state.cost, worker_id, reply)
+            case e.RecordSlo(is_ttft_met, is_tpot_met):
+                if self._controller is not None:
+                    self._controller.ended(now, is_ttft_met=is_ttft_met, is_tpot_met=is_tpot_met)
+            case e.Finish(status, error):
+                self._finish(run, status, error)
 
-    def _remote(self, request: SimulatedRequest, decision: Decision) -> None:
-        """Prefill at one instance, send layer by layer, load and decode at another."""
+    def _finish(self, run: SimulatedRun, status: str, error: KvpoolError | None) -> None:
+        request, lifecycle = run.request, run.lifecycle
+        if status == "ok":
+            request.finished_at = self.loop.now
+        elif lifecycle.refusal is not None:
+            request.refused = lifecycle.refusal.reason
+        else:
+            assert error is not None
+            request.refused, request.is_wasted = error.code, True
+        lifecycle.token_ids.clear()  # a run has a million of them
+        self._open -= 1
+        del self._runs[request.arrival.request_id]
+        self._tell_admission(a.Left(request.arrival.request_id))
+
+    def _prefill(self, run: SimulatedRun, granted: int) -> None:
+        """Prefill at one instance, and send layer by layer to the node that granted the blocks."""
+        request, decision = run.request, run.lifecycle.decision
+        assert decision is not None
         assert decision.prefill is not None
-        assert decision.decode is not None
-        arrival, setup, state = request.arrival, self.setup, self.state
-        prefiller, decoder = self._specs[decision.prefill], self._specs[decision.decode]
+        arrival, setup = request.arrival, self.setup
+        prefiller = self._specs[decision.prefill]
         target = decision.target_node or ""
         target_host = self.pool.hosts[target]
         full = len(arrival.hashes)
-        new_bytes = (full - decision.reuse_blocks) * setup.block_bytes
-        state.reserve_bytes(decision.target_node, new_bytes)
-        resident = 0  # leading blocks that the pool has when the prefill begins
         prompt: Prompt
 
         def fetch() -> float:
-            nonlocal resident
-            ready, have, resident = self._read(
+            ready, have, request.resident = self._read(
                 request, decision.reuse_blocks, prefiller.worker_id, prefiller.host
             )
             prompt.reused = have * setup.block_tokens
@@ -243,108 +279,99 @@ class Simulation:
 
         def prefilled(began: float) -> float:
             now = self.loop.now
-            request.reused_tokens = prompt.reused
             request.computed_tokens += prompt.new
-            state.cost.observe_prefill(prefiller.worker_id, prompt.new, prompt.reused, now - began)
             self._keep(prefiller.worker_id, arrival.hashes)
-            size = max(0, full - resident) * setup.block_bytes
+            size = max(0, full - request.resident) * setup.block_bytes
             starts = began if setup.is_overlapped else now
             layers = setup.layers if setup.is_overlapped else 1
             arrives = self.network.stream(starts, now, prefiller.host, target_host, size, layers)
-            self.loop.at(arrives, lambda: sent(now))
+            self.loop.at(arrives, lambda: sent(began, now))
             return now if setup.is_overlapped else arrives
 
-        def sent(computed_at: float) -> None:
+        def sent(began: float, computed_at: float) -> None:
             now = self.loop.now
-            state.reserve_bytes(decision.target_node, -new_bytes)
+            self.state.reserve_bytes(decision.target_node, -granted * setup.block_bytes)
             if setup.serving == "pooled":
                 self.pool.store(target, arrival.hashes)
-            state.in_flight.prefilled(arrival.request_id, now)
-            size = max(0, full - resident) * setup.block_bytes
+            size = max(0, full - request.resident) * setup.block_bytes
             if size and prefiller.host != target_host and not setup.is_overlapped:
-                state.cost.observe_transfer(size, now - computed_at, same_host=False)
-            loaded = self.network.transfer(now, target_host, decoder.host, size)
-            own = self._leading(self._engines[decoder.worker_id], arrival.hashes)
-            if setup.serving == "pooled" and own < resident:
-                loaded = max(loaded, self._fetch(now, arrival, own, resident, decoder.host))
-            self.loop.at(loaded, tail)
-
-        def tail() -> None:
-            left = max(1, arrival.prompt_tokens - full * setup.block_tokens)
-            self._decode(request, decision, left, arrival.prompt_tokens - left)
+                self.state.cost.observe_transfer(size, now - computed_at, same_host=False)
+            phases = {"prefill_compute_time": computed_at - began}
+            run.feed(e.Prefilled(PrefillReport(prompt.reused, prompt.new, granted, phases)))
 
         prompt = Prompt(
             arrival.request_id, max(1, full * setup.block_tokens), 0, 0, prefilled, fetch
         )
         self.instances[prefiller.worker_id].add(prompt)
 
-    def _local(self, request: SimulatedRequest, decision: Decision) -> None:
-        """Read what pays, and compute the rest at the decode instance."""
+    def _load(self, run: SimulatedRun) -> None:
+        """Bring what another instance computed to the decode instance, which computes the tail."""
+        request, decision = run.request, run.lifecycle.decision
+        assert decision is not None
         assert decision.decode is not None
-        arrival, setup = request.arrival, self.setup
+        arrival, setup, now = request.arrival, self.setup, self.loop.now
+        decoder = self._specs[decision.decode]
+        full, resident = len(arrival.hashes), request.resident
+        size = max(0, full - resident) * setup.block_bytes
+        target_host = self.pool.hosts[decision.target_node or ""]
+        loaded = self.network.transfer(now, target_host, decoder.host, size)
+        own = self._leading(self._engines[decoder.worker_id], arrival.hashes)
+        if setup.serving == "pooled" and own < resident:
+            loaded = max(loaded, self._fetch(now, arrival, own, resident, decoder.host))
+        new = max(1, arrival.prompt_tokens - full * setup.block_tokens)
+        self.loop.at(loaded, lambda: self._decode(run, new, arrival.prompt_tokens - new))
+
+    def _read_here(self, run: SimulatedRun) -> None:
+        """Read what pays, and compute the rest at the decode instance."""
+        request, decision = run.request, run.lifecycle.decision
+        assert decision is not None
+        assert decision.decode is not None
         spec = self._specs[decision.decode]
         ready, have, _ = self._read(request, decision.reuse_blocks, spec.worker_id, spec.host)
-        reused = min(have * setup.block_tokens, arrival.prompt_tokens - 1)
+        prompt_tokens = request.arrival.prompt_tokens
+        reused = min(have * self.setup.block_tokens, prompt_tokens - 1)
+        self.loop.at(ready, lambda: self._decode(run, prompt_tokens - reused, reused))
 
-        def begin() -> None:
-            self._decode(request, decision, arrival.prompt_tokens - reused, reused)
-
-        self.loop.at(ready, begin)
-
-    def _decode(self, request: SimulatedRequest, decision: Decision, new: int, reused: int) -> None:
+    def _decode(self, run: SimulatedRun, new: int, reused: int) -> None:
         """Compute the rest of the prompt at the decode instance, and decode."""
+        request, lifecycle, decision = run.request, run.lifecycle, run.lifecycle.decision
+        assert decision is not None
         assert decision.decode is not None
-        arrival, setup, state = request.arrival, self.setup, self.state
+        arrival, setup = request.arrival, self.setup
         instance, spec = self.instances[decision.decode], self._specs[decision.decode]
-        is_local = decision.mode == "local"
+        is_remote = lifecycle.measured.is_prefilled_remotely
         context = arrival.prompt_tokens + arrival.output_tokens // 2
         if (
             setup.tpot_check != "scheduler"
-            and not is_local
+            and is_remote
             and 0 < setup.slo_tpot_s < instance.tpot_with(context)
         ):
-            self._end(request)
-            self._refuse(request, "tpot_slo", is_wasted=True)
+            run.feed(e.Failed(TooSlow("the decode instance is too busy")))
             return
+        phases: dict[str, float] = {}
 
         def first(began: float) -> float:
             now = self.loop.now
             request.first_at = now
             request.computed_tokens += new
-            if is_local:
-                request.reused_tokens = reused
-                state.in_flight.prefilled(arrival.request_id, now)
-                state.cost.observe_prefill(spec.worker_id, new, reused, now - began)
+            if not is_remote:
+                phases["prefill_compute_time"] = now - began
                 self._keep(spec.worker_id, arrival.hashes)
                 node = self._node_of(spec.host)
                 if setup.serving == "pooled" and node is not None:
                     self.pool.store(node, arrival.hashes)
-            if setup.slo_ttft_s and request.ttft_s > setup.slo_ttft_s:
-                self._report_attainment(request, is_late=True, is_slow=False)
+            run.feed(e.Tokens(range(1), 1))
             return now
 
         def finished() -> None:
-            request.finished_at = self.loop.now
-            self._open -= 1
-            is_late = bool(setup.slo_ttft_s and request.ttft_s > setup.slo_ttft_s)
-            is_slow = bool(setup.slo_tpot_s and request.tpot_s > setup.slo_tpot_s)
-            self._report_attainment(request, is_late=is_late, is_slow=is_slow)
-            self._end(request)
+            if arrival.output_tokens > 1:
+                more = arrival.output_tokens - 1
+                run.feed(e.Tokens(range(more), more))
+            run.feed(e.Decoded(DecodeReport("length", reused, 0, new, phases=phases)))
 
         instance.add(
-            Prompt(
-                arrival.request_id,
-                new,
-                reused,
-                arrival.output_tokens,
-                first,
-                finished=finished,
-            )
+            Prompt(arrival.request_id, new, reused, arrival.output_tokens, first, finished=finished)
         )
-
-    def _end(self, request: SimulatedRequest) -> None:
-        self._active -= 1
-        self.state.in_flight.finished(request.arrival.request_id)
 
     # ------------------------------------------------------------ blocks
 
@@ -421,28 +448,8 @@ class Simulation:
         for instance in self.instances.values():
             self.state.take_heartbeat(instance, now)
         self.state.report_disk_queues(self.network, now)
+        self._tell_admission(a.ClusterChanged())
         self.loop.at(now + self.setup.heartbeat_s, self._heartbeat)
-
-    def _report_overdue(self, request: SimulatedRequest) -> None:
-        if request.first_at < 0 and not request.refused:
-            self._report_attainment(request, is_late=True, is_slow=False)
-
-    def _report_attainment(
-        self, request: SimulatedRequest, *, is_late: bool, is_slow: bool
-    ) -> None:
-        """Report once per request to the role controller which objectives were met.
-
-        As `conductor.gateway.slo_attainment` does.
-        """
-        if self._controller is None or request.is_attainment_reported:
-            return
-        request.is_attainment_reported = True
-        is_local = request.decision is not None and request.decision.mode == "local"
-        self._controller.ended(
-            self.loop.now,
-            is_ttft_met=not is_late or is_local,
-            is_tpot_met=not is_slow and not (is_late and is_local),
-        )
 
     def _step_roles(self) -> None:
         assert self._controller is not None

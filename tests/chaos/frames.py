@@ -167,12 +167,20 @@ class FrameSource:
         request = rng.choice(OF_A_NODE if rng.random() < 0.7 else REQUESTS)
         if request is m.DropBlocks and rng.random() < 0.95:
             request = m.Pin  # else hardly anything would be left to pin, and no lease to renew
+        if request is m.Reserve and rng.random() < 0.05:
+            return self._sound_reserve()  # chance alone makes hardly any that is granted
         if all(hint in (int, float, str, bytes, bool) for _, hint in _fields(request)):
             return self._fresh(request)
         made = self._made.setdefault(request, [])
         if len(made) < 60 or rng.random() < 0.02:
             made.append(self._fresh(request))
         return rng.choice(made)
+
+    def _sound_reserve(self) -> bytes:
+        start = self._rng.randrange(len(self._hashes) - 2)
+        run = b"".join(self._hashes[start : start + 2])
+        sound = m.Reserve(self._space.namespace_id, run, b"", 0, 1.0, "frames")
+        return _encode(["Reserve", *(getattr(sound, name) for name, _ in _fields(m.Reserve))])
 
     def _fresh(self, request: type[m.Message]) -> bytes:
         rng = self._rng

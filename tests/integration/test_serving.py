@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from conductor.gateway.timings import PHASES
+from conductor.requests.timings import PHASES
 from kvpool.errors import DeadlineExceeded
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m

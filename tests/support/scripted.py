@@ -12,13 +12,16 @@ import httpx
 
 from conductor.cluster.cluster import Cluster
 from conductor.engine_servers.discovery import EngineServers
-from conductor.gateway.admission import AdmissionLimits
 from conductor.gateway.gateway import Gateway
 from conductor.gateway.http_api import HttpApi
 from conductor.gateway.metrics import ConductorCollector, RequestMetrics
-from conductor.gateway.request_log import RequestLog
+from conductor.gateway.request import GenerationRequest
 from conductor.index.memory import MemoryIndex
 from conductor.members.membership import MembershipConfig
+from conductor.requests.admission import AdmissionLimits
+from conductor.requests.lifecycle import Patience
+from conductor.requests.request import Request
+from conductor.requests.request_log import RequestLog
 from conductor.roles.actuator import RoleActuator
 from conductor.roles.controller import RoleController
 from conductor.scheduling.scheduler import SchedulerConfig
@@ -157,16 +160,16 @@ class Conductor:
         self.gateway = Gateway(
             self.cluster,
             RequestLog(),
-            default_ttft_s=settings.get("slo_ttft_s", 0.0),
-            default_tpot_s=settings.get("slo_tpot_s", 0.0),
-            limits=AdmissionLimits(
+            AdmissionLimits(
                 self.config.max_active_requests,
                 self.config.advanced.max_queued_requests,
                 self.config.advanced.max_queue_wait_s,
-                settings.get("slo_ttft_s", 0.0),
             ),
-            prefill_timeout_s=self.config.advanced.prefill_timeout_s,
-            first_token_timeout_s=self.config.advanced.first_token_timeout_s,
+            patience=Patience(
+                self.config.advanced.prefill_timeout_s,
+                self.config.advanced.first_token_timeout_s,
+                self.config.advanced.max_queue_wait_s,
+            ),
             replications_at_once=self.config.advanced.replications_at_once,
         )
         self.http: httpx.AsyncClient
@@ -178,6 +181,19 @@ class Conductor:
     @property
     def counters(self) -> dict[str, int]:
         return dict(self.cluster.counters)
+
+
+def generation_request(prompt: list[int], **facts: Any) -> GenerationRequest:
+    """A request as the gateway's HTTP API makes it, without the HTTP."""
+    now = time.monotonic()
+    layout = NAMESPACE.layout
+    given = {"received_at": now, "deadline": now + 60, "tokenized_at": now, "max_tokens": 1} | facts
+    return GenerationRequest(
+        Request("r", len(prompt), layout.block_tokens, layout.block_bytes, **given),
+        NAMESPACE,
+        prompt,
+        m.Sampling(given["max_tokens"]),
+    )
 
 
 def asked(**changes: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
+import socket
 import time
 from functools import cache
 from typing import Any, ClassVar
@@ -19,7 +20,15 @@ _pools = itertools.count()
 
 
 def start(port: int | None = None, **settings: str) -> ValkeyServer:
-    """A server of its own that keeps nothing on disk; `cluster_enabled="yes"` and the like."""
+    """A server of its own that keeps nothing on disk; `cluster_enabled="yes"` and the like.
+
+    Its port is any free one: ports in a row would meet those of servers that other tests restart.
+    """
+    if port is None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+            port = port if port < 55_000 else port - 20_000  # a Cluster's bus adds 10,000
     config = {name.replace("_", "-"): value for name, value in settings.items()}
     server = ValkeyServer(port, config=config)
     server.start()

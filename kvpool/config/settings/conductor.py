@@ -13,7 +13,9 @@ from kvpool.config.settings.types import (
     Bytes,
     Credit,
     Engines,
+    Objectives,
     OptionalPath,
+    OptionalSeconds,
     OptionalText,
     Port,
     Priorities,
@@ -84,9 +86,8 @@ class ConductorAdvanced(Section):
     )
     max_queue_wait_s: Seconds = Field(
         30.0,
-        description="longest wait for a start, in seconds; conductor.slo_ttft_s less the "
-        "predicted TTFT "
-        "is a bound, too",
+        description="longest wait for a start, in seconds; a request's TTFT objective less its "
+        "predicted TTFT is a bound, too",
     )
     default_priority: Priority = Field(
         "normal", description="priority of requests that name none, if their tenant has none"
@@ -192,11 +193,18 @@ class ConductorConfig(ServerConfig):
         "those of "
         "a small model on a CPU",
     )
-    slo_ttft_s: Seconds = Field(
-        30.0, description="objective for the time to first token, if a request names none"
+    slo_ttft_s: OptionalSeconds = Field(
+        None,
+        description="objective for the time to first token, in seconds; requests that would miss "
+        "it are refused. none: no request is refused for its latency",
     )
-    slo_tpot_s: Seconds = Field(
-        1.0, description="objective for the time per output token, if a request names none"
+    slo_tpot_s: OptionalSeconds = Field(
+        None, description="objective for the time per output token, as slo_ttft_s"
+    )
+    tenant_objectives: Objectives = Field(
+        {},
+        description="objectives of tenants, TTFT/TPOT in seconds, instead of slo_ttft_s and "
+        'slo_tpot_s: "acme=0.5/0.05,bolt=2"',
     )
     admission: Literal["none", "arrival", "predicted"] = Field(
         "predicted",

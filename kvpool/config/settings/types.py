@@ -164,6 +164,30 @@ def _priorities(value: object) -> object:
     return value
 
 
+def _objectives(value: object) -> object:
+    if isinstance(value, str):  # "tenant=0.5/0.05,other=2": TTFT/TPOT in seconds
+        pairs = [item.partition("=") for item in value.strip("{}").split(",") if item.strip()]
+        value = {tenant.strip(): objective for tenant, _, objective in pairs}
+    return value
+
+
+class Objective(BaseModel):
+    """A tenant's objectives in seconds; None where it has none."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    ttft_s: Annotated[float, Field(ge=0, le=86_400)] | None = None
+    tpot_s: Annotated[float, Field(ge=0, le=86_400)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: object) -> object:
+        if isinstance(value, str):  # "0.5/0.05"
+            ttft_s, _, tpot_s = (part.strip() for part in value.partition("/"))
+            return {"ttft_s": ttft_s or None, "tpot_s": tpot_s or None}
+        return value
+
+
 def _engines(value: object) -> object:
     value = [] if _none_from_text(value) is None else value
     if isinstance(value, str):
@@ -187,6 +211,8 @@ Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Priority = Literal["low", "normal", "high"]
 Priorities = Annotated[dict[str, Priority], BeforeValidator(_priorities)]
+Objectives = Annotated[dict[str, Objective], BeforeValidator(_objectives)]
+OptionalSeconds = Annotated[Seconds | None, BeforeValidator(_none_from_text)]
 Credit = Annotated[float, Field(ge=0, le=10)]
 Addresses = Annotated[str, BeforeValidator(_addresses)]  # one or several, with commas
 OptionalAddresses = Annotated[str | None, BeforeValidator(_addresses)]

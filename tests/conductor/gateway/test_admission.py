@@ -9,11 +9,18 @@ from typing import Any
 import httpx
 import pytest
 
-from conductor.gateway.request import GenerationRequest, GenerationResult
-from conductor.scheduling.decision import Decision
+from conductor.gateway.request import GenerationRequest
+from conductor.requests.request import Plan
 from kvpool.errors import Unavailable
 from kvpool.wire import messages as m
-from tests.support.scripted import NAMESPACE, Conductor, ScriptedWorker, asked, conductor
+from tests.support.scripted import (
+    NAMESPACE,
+    Conductor,
+    ScriptedWorker,
+    asked,
+    conductor,
+    generation_request,
+)
 from tests.support.waiting import until
 
 
@@ -181,33 +188,32 @@ async def test_a_conductor_that_stops_refuses_queued_requests() -> None:
     worker = busy_worker()
     async with conductor(worker, max_active_requests=1) as running:
         first = await fill(running, worker)
-        request = GenerationRequest(
-            "r", NAMESPACE, [65] * 10, m.Sampling(1), running.cluster.clock() + 60
-        )
-        waits = asyncio.create_task(running.gateway.admit(request, GenerationResult()))
+        waits = asyncio.create_task(running.gateway.admit(generation_request([65] * 10)))
         await until(lambda: waiting(running) == 1, "it waits")
-        await running.gateway.admission.close()
+        await running.gateway.close()
         with pytest.raises(Unavailable):
             await waits
         assert waiting(running) == 0
         worker.resume()
-        await first
+        await asyncio.gather(first, return_exceptions=True)
 
 
-async def test_a_failed_decision_ends_its_own_request_and_no_other() -> None:
+async def test_a_failed_decision_ends_its_own_request_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     worker = busy_worker()
     async with conductor(worker, max_active_requests=1) as running:
         first = await fill(running, worker)
         broken = await queue_up(running, "normal", 2)
         others = [await queue_up(running, "normal", seed) for seed in (3, 4)]
-        decide = running.gateway.admission._decide
+        plan = running.gateway._plan
 
-        async def fail_one(request: GenerationRequest) -> Decision:
+        async def fail_one(request: GenerationRequest, *given: Any, **options: Any) -> Plan:
             if request.sampling.seed == 2:
                 raise Unavailable("the index does not answer")
-            return await decide(request)
+            return await plan(request, *given, **options)
 
-        running.gateway.admission._decide = fail_one
+        monkeypatch.setattr(running.gateway, "_plan", fail_one)
         worker.resume()
         assert [response.status_code for response in await asyncio.gather(first, *others)] == [
             200,
@@ -230,27 +236,25 @@ async def test_a_tenants_class_bounds_what_its_requests_ask_for() -> None:
         await asyncio.gather(first, second)
 
 
-async def test_a_client_that_leaves_while_its_request_is_admitted_holds_no_slot() -> None:
+async def test_a_client_that_leaves_while_its_request_is_admitted_holds_no_slot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     worker = busy_worker()
     async with conductor(worker, max_active_requests=1) as running:
-        admission = running.gateway.admission
         first = await fill(running, worker)
-        request = GenerationRequest(
-            "r", NAMESPACE, [65] * 10, m.Sampling(1), running.cluster.clock() + 60
-        )
-        waits = asyncio.create_task(admission.admit(request))
+        waits = asyncio.create_task(running.gateway.admit(generation_request([65] * 10)))
         await until(lambda: waiting(running) == 1, "it waits")
-        decide = admission._decide
+        plan = running.gateway._plan
 
-        async def decide_and_leave(one: GenerationRequest) -> Decision:
-            decision = await decide(one)
-            asyncio.get_running_loop().call_soon(waits.cancel)  # before it learns of the decision
-            return decision
+        async def plan_and_leave(*given: Any, **options: Any) -> Plan:
+            found = await plan(*given, **options)
+            asyncio.get_running_loop().call_soon(waits.cancel)  # before it learns of the plan
+            return found
 
-        admission._decide = decide_and_leave
+        monkeypatch.setattr(running.gateway, "_plan", plan_and_leave)
         worker.resume()
         with pytest.raises(asyncio.CancelledError):
             await waits
         await first
-        assert admission.active == 0
+        await until(lambda: running.gateway.active == 0, "no slot is held")
         assert len(running.cluster.in_flight) == 0

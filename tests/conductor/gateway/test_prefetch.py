@@ -11,13 +11,20 @@ import pytest
 
 from conductor.gateway.prefetch import PrefetchReport
 from conductor.gateway.request import GenerationRequest
+from conductor.requests.request import Plan
 from conductor.scheduling.decision import Candidate, Decision
 from kvpool.blocks.hashing import hash_chain, pack_hashes, unpack_hashes
 from kvpool.blocks.tier import Tier
 from kvpool.wire import WireServer
 from kvpool.wire import messages as m
 from tests.support.engine_server import ScriptedServer, engine_servers
-from tests.support.scripted import NAMESPACE, Conductor, ScriptedWorker, conductor
+from tests.support.scripted import (
+    NAMESPACE,
+    Conductor,
+    ScriptedWorker,
+    conductor,
+    generation_request,
+)
 from tests.support.waiting import until
 
 PROMPT = [65] * 42  # ten blocks and two tokens
@@ -223,16 +230,23 @@ def decision(mode: Any, **parts: Any) -> Decision:
 
 
 def request() -> GenerationRequest:
-    return GenerationRequest("r", NAMESPACE, PROMPT, m.Sampling(4), 1e9, hashes=HASHES)
+    return generation_request(PROMPT)
+
+
+async def planned(running: Conductor, decision: Decision) -> Plan:
+    found = await running.cluster.find(NAMESPACE.namespace_id, HASHES)
+    return Plan(decision, found)
 
 
 async def test_the_decode_workers_reads_are_prepared_while_another_prefills() -> None:
     node = ScriptedNode("n")
     async with pool((node, Tier.NVME, HASHES), worker=ScriptedWorker("w")) as running:
-        offer = running.gateway.prefetch.offer
-        offer(request(), decision("local", queue_s=1.0))  # our worker pins at once: nothing to gain
-        offer(request(), decision("disaggregated", prefill_s=0.001))  # over before it could help
-        offer(request(), decision("disaggregated", prefill_s=0.5))
+        for chosen in (
+            decision("local", queue_s=1.0),  # our worker pins at once: nothing to gain
+            decision("disaggregated", prefill_s=0.001),  # over before it could help
+            decision("disaggregated", prefill_s=0.5),
+        ):
+            running.gateway.prefetch.offer(request(), await planned(running, chosen))
         await until(lambda: node.prefetched, "asked while the prefill computes")
         assert node.prefetched == HASHES
 
@@ -243,10 +257,9 @@ async def test_an_engine_server_with_a_queue_reads_later_so_it_is_prepared() -> 
         settings = {"engines": [server.entry()], "engine_check_s": 0.05}
         async with pool((node, Tier.NVME, HASHES), worker=None, **settings) as running:
             await until(lambda: len(running.cluster.workers), "joined")
-            offer = running.gateway.prefetch.offer
             chosen = Candidate("local", None, server.worker_id, 10, 1.0, 0.01, queue_s=0.5)
-            offer(
-                request(),
-                Decision("r", "local", None, server.worker_id, 10, None, 1.0, 0.01, "", (chosen,)),
+            to_server = Decision(
+                "r", "local", None, server.worker_id, 10, None, 1.0, 0.01, "", (chosen,)
             )
+            running.gateway.prefetch.offer(request(), await planned(running, to_server))
             await until(lambda: node.prefetched, "asked while it waits in the server's queue")

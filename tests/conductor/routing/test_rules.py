@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conductor.members.membership import State
+from conductor.routing.load_facts import pool_facts
 from conductor.routing.rules import Facts, RoutingRules, choose, draw, parse_rules
 from conductor.routing.rules_file import RulesFile
-from conductor.routing.service import RulesService, pool_facts
+from conductor.routing.service import RulesService
 from conductor.scheduling.inputs import SchedulingInputs, WorkerStatus
 from kvpool.errors import ConfigError, InvalidArgument
 from kvpool.wire import messages as m

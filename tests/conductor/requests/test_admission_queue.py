@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conductor.gateway.admission_queue import (
+from conductor.requests.admission_queue import (
     PRIORITIES,
     AdmissionQueue,
     Priority,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from conductor.gateway.request_log import RequestLog, RequestOutcome
+from conductor.requests.request_log import RequestLog, RequestOutcome
 from conductor.scheduling.scheduler import refuse
 from kvpool.errors import InvalidArgument
 from tests.support.clusters import request

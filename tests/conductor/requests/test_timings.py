@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from conductor.gateway.request import GenerationResult
-from kvpool.wire import messages as m
+from conductor.requests.measurements import Measurements
+from conductor.requests.reports import DecodeReport, PrefillReport
 
 
-def prefilled(**reported: float) -> m.PrefillReply:
-    return m.PrefillReply(64, 32, 1, reported, {}, {}, "", {"nvme": 64})
+def prefilled(**reported: float) -> PrefillReport:
+    return PrefillReport(64, 32, 1, reported, tokens_by_tier={"nvme": 64})
 
 
-def generated(**reported: float) -> m.GenerateReply:
-    return m.GenerateReply("stop", 96, 0, 4, "", reported, {}, 3, tokens_by_tier={"dram": 96})
+def generated(**reported: float) -> DecodeReport:
+    return DecodeReport("stop", 96, 0, 4, phases=reported, tokens_by_tier={"dram": 96})
 
 
 def test_seconds_of_two_workers_add_up_and_each_wait_has_its_name() -> None:
-    result = GenerationResult(phases={"request_queue_wait": 1.0})
+    result = Measurements(phases={"request_queue_wait": 1.0})
     result.add_prefill(
         prefilled(
             request_queue_wait=2.0,
@@ -25,9 +25,10 @@ def test_seconds_of_two_workers_add_up_and_each_wait_has_its_name() -> None:
             kv_cache_transfer_time=8.0,
             kv_cache_transfer_exposed_time=0.5,
             kv_cache_send_time=3.0,
-        )
+        ),
+        seconds=6.0,
     )
-    result.add_generation(
+    result.add_decode(
         generated(
             request_queue_wait=0.25,
             decode_queue_wait=0.5,
@@ -45,16 +46,16 @@ def test_seconds_of_two_workers_add_up_and_each_wait_has_its_name() -> None:
 
 
 def test_a_worker_that_prefills_for_itself_waits_as_a_prefill_does() -> None:
-    result = GenerationResult()
-    result.add_generation(generated(request_queue_wait=0.25, decode_queue_wait=0.5))
+    result = Measurements()
+    result.add_decode(generated(request_queue_wait=0.25, decode_queue_wait=0.5))
     assert result.phases == {"request_queue_wait": 0.25, "decode_queue_wait": 0.5}
     assert result.tokens_by_tier == {"dram": 96}
 
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_second_attempt_adds_its_seconds_but_has_its_own_rate(times: int) -> None:
-    result = GenerationResult()
+    result = Measurements()
     for at in range(times):
-        result.add_generation(generated(prefill_compute_time=1.0, per_token_decode_time=float(at)))
+        result.add_decode(generated(prefill_compute_time=1.0, per_token_decode_time=float(at)))
     assert result.phases["prefill_compute_time"] == times
     assert result.tpot_s == result.phases["per_token_decode_time"] == times - 1

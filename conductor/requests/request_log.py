@@ -9,7 +9,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import islice
 
-from conductor.gateway.miss_reasons import Miss
+from conductor.requests.miss_reasons import Miss
 from conductor.scheduling.decision import Decision
 from kvpool.errors import InvalidArgument
 

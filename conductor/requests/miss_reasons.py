@@ -39,6 +39,8 @@ _OF_READ = {
     "draining": "node_gone",
     "failed_recently": "suspect",
 }
+# A worker did not read blocks that are there: computing was faster, or no time was left.
+DECLINED = frozenset(("declined_cost", "declined_deadline"))
 READ = "pool_read:"  # prefix of a worker's reason for reading less than planned
 
 

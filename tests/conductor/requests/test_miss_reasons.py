@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.gateway.miss_reasons import (
+from conductor.index.block_history import BlockHistory, LastEvent
+from conductor.requests.miss_reasons import (
     Miss,
     differing_fields,
     in_other_namespace,
     of_known_blocks,
     of_unknown_blocks,
 )
-from conductor.index.block_history import BlockHistory, LastEvent
 from kvpool.blocks.hashing import hash_chain, pack_hashes
 from kvpool.blocks.layout import Layout, Namespace
 from kvpool.blocks.tier import Tier
