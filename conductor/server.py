@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import structlog
@@ -35,13 +36,14 @@ from conductor.scheduling.scheduler import SchedulerConfig
 from kvpool.blocks.hashing import token_bytes
 from kvpool.config.loader import ConductorConfig
 from kvpool.errors import ConfigError
-from kvpool.security.server_security import secure
+from kvpool.security.server_security import Security, secure
 from kvpool.serving.grpc import quiet_grpc
 from kvpool.serving.http import HttpServer
 from kvpool.serving.metrics import new_registry
 from kvpool.serving.process import Ready, wait_for_stop
 from kvpool.wire import WireServer
 from kvpool.wire import messages as m
+from kvpool.wire.credentials import Credentials
 
 if TYPE_CHECKING:
     from conductor.redis.shared_state import SharedCluster
@@ -52,36 +54,61 @@ GRPC_MESSAGE_BYTES = 8 << 20
 SWEEP_S = 0.25
 
 
+@dataclass(slots=True)
+class _Parts:
+    """What a conductor is built from."""
+
+    config: ConductorConfig
+    security: Security
+    tokenizer: Tokenizer | None
+    cluster: Cluster
+    shared: SharedCluster | None  # `cluster`, if it is shared through Redis
+    rules: RulesFile
+    gateway: Gateway
+    roles: RoleActuator
+    engine_servers: EngineServers
+
+
 async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Event) -> None:
     """Run a conductor until `stop` is set.
 
     Raises:
         PortInUse, ModelNotFound, ConfigError: it cannot start with this configuration.
     """
-    advanced = config.advanced
     quiet_grpc()
+    parts = await _build(config)
+    async with contextlib.AsyncExitStack() as stack:
+        if parts.shared is not None:
+            stack.push_async_callback(parts.shared.redis.close)
+        stack.push_async_callback(parts.gateway.close)
+        stack.push_async_callback(parts.cluster.engine_feeds.close)
+        facts = {
+            "kind": "conductor",
+            "id": parts.cluster.conductor_id,
+            "wire": f"{config.announced_host}:{await _listen_wire(parts, stack)}",
+            "http": f"{config.announced_host}:{await _listen_http(parts, stack)}",
+            "grpc": f"{config.announced_host}:{await _listen_grpc(parts, stack)}",
+        }
+        if parts.shared is not None:
+            parts.shared.shared_members.address = facts["wire"]
+        tasks = _begin(parts)
+        ready(facts)
+        log.info("conductor ready", **facts)
+        await wait_for_stop(stop, tasks)
+        log.info("conductor stopping")
+
+
+async def _build(config: ConductorConfig) -> _Parts:
+    """Build the parts of a conductor without starting any."""
+    advanced = config.advanced
     security = secure(config, "conductor")
     tokenizer = None
     if config.model_path is not None:
         tokenizer = await asyncio.to_thread(Tokenizer, config.model_path)
-    conductor_id = str(uuid.uuid4())
-    epoch = time.time_ns() // 1000
-    membership = MembershipConfig(
-        heartbeat_s=advanced.heartbeat_s,
-        suspect_after_s=advanced.suspect_after_s,
-        dead_after_s=advanced.dead_after_s,
-        sweep_s=SWEEP_S,
-    )
-    index = MemoryIndex(max_blocks=advanced.max_index_blocks)
-    parts = (conductor_id, epoch, index, membership, scheduler_config(config))
-    shared = connect(config, *parts) if config.index == "redis" else None
-    cluster = shared or Cluster(*parts)
-    cluster.block_history = BlockHistory(advanced.remembered_blocks)
-    if config.profile is not None:
-        cluster.cost = CostModel(read_profile(config.profile))
+    cluster, shared = _build_cluster(config)
     rules = RulesFile(config.rules_path, cluster.counters)
     await rules.load()
-    roles = RoleController(
+    controller = RoleController(
         RoleLimits(
             window_s=advanced.roles_window_s,
             min_requests=advanced.roles_min_requests,
@@ -89,33 +116,11 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
             cooldown_s=advanced.roles_cooldown_s,
         )
     )
-    request_log = RequestLog()
-    gateway = Gateway(
-        cluster,
-        request_log,
-        AdmissionLimits(
-            config.max_active_requests,
-            advanced.max_queued_requests,
-            advanced.max_queue_wait_s,
-        ),
-        patience=Patience(
-            advanced.prefill_timeout_s,
-            advanced.first_token_timeout_s,
-            advanced.max_queue_wait_s,
-        ),
-        replications_at_once=advanced.replications_at_once,
-        prefetches=advanced.prefetch,
-        sessions=Sessions(advanced.session_ttl_s, advanced.max_sessions),
-        rules=rules,
-        credentials=security.credentials,
-        on_slo_recorded=lambda ttft, tpot: roles.ended(
-            cluster.clock(), is_ttft_met=ttft, is_tpot_met=tpot
-        ),
-    )
-    changes = RoleActuator(
+    gateway = _build_gateway(config, cluster, rules, security.credentials, controller)
+    roles = RoleActuator(
         cluster,
         gateway.connections,
-        roles,
+        controller,
         is_active=config.move_roles,
         clock=cluster.clock,
     )
@@ -130,59 +135,131 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
         tokenizer.encode_more if tokenizer else None,
         advanced.engine_check_s,
     )
-    registry = new_registry()
-    registry.register(ConductorCollector(cluster, gateway, changes))
-    metrics = RequestMetrics(registry)
-    api = HttpApi(
-        config, cluster, gateway, request_log, tokenizer, metrics, changes, security.authorizer
+    return _Parts(
+        config, security, tokenizer, cluster, shared, rules, gateway, roles, engine_servers
     )
-    async with contextlib.AsyncExitStack() as stack:
-        if shared is not None:
-            stack.push_async_callback(shared.redis.close)
-        stack.push_async_callback(gateway.close)
-        stack.push_async_callback(cluster.engine_feeds.close)
-        wire = WireServer(
-            "conductor", conductor_id, epoch, authorizer=security.authorizer, tls=security.context
-        )
-        cluster.expose(wire)
-        rules_service = RulesService(rules)
-        wire.handle(m.RulesChange, lambda r, _s: rules_service.change(r))
-        wire.handle(
-            m.RulesExplain, lambda r, _s: rules_service.explain(r, cluster.scheduling_inputs())
-        )
-        wire.handle(m.Tokenize, lambda request, _session: _tokenize(tokenizer, request))
-        wire_port = await wire.listen(config.host, config.wire_port)
-        stack.push_async_callback(wire.close)
-        app = api.app(registry, lambda: "")
-        http = HttpServer(app, config.host, config.http_port, security.tls)
-        await http.start()
-        stack.push_async_callback(http.close)
-        grpc = grpc_server(cluster, GRPC_MESSAGE_BYTES, security.authorizer, security.tls)
-        grpc_port = await grpc.start(config.host, config.grpc_port)
-        stack.push_async_callback(grpc.close)
-        facts = {
-            "kind": "conductor",
-            "id": conductor_id,
-            "wire": f"{config.announced_host}:{wire_port}",
-            "http": f"{config.announced_host}:{http.port}",
-            "grpc": f"{config.announced_host}:{grpc_port}",
-        }
-        tasks = [
-            asyncio.create_task(_sweep(cluster), name="sweep"),
-            asyncio.create_task(changes.run(), name="roles"),
-            *security.tasks(),
-        ]
-        if config.rules_path is not None:
-            tasks.append(asyncio.create_task(rules.watch(), name="routing rules"))
-        if config.engines:
-            tasks.append(asyncio.create_task(engine_servers.run(), name="engine servers"))
-        if shared is not None:
-            shared.shared_members.address = str(facts["wire"])
-            tasks.append(asyncio.create_task(_tend(shared), name="shared state"))
-        ready(facts)
-        log.info("conductor ready", **facts)
-        await wait_for_stop(stop, tasks)
-        log.info("conductor stopping")
+
+
+def _build_cluster(config: ConductorConfig) -> tuple[Cluster, SharedCluster | None]:
+    """The cluster; a second time if it is shared through Redis."""
+    advanced = config.advanced
+    membership = MembershipConfig(
+        heartbeat_s=advanced.heartbeat_s,
+        suspect_after_s=advanced.suspect_after_s,
+        dead_after_s=advanced.dead_after_s,
+        sweep_s=SWEEP_S,
+    )
+    index = MemoryIndex(max_blocks=advanced.max_index_blocks)
+    epoch = time.time_ns() // 1000
+    parts = (str(uuid.uuid4()), epoch, index, membership, scheduler_config(config))
+    shared = connect(config, *parts) if config.index == "redis" else None
+    cluster = shared or Cluster(*parts)
+    cluster.block_history = BlockHistory(advanced.remembered_blocks)
+    if config.profile is not None:
+        cluster.cost = CostModel(read_profile(config.profile))
+    return cluster, shared
+
+
+def _build_gateway(
+    config: ConductorConfig,
+    cluster: Cluster,
+    rules: RulesFile,
+    credentials: Credentials,
+    roles: RoleController,
+) -> Gateway:
+    advanced = config.advanced
+    return Gateway(
+        cluster,
+        RequestLog(),
+        AdmissionLimits(
+            config.max_active_requests,
+            advanced.max_queued_requests,
+            advanced.max_queue_wait_s,
+        ),
+        patience=Patience(
+            advanced.prefill_timeout_s,
+            advanced.first_token_timeout_s,
+            advanced.max_queue_wait_s,
+        ),
+        replications_at_once=advanced.replications_at_once,
+        prefetches=advanced.prefetch,
+        sessions=Sessions(advanced.session_ttl_s, advanced.max_sessions),
+        rules=rules,
+        credentials=credentials,
+        on_slo_recorded=lambda ttft, tpot: roles.ended(
+            cluster.clock(), is_ttft_met=ttft, is_tpot_met=tpot
+        ),
+    )
+
+
+async def _listen_wire(parts: _Parts, stack: contextlib.AsyncExitStack) -> int:
+    """Start the wire server; return its port."""
+    cluster, security = parts.cluster, parts.security
+    wire = WireServer(
+        "conductor",
+        cluster.conductor_id,
+        cluster.epoch,
+        authorizer=security.authorizer,
+        tls=security.context,
+    )
+    cluster.expose(wire)
+    rules = RulesService(parts.rules)
+    wire.handle(m.RulesChange, lambda request, _session: rules.change(request))
+    wire.handle(
+        m.RulesExplain,
+        lambda request, _session: rules.explain(request, cluster.scheduling_inputs()),
+    )
+    wire.handle(m.Tokenize, lambda request, _session: _tokenize(parts.tokenizer, request))
+    port = await wire.listen(parts.config.host, parts.config.wire_port)
+    stack.push_async_callback(wire.close)
+    return port
+
+
+async def _listen_http(parts: _Parts, stack: contextlib.AsyncExitStack) -> int:
+    """Start the HTTP server; return its port."""
+    config, cluster, gateway = parts.config, parts.cluster, parts.gateway
+    registry = new_registry()
+    registry.register(ConductorCollector(cluster, gateway, parts.roles))
+    api = HttpApi(
+        config,
+        cluster,
+        gateway,
+        gateway.request_log,
+        parts.tokenizer,
+        RequestMetrics(registry),
+        parts.roles,
+        parts.security.authorizer,
+    )
+    app = api.app(registry, lambda: "")
+    http = HttpServer(app, config.host, config.http_port, parts.security.tls)
+    await http.start()
+    stack.push_async_callback(http.close)
+    return http.port
+
+
+async def _listen_grpc(parts: _Parts, stack: contextlib.AsyncExitStack) -> int:
+    """Start the gRPC server; return its port."""
+    security = parts.security
+    grpc = grpc_server(parts.cluster, GRPC_MESSAGE_BYTES, security.authorizer, security.tls)
+    port = await grpc.start(parts.config.host, parts.config.grpc_port)
+    stack.push_async_callback(grpc.close)
+    return port
+
+
+def _begin(parts: _Parts) -> list[asyncio.Task[None]]:
+    """Start the work that goes on in the background."""
+    tasks = [
+        asyncio.create_task(_sweep(parts.cluster), name="sweep"),
+        asyncio.create_task(parts.roles.run(), name="roles"),
+        *parts.security.tasks(),
+    ]
+    if parts.config.rules_path is not None:
+        tasks.append(asyncio.create_task(parts.rules.watch(), name="routing rules"))
+    if parts.config.engines:
+        tasks.append(asyncio.create_task(parts.engine_servers.run(), name="engine servers"))
+    if parts.shared is not None:
+        tasks.append(asyncio.create_task(_tend(parts.shared), name="shared state"))
+    return tasks
 
 
 def connect(

@@ -98,10 +98,14 @@ class HttpApi:
             notice=self._cluster.notice,
             authorizer=self._authorizer,
         )
-        app.add_middleware(
-            ArrivalClock, clock=self._cluster.clock
-        )  # outermost: reading the body counts
-        page = (Path(__file__).parent / "static" / "index.html").read_text()
+        # Outermost: reading the body counts.
+        app.add_middleware(ArrivalClock, clock=self._cluster.clock)
+        self._add_serving(app)
+        self._add_views(app)
+        return app
+
+    def _add_serving(self, app: FastAPI) -> None:
+        """Add the routes that serve requests or prepare for them."""
         schemas = add_bodies(app, ChatRequest, CompletionRequest, PrefetchRequest)
 
         @app.post("/v1/chat/completions", responses=STREAMED, openapi_extra=schemas[ChatRequest])
@@ -126,6 +130,10 @@ class HttpApi:
             """Start to move blocks toward the worker that would serve the announced request."""
             body = read_request(await http_request.body(), PrefetchRequest)
             return _json(await self._prefetch(body, http_request))
+
+    def _add_views(self, app: FastAPI) -> None:
+        """Add the routes that only show something."""
+        page = (Path(__file__).parent / "static" / "index.html").read_text()
 
         @app.get("/v1/models")
         async def models() -> dict[str, Any]:
@@ -171,8 +179,6 @@ class HttpApi:
         @app.get("/", response_class=HTMLResponse)
         async def index() -> str:
             return page
-
-        return app
 
     async def _chat_tokens(self, messages: Sequence[ChatMessage]) -> list[int]:
         if self._tokenizer is None:
@@ -220,10 +226,40 @@ class HttpApi:
         max_tokens: int | None,
         http_request: Request,
     ) -> Response:
+        request = self._request_of(body, prompt, max_tokens, http_request)
+        try:
+            run = await unless_disconnected(http_request, self._gateway.admit(request))
+            if run is None:
+                return Response(status_code=CLIENT_LEFT)
+            response = CompletionResponse(run, self._metrics, self._tokenizer, body)
+            headers = response.headers()
+            if body.stream:
+                return EventStreamResponse(response.events(), headers, run.leave)
+            document = await unless_disconnected(http_request, response.document())
+        except KvpoolError as error:
+            refusal = error_response(error)
+            refusal.headers["X-Request-Id"] = request.request_id  # for `kvpool explain`
+            return refusal
+        if document is None:
+            return Response(status_code=CLIENT_LEFT)
+        return JSONResponse(document, headers=headers)
+
+    def _request_of(
+        self,
+        body: ChatRequest | CompletionRequest,
+        prompt: list[int],
+        max_tokens: int | None,
+        http_request: Request,
+    ) -> GenerationRequest:
+        """The request that a body asks for.
+
+        Raises:
+            InvalidArgument: it is over a limit.
+            NotFound, Unavailable: no worker serves the model.
+        """
         tokenized_at = self._cluster.clock()
         received_at: float = http_request.state.received_at
         worker = self._worker_for(body.model)
-        request_id = uuid.uuid4().hex
         limit = worker.max_model_tokens
         wanted = max_tokens or min(DEFAULT_MAX_TOKENS, max(1, limit - len(prompt)))
         if wanted > self._config.advanced.max_output_tokens:
@@ -234,7 +270,7 @@ class HttpApi:
         check_prompt(prompt, self._config.advanced.max_prompt_tokens, wanted, limit)
         options, namespace, config = body.kvpool, worker.namespace, self._config
         facts = requests.Request(
-            request_id,
+            uuid.uuid4().hex,
             len(prompt),
             namespace.layout.block_tokens,
             namespace.layout.block_bytes,
@@ -264,23 +300,7 @@ class HttpApi:
             (body.seed or 0) & 0x7FFF_FFFF,
             body.ignore_eos,
         )
-        request = GenerationRequest(facts, namespace, prompt, sampling, options.local_prefix_tokens)
-        try:
-            run = await unless_disconnected(http_request, self._gateway.admit(request))
-            if run is None:
-                return Response(status_code=CLIENT_LEFT)
-            response = CompletionResponse(run, self._metrics, self._tokenizer, body)
-            headers = response.headers()
-            if body.stream:
-                return EventStreamResponse(response.events(), headers, run.leave)
-            document = await unless_disconnected(http_request, response.document())
-        except KvpoolError as error:
-            refusal = error_response(error)
-            refusal.headers["X-Request-Id"] = request_id  # for `kvpool explain`
-            return refusal
-        if document is None:
-            return Response(status_code=CLIENT_LEFT)
-        return JSONResponse(document, headers=headers)
+        return GenerationRequest(facts, namespace, prompt, sampling, options.local_prefix_tokens)
 
     def _objectives(self, facts: requests.Request, options: PoolOptions) -> requests.Objectives:
         config = self._config

@@ -56,11 +56,6 @@ def plan(
     Raises:
         ConfigError: the configured strategy does not exist.
     """
-    segments = segments_by_host(found) if found is not None else {}
-    mode = "local"
-    if request.pool == "on" and not is_retry:
-        chosen = choice.mode if choice is not None else ""
-        mode = chosen if is_rolled_back or not request.mode else request.mode
     decision = schedule(
         ScheduleRequest(
             request.request_id,
@@ -69,12 +64,12 @@ def plan(
             request.block_tokens,
             request.block_bytes,
             where.layers,
-            segments,
+            segments_by_host(found) if found is not None else {},
             engine_blocks=where.engine_blocks,
             output_tokens=request.max_tokens,
             ttft_s=request.objectives.ttft_s,
             tpot_s=request.objectives.tpot_s,
-            mode=mode,
+            mode="local" if is_retry else _mode(request, choice, is_rolled_back=is_rolled_back),
             pin_decode=None if is_retry else request.pin_decode,
             excluded=excluded,
         ),
@@ -94,6 +89,14 @@ def plan(
         stores_itself=prefiller is not None and where.stores_itself(prefiller.worker_id),
         has_other=_has_other(where.namespace_id, decision.decode, inputs),
     )
+
+
+def _mode(request: Request, choice: RoutingChoice | None, *, is_rolled_back: bool) -> str:
+    """The mode that the request or the routing rules set; "" lets the scheduler choose."""
+    if request.pool != "on":
+        return "local"
+    chosen = choice.mode if choice is not None else ""
+    return chosen if is_rolled_back or not request.mode else request.mode
 
 
 def routing_choice(
