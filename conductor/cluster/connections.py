@@ -127,19 +127,21 @@ class Connections:
                 return ""
             return reason
 
+        name = f"worker {worker.member_id}"
+        guard = self._cluster.peer_guard
         within_s = min(first_within_s, deadline - clock())
         items = self.to(worker.descriptor.address).stream(request, deadline - clock())
         async with contextlib.aclosing(items):
-            while True:
-                async with self._cluster.peer_guard.waiting(
-                    f"worker {worker.member_id}", why_lost, within_s
-                ):
-                    item = await anext(items, None)
-                if item is None:
-                    return
-                heard_at = clock()
-                on_item(item)
-                within_s = deadline - clock()
+            async with guard.waiting(name, why_lost, within_s):
+                item = await anext(items, None)
+            if item is None:
+                return
+            heard_at = clock()
+            on_item(item)
+            async with guard.waiting(name, why_lost, deadline - clock()):
+                async for item in items:
+                    heard_at = clock()
+                    on_item(item)
 
     def has_other(self, worker: Member[m.WorkerDescriptor, Any]) -> bool:
         """Whether another live worker could decode this worker's requests."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,9 @@ from conductor.gateway.tokenizer import Tokenizer
 from conductor.members.membership import State
 from conductor.requests import request as requests
 from conductor.requests.admission_queue import priority_of
-from conductor.requests.planning import rule_facts
 from conductor.requests.request_log import RequestLog
 from conductor.roles.actuator import RoleActuator
+from conductor.routing.rules import Facts
 from kvpool.blocks.hashing import hash_chain
 from kvpool.config.loader import ConductorConfig
 from kvpool.config.settings import Objective
@@ -260,17 +259,20 @@ class HttpApi:
         tokenized_at = self._cluster.clock()
         received_at: float = http_request.state.received_at
         worker = self._worker_for(body.model)
-        limit = worker.max_model_tokens
-        wanted = max_tokens or min(DEFAULT_MAX_TOKENS, max(1, limit - len(prompt)))
-        if wanted > self._config.advanced.max_output_tokens:
-            raise InvalidArgument(
-                f"max_tokens is {wanted}",
-                hint=f"the limit is {self._config.advanced.max_output_tokens}",
-            )
-        check_prompt(prompt, self._config.advanced.max_prompt_tokens, wanted, limit)
+        wanted = self._output_tokens(prompt, max_tokens, worker.max_model_tokens)
         options, namespace, config = body.kvpool, worker.namespace, self._config
+        key = http_request.headers.get(KEY_HEADER, "")[:MAX_KEY_CHARS] or body.user
+        request_id = uuid.uuid4().hex
+        rule_facts = Facts(
+            model=worker.model,
+            tenant=namespace.tenant,
+            endpoint=http_request.url.path,
+            key=key or request_id,
+            prompt_tokens=len(prompt),
+            output_tokens=wanted,
+        )
         facts = requests.Request(
-            uuid.uuid4().hex,
+            request_id,
             len(prompt),
             namespace.layout.block_tokens,
             namespace.layout.block_bytes,
@@ -278,6 +280,7 @@ class HttpApi:
             received_at,
             received_at + config.request_timeout_s,
             tokenized_at,
+            self._objectives(rule_facts, options),
             priority=priority_of(
                 options.priority,
                 namespace.tenant,
@@ -289,10 +292,9 @@ class HttpApi:
             pin_decode=options.decode_worker,
             tenant=namespace.tenant,
             model=worker.model,
-            endpoint=http_request.url.path,
-            key=http_request.headers.get(KEY_HEADER, "")[:MAX_KEY_CHARS] or body.user,
+            endpoint=rule_facts.endpoint,
+            key=key,
         )
-        facts = replace(facts, objectives=self._objectives(facts, options))
         sampling = m.Sampling(
             wanted,
             body.temperature,
@@ -302,12 +304,30 @@ class HttpApi:
         )
         return GenerationRequest(facts, namespace, prompt, sampling, options.local_prefix_tokens)
 
-    def _objectives(self, facts: requests.Request, options: PoolOptions) -> requests.Objectives:
+    def _output_tokens(self, prompt: Sequence[int], max_tokens: int | None, limit: int) -> int:
+        """The tokens to generate, if prompt and response are within the limits.
+
+        Args:
+            limit: of the model's context.
+
+        Raises:
+            InvalidArgument: they are not.
+        """
+        wanted = max_tokens or min(DEFAULT_MAX_TOKENS, max(1, limit - len(prompt)))
+        if wanted > self._config.advanced.max_output_tokens:
+            raise InvalidArgument(
+                f"max_tokens is {wanted}",
+                hint=f"the limit is {self._config.advanced.max_output_tokens}",
+            )
+        check_prompt(prompt, self._config.advanced.max_prompt_tokens, wanted, limit)
+        return wanted
+
+    def _objectives(self, facts: Facts, options: PoolOptions) -> requests.Objectives:
         config = self._config
         of_tenant = config.tenant_objectives.get(facts.tenant, NO_OBJECTIVE)
         return requests.objectives(
             (options.slo_ttft_s, options.slo_tpot_s),
-            self._gateway.rules.objectives(rule_facts(facts)),
+            self._gateway.rules.objectives(facts),
             (of_tenant.ttft_s, of_tenant.tpot_s),
             (config.slo_ttft_s, config.slo_tpot_s),
         )

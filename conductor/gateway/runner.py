@@ -84,12 +84,13 @@ class RequestRun:
     def feed(self, event: e.Event) -> None:
         """Tell the lifecycle what happened, and do what it says."""
         for action in self.lifecycle.on(event, self._gateway.clock()):
-            self._carry_out(action)
+            if isinstance(action, e.Emit):  # nearly all actions are
+                self._items.put_nowait(action.item)
+            else:
+                self._carry_out(action)
 
     def _carry_out(self, action: e.Action) -> None:
         match action:
-            case e.Emit(item):
-                self._items.put_nowait(item)
             case e.Cancel():
                 self._cancel()
             case e.WaitUntil(at):

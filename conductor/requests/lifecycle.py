@@ -125,7 +125,9 @@ class RequestLifecycle:
         self._actions = []
         if isinstance(event, e.Tick):
             self._told_wake_at = None  # that time is used up
-        if isinstance(event, e.ClientLeft):
+        if isinstance(event, e.Tokens):  # nearly all events are
+            self._steps[self.state](event, now)
+        elif isinstance(event, e.ClientLeft):
             self._leave("cancelled", now)
         elif isinstance(event, e.Completed):
             self.finish_reason = "stop"
@@ -269,7 +271,8 @@ class RequestLifecycle:
             self._actions.append(e.MarkPrefilled())
         self.token_ids += token_ids
         self.measured.add_tokens(len(token_ids), now - self.request.received_at)
-        self._actions += self._slo.progressed(self.measured, self.decision)
+        if not self._slo.is_told:
+            self._actions += self._slo.progressed(self.measured, self.decision)
 
     def _take_report(self) -> None:
         """Take the decode worker's last report, once."""
@@ -407,8 +410,10 @@ class RequestLifecycle:
     def _tell_wake_at(self) -> None:
         if self.state is State.DONE:
             return
-        times = [at for at in (self._wake_at, self._due()) if at is not None]
-        wake_at = min(times, default=None)
+        wake_at = self._wake_at
+        due = self._due() if not self.token_ids else None
+        if due is not None and (wake_at is None or due < wake_at):
+            wake_at = due
         if wake_at != self._told_wake_at:
             self._told_wake_at = wake_at
             self._actions.append(e.WaitUntil(wake_at))

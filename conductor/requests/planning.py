@@ -56,6 +56,7 @@ def plan(
     Raises:
         ConfigError: the configured strategy does not exist.
     """
+    segments = segments_by_host(found) if found is not None else {}
     decision = schedule(
         ScheduleRequest(
             request.request_id,
@@ -64,7 +65,7 @@ def plan(
             request.block_tokens,
             request.block_bytes,
             where.layers,
-            segments_by_host(found) if found is not None else {},
+            segments,
             engine_blocks=where.engine_blocks,
             output_tokens=request.max_tokens,
             ttft_s=request.objectives.ttft_s,
@@ -81,7 +82,7 @@ def plan(
     return Plan(
         decision,
         found,
-        found_blocks(found),
+        sum(segment.count for segment in segments.get("", ())),
         looked_up_at,
         choice,
         prefiller.host if prefiller is not None else "",
@@ -105,21 +106,16 @@ def routing_choice(
     """What the routing rules choose for a request when it arrives; None if they do not apply."""
     if request.pool != "on":
         return None
-    facts = rule_facts(request, found_blocks(found) * request.block_tokens)
-    return choose(pool_facts(inputs, facts))
-
-
-def rule_facts(request: Request, found_tokens: int = 0) -> Facts:
-    """What the routing rules see of a request, without the load."""
-    return Facts(
+    facts = Facts(
         model=request.model,
         tenant=request.tenant,
         endpoint=request.endpoint,
         key=request.key or request.request_id,
         prompt_tokens=request.prompt_tokens,
-        found_tokens=found_tokens,
+        found_tokens=found_blocks(found) * request.block_tokens,
         output_tokens=request.max_tokens,
     )
+    return choose(pool_facts(inputs, facts))
 
 
 def segments_by_host(found: Found) -> dict[str, list[Segment]]:

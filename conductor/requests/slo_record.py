@@ -20,13 +20,13 @@ class SloRecord:
     def __init__(self, objectives: Objectives, received_at: float) -> None:
         self._objectives = objectives
         self._received_at = received_at
-        self._is_told = False
+        self.is_told = False
 
     def refused(self, reason: str) -> list[Action]:
         """Tell of a refusal. It counts against the objective that could not be met."""
         if reason not in ("ttft_slo", "tpot_slo"):
             return []
-        self._is_told = True
+        self.is_told = True
         return [RecordSlo(reason != "ttft_slo", reason != "tpot_slo")]
 
     def due(self, measured: Measurements) -> float | None:
@@ -34,7 +34,7 @@ class SloRecord:
 
         An overloaded worker finishes nothing, so waiting for completions would tell it too late.
         """
-        if not self._objectives.ttft_s or measured.output_tokens or self._is_told:
+        if not self._objectives.ttft_s or measured.output_tokens or self.is_told:
             return None
         return self._received_at + self._objectives.ttft_s
 
@@ -53,9 +53,9 @@ class SloRecord:
         If a decode worker prefilled by itself and was late, decode missed its objective, not
         prefill.
         """
-        if self._is_told:
+        if self.is_told:
             return []
-        self._is_told = True
+        self.is_told = True
         is_late = is_late or 0 < self._objectives.ttft_s < measured.ttft_s
         is_slow = 0 < self._objectives.tpot_s < measured.tpot_s
         is_local = decision is not None and decision.mode == "local"

@@ -140,7 +140,7 @@ MUTATIONS = {
         'elif self.request.pool != "on":\n            self._decode([Segment("n1", 0, 1, 0)], now)',
     ),
     "the objectives are recorded twice": (
-        "        if self._is_told:\n            return []\n        self._is_told = True\n        is_late",
+        "        if self.is_told:\n            return []\n        self.is_told = True\n        is_late",
         "        is_late",
     ),
     "the objectives of a served request are not recorded": (
