@@ -18,9 +18,8 @@ from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument
 from kvpool.wire import messages as m
 from tiers.service.migrator import Migrator
-from tiers.store.store import Cold, PinResult, Store
+from tiers.store.store import PROMOTING, PinResult, Store
 
-PROMOTING = "promoting"  # the store's reason for a pin that needs migrations first
 PROMOTION_TIMEOUT_S = 5.0  # for callers who do not say how long they can wait
 DISK_FAILED = "disk_failed"
 UNKNOWN_S = -1.0
@@ -112,7 +111,7 @@ class PendingPins:
 
     def ready(self, request: m.Pin, hashes: list[bytes], client_id: str, reason: str) -> PinResult:
         """Lease the leading blocks that are in DRAM; `reason` says why the others are missing."""
-        result = self._lease(request, hashes, client_id, "lease")
+        result = self._lease(self._store.pin_until_cold, request, hashes, client_id)
         if result.miss_reason != PROMOTING:
             return result
         self._counters[f"miss:{reason}"] += 1
@@ -159,7 +158,7 @@ class PendingPins:
             count = self._worthwhile(pending, tiers)
             if count == len(tiers):
                 count = len(hashes)  # so that the store gives the reason of the miss
-        result = self._lease(request, hashes[:count], pending.client_id)
+        result = self._lease(self._store.pin, request, hashes[:count], pending.client_id)
         if result.miss_reason == PROMOTING:
             self._migrator.begin(result.promote)
             return None
@@ -194,12 +193,13 @@ class PendingPins:
 
     def _lease(
         self,
+        pin: Callable[..., PinResult],
         request: m.Pin,
         hashes: Sequence[bytes],
         client_id: str,
-        cold: Cold = "promote",
     ) -> PinResult:
-        return self._store.pin(
+        """Pin with one of the store's verbs."""
+        return pin(
             request.namespace_id,
             hashes,
             client_id,
@@ -207,7 +207,6 @@ class PendingPins:
             self._clock(),
             request.parts or None,
             request.tier_preference,
-            cold=cold,
         )
 
     def _declined(self, result: PinResult, asked: int, reason: str) -> PinResult:

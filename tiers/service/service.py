@@ -29,13 +29,13 @@ from tiers.memory.arena_set import ArenaSet
 from tiers.memory.hbm_arena import DeviceArena
 from tiers.service.inline_blocks import InlineBlocks
 from tiers.service.migrator import Migrator
-from tiers.service.pending_pins import PROMOTING, PendingPins, TimedPin
+from tiers.service.pending_pins import PendingPins, TimedPin
 from tiers.store.inspection import MAX_PAGE
 from tiers.store.leases import lease_over
 from tiers.store.reservation_cursors import CommitCursor, ReserveCursor
 from tiers.store.reservations import reservation_over
 from tiers.store.slab_allocator import Place
-from tiers.store.store import Store
+from tiers.store.store import PROMOTING, Store
 
 # Blocks reserved, committed or dropped in one turn of the loop: ~5 ms if each needs an eviction.
 SLICE = 128
@@ -245,7 +245,7 @@ class NodeService:
             return m.PinReply(0, 0, b"", b"", b"", 0.0, "draining")
         hashes = unpack_hashes(request.hashes)
         holder = self._holder(request.namespace_id, client_id)
-        result = self.store.pin(
+        result = self.store.pin_unless_cold(
             request.namespace_id,
             hashes,
             holder,
@@ -253,7 +253,6 @@ class NodeService:
             self._clock(),
             request.parts or None,
             request.tier_preference,
-            cold="report",
         )
         if result.miss_reason != PROMOTING:
             return self._pinned(TimedPin(result, 0.0, 0.0), request)

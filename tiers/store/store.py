@@ -12,9 +12,7 @@ thread-safe.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Literal
+from collections.abc import Sequence
 
 from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument, NotFound
@@ -22,7 +20,6 @@ from tiers.store import integrity
 from tiers.store.arena_allocator import ArenaAllocator, as_arena_allocator
 from tiers.store.block_table import BlockTable
 from tiers.store.blocks import (
-    Copy,
     Migration,
     PinResult,
     Reservation,
@@ -35,8 +32,9 @@ from tiers.store.evacuation import EvacuationTable
 from tiers.store.failed_arenas import FailedArenas
 from tiers.store.inspection import Inspection
 from tiers.store.leases import LeaseTable
-from tiers.store.migrations import MigrationTable, whole_copy
+from tiers.store.migrations import MigrationTable
 from tiers.store.namespaces import NamespaceTable
+from tiers.store.readable_run import ReadableRun, readable_run
 from tiers.store.recovery import Recovery
 from tiers.store.reservation_cursors import ReserveCursor
 from tiers.store.reservations import ReservationTable
@@ -53,7 +51,7 @@ __all__ = [
     "StoreEvent",
 ]
 
-Cold = Literal["promote", "report", "lease"]  # see `Store.pin`
+PROMOTING = "promoting"  # the reason of a pin that has to wait for blocks of a slower tier
 
 
 class Store:
@@ -136,74 +134,98 @@ class Store:
         now: float,
         parts: Sequence[int] | None = None,
         tier: Tier = Tier.DRAM,
-        *,
-        cold: Cold = "promote",
     ) -> PinResult:
         """Lease the longest leading run of whole blocks that the caller can read.
 
         If blocks of the run are only in tiers that the caller cannot read, nothing is leased and
-        `promote` has the migrations to carry out. Report each by `finish_migration`, then pin
-        again.
+        `promote` of the result has the migrations to carry out. Report each by `finish_migration`,
+        then pin again.
 
         Args:
             ttl_s: seconds, cut to `max_lease_s`; the result says what was granted.
             parts: tensor-parallel parts whose places are wanted; None or empty for all.
             tier: the fastest tier that the caller can read. With DRAM every place is in DRAM. With
                 HBM each place is in HBM or DRAM, and the lease holds that copy only.
-            cold: what to do if blocks are only in other tiers. "report" says "promoting" and does
-                nothing; "lease" says it and leases the blocks before the first such block.
 
         Raises:
             UnknownNamespace.
             InvalidArgument: too many hashes, a `ttl_s` that is not positive, or a part or tier that
                 does not exist.
         """
-        space = self.namespaces.space(namespace_id, len(hashes))
-        ttl_s = self.config.lease_ttl(ttl_s)
-        wanted = _wanted_parts(space, parts)
-        is_device_wanted = check_memory_tier(tier) == Tier.HBM
-        readable = (Tier.HBM, Tier.DRAM) if is_device_wanted else (Tier.DRAM,)
-        find: Callable[[bytes], Copy | None] = space.visible[Tier.DRAM].get
-        if is_device_wanted:
-            find = partial(whole_copy, space, readable)
-        copies: list[Copy] = []
-        for name in hashes:
-            copy = find(name)
-            if copy is None:
-                break
-            copies.append(copy)
+        run = self._readable_run(namespace_id, hashes, ttl_s, parts, tier)
         reason = ""
-        if len(copies) < len(hashes):
-            if any(hashes[len(copies)] in names for names in space.visible):
-                if cold == "report":
-                    return PinResult(0, 0, [], [], [], 0.0, "promoting", [])
-                reason = "promoting"
-            if reason and cold == "promote":
-                self.expire(now)
-                copies, promote, reason = self.migrations.promote_run(
-                    space, hashes, readable, Tier.DRAM
-                )
-                if reason == "promoting":
-                    return PinResult(0, 0, [], [], [], 0.0, reason, promote)
-            reason = reason or self._miss_reason(space, hashes, len(copies))
-            counters = self._table.counters
-            counters["misses"] += len(hashes) - len(copies)
-            if reason and reason != "promoting":
+        if run.is_cold_next:
+            self.expire(now)
+            run.copies, promote, reason = self.migrations.promote_run(
+                run.space, hashes, run.tiers, Tier.DRAM
+            )
+            if reason == PROMOTING:
+                return _nothing_pinned(reason, promote)
+        return self._lease(run, holder_id, now, reason)
+
+    def pin_unless_cold(
+        self,
+        namespace_id: bytes,
+        hashes: Sequence[bytes],
+        holder_id: str,
+        ttl_s: float,
+        now: float,
+        parts: Sequence[int] | None = None,
+        tier: Tier = Tier.DRAM,
+    ) -> PinResult:
+        """As `pin`, but change nothing if it would promote: the result only says "promoting"."""
+        run = self._readable_run(namespace_id, hashes, ttl_s, parts, tier)
+        if run.is_cold_next:
+            return _nothing_pinned(PROMOTING)
+        return self._lease(run, holder_id, now)
+
+    def pin_until_cold(
+        self,
+        namespace_id: bytes,
+        hashes: Sequence[bytes],
+        holder_id: str,
+        ttl_s: float,
+        now: float,
+        parts: Sequence[int] | None = None,
+        tier: Tier = Tier.DRAM,
+    ) -> PinResult:
+        """As `pin`, but lease the blocks before the first that it would promote."""
+        run = self._readable_run(namespace_id, hashes, ttl_s, parts, tier)
+        return self._lease(run, holder_id, now, PROMOTING if run.is_cold_next else "")
+
+    def _readable_run(
+        self,
+        namespace_id: bytes,
+        hashes: Sequence[bytes],
+        ttl_s: float,
+        parts: Sequence[int] | None,
+        tier: Tier,
+    ) -> ReadableRun:
+        space = self.namespaces.space(namespace_id, len(hashes))
+        return readable_run(space, hashes, self.config.lease_ttl(ttl_s), parts, tier)
+
+    def _lease(self, run: ReadableRun, holder_id: str, now: float, reason: str = "") -> PinResult:
+        """Lease a run's copies. `reason` says why it ends, if that is known."""
+        copies, counters = run.copies, self._table.counters
+        if len(copies) < len(run.hashes):
+            reason = reason or _miss_reason(self._table, run.space, run.hashes, len(copies))
+            counters["misses"] += len(run.hashes) - len(copies)
+            if reason and reason != PROMOTING:
                 counters[f"miss:{reason}"] += 1
         if not copies:
-            return PinResult(0, 0, [], [], [], 0.0, reason, [])
-        self._table.counters["hits"] += len(copies)
-        lease_id = self.leases.grant(space, copies, holder_id, now + ttl_s)
-        if wanted is None:
+            return _nothing_pinned(reason)
+        counters["hits"] += len(copies)
+        lease_id = self.leases.grant(run.space, copies, holder_id, now + run.ttl_s)
+        if run.parts is None:
             places = [place for copy in copies for place in copy.whole_places]
             checksums = [checksum for copy in copies for checksum in copy.whole_checksums]
         else:
-            places = [copy.whole_places[part] for copy in copies for part in wanted]
-            checksums = [copy.whole_checksums[part] for copy in copies for part in wanted]
+            places = [copy.whole_places[part] for copy in copies for part in run.parts]
+            checksums = [copy.whole_checksums[part] for copy in copies for part in run.parts]
         tiers = [Tier.DRAM] * len(copies)
-        if is_device_wanted:
+        if Tier.HBM in run.tiers:
             tiers = [copy.tier for copy in copies]
-        return PinResult(lease_id, len(copies), places, checksums, tiers, ttl_s, reason, [])
+        return PinResult(lease_id, len(copies), places, checksums, tiers, run.ttl_s, reason, [])
 
     def promote(
         self, namespace_id: bytes, hashes: Sequence[bytes], now: float, tier: Tier = Tier.DRAM
@@ -420,22 +442,19 @@ class Store:
         else:
             self.migrations.finish(migration_id, ok, now, checksum)
 
-    def _miss_reason(self, space: Space, hashes: Sequence[bytes], found: int) -> str:
-        if found == len(hashes):
-            return ""
-        name = hashes[found]
-        if name in space.blocks:
-            return "in_progress"
-        for ghosts in (self._table.dropped, self._table.evicted):
-            reason = ghosts.reason(space.namespace_id, name)
-            if reason:
-                return reason
-        return "never_stored"
+
+def _miss_reason(table: BlockTable, space: Space, hashes: Sequence[bytes], found: int) -> str:
+    if found == len(hashes):
+        return ""
+    name = hashes[found]
+    if name in space.blocks:
+        return "in_progress"
+    for ghosts in (table.dropped, table.evicted):
+        reason = ghosts.reason(space.namespace_id, name)
+        if reason:
+            return reason
+    return "never_stored"
 
 
-def _wanted_parts(space: Space, parts: Sequence[int] | None) -> Sequence[int] | None:
-    if not parts:
-        return None
-    if len(set(parts)) != len(parts) or not all(0 <= part < space.tp_size for part in parts):
-        raise InvalidArgument(f"parts {list(parts)} of {space.tp_size}")
-    return parts
+def _nothing_pinned(reason: str, promote: Sequence[Migration] = ()) -> PinResult:
+    return PinResult(0, 0, [], [], [], 0.0, reason, list(promote))
