@@ -394,7 +394,7 @@ class ModelledStore:
         self._after()
 
     def plan_demotions(self, count: int) -> None:
-        self._take_migrations(self.store.migrations.plan_demotions(count, self.now))
+        self._take_migrations(self.store.migrations.plan_demotions(count, self.now).migrations)
         self._after()
 
     def finish_migration(self, which: int, ok: bool | None) -> None:

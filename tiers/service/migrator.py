@@ -146,16 +146,17 @@ class Migrator:
             sources.append(Tier.DRAM)
         if not sources:
             return
-        self._store.migrations.rest_devices(d.number for d in self.devices if d.number not in free)
+        resting = [d.number for d in self.devices if d.number not in free]
         batch = BATCH_BLOCKS * max(1, len(free))
-        for migration in self._store.migrations.plan_demotions(batch, self._clock(), sources):
+        plan = self._store.migrations.plan_demotions(batch, self._clock(), sources, resting)
+        for migration in plan.migrations:
             is_to_disk = migration.target_tier == Tier.NVME
             under_way = self._demotions[migration.target.arena_id if is_to_disk else HBM_DEMOTIONS]
             under_way.add(migration.migration_id)
             self._begin(migration).add_done_callback(
                 partial(self._demoted, under_way, migration.migration_id)
             )
-        if self._store.migrations.has_more:
+        if plan.has_more:
             self._wake.set()
 
     def _demoted(self, under_way: set[int], migration_id: int, _work: asyncio.Future[int]) -> None:

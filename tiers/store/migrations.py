@@ -11,6 +11,7 @@ room is needed. Both slots of a migration are held until it is finished.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
 from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument
@@ -20,6 +21,13 @@ from tiers.store.blocks import Copy, Migration, Space
 from tiers.store.writeback import Writeback
 
 PATIENCE = 16  # times the wait after a second refusal, if the block was not used in between
+
+
+class DemotionPlan(NamedTuple):
+    """Demotions to carry out. `has_more`: all blocks up to the limit found no room; plan again."""
+
+    migrations: list[Migration]
+    has_more: bool
 
 
 class MigrationTable:
@@ -35,8 +43,6 @@ class MigrationTable:
         self._retry_s = retry_s
         self._next_id = 1
         self._migrations: dict[int, tuple[Migration, Copy, Copy]] = {}
-        # The last plan reached its limit with blocks that all found no room: call it again.
-        self.has_more = False
 
     def __len__(self) -> int:
         return len(self._migrations)
@@ -87,15 +93,14 @@ class MigrationTable:
             return [], migrations, "promoting"
         return [copy for copy, _ in run], [], ""
 
-    def rest_devices(self, numbers: Iterable[int]) -> None:
-        """Plan no writes to these NVMe devices until the next call, which names others or none."""
-        if Tier.NVME in self._table.tiers:
-            self._table.tiers[Tier.NVME].allocator.rest(numbers)
-
     def plan_demotions(
-        self, max_blocks: int, now: float, sources: Collection[Tier] = (Tier.HBM, Tier.DRAM)
-    ) -> list[Migration]:
-        """Migrations that clean the coldest dirty blocks of each source, at most `max_blocks`.
+        self,
+        max_blocks: int,
+        now: float,
+        sources: Collection[Tier] = (Tier.HBM, Tier.DRAM),
+        resting: Iterable[int] = (),
+    ) -> DemotionPlan:
+        """Plan to clean the coldest dirty blocks of each source, at most `max_blocks`.
 
         A block replaces only colder ones: else a full disk would be rewritten for ever. A block
         that finds no room counts as one of `max_blocks`, holds up nothing, and is tried again
@@ -104,16 +109,29 @@ class MigrationTable:
         End every migration by `Store.finish_migration`. Before writing to the targets, apply the
         "removed" events of NVMe from `Store.take_events`: the slots may have held those blocks
         until now.
+
+        Args:
+            resting: numbers of the NVMe devices to which nothing is to be written now.
         """
+        nvme = self._table.tiers.get(Tier.NVME)
+        if nvme is not None:
+            nvme.allocator.rest(resting)
         migrations: list[Migration] = []
-        self.has_more = False
+        has_more = False
         for index, writeback in reversed(self._table.writebacks.items()):  # from below
             if index in sources:
                 writeback.offer_again(now)
-                migrations += self._plan(writeback, max_blocks, now)
-        return migrations
+                planned, is_cut = self._plan(writeback, max_blocks, now)
+                migrations += planned
+                has_more = has_more or is_cut
+        if nvme is not None:
+            nvme.allocator.rest(())
+        return DemotionPlan(migrations, has_more)
 
-    def _plan(self, writeback: Writeback, max_blocks: int, now: float) -> list[Migration]:
+    def _plan(
+        self, writeback: Writeback, max_blocks: int, now: float
+    ) -> tuple[list[Migration], bool]:
+        """Plan for one source; also tell whether `max_blocks` that found no room ended it."""
         migrations: list[Migration] = []
         skipped: set[Copy] = set()  # pinned: too hot to be worth a write yet
         planned = 0
@@ -141,8 +159,7 @@ class MigrationTable:
             )  # from HBM it may now be evicted (`eviction.is_spared`)
             self._table.counters["demotion_refused"] += 1
             self._table.settle_state(copy)
-        self.has_more = self.has_more or (planned == max_blocks and not migrations)
-        return migrations
+        return migrations, planned == max_blocks and not migrations
 
     def _is_room_coming(self, writeback: Writeback, copy: Copy) -> bool:
         """The tier below is being cleaned itself: making room there now would lose blocks."""

@@ -101,7 +101,7 @@ class Story:
             self.store.leases.release(self.leases.pop())
 
     def demote(self) -> None:
-        migrations = self.store.migrations.plan_demotions(3, self.now, (Tier.DRAM,))
+        migrations = self.store.migrations.plan_demotions(3, self.now, (Tier.DRAM,)).migrations
         for migration in migrations:
             assert migration.target.arena_id not in self.lost | self.closed
         self.migrations += migrations
@@ -195,7 +195,7 @@ def test_a_chain_that_ends_on_a_closed_device_still_gives_way() -> None:
     assert store.inspection.tiers()[1].free_bytes == 0
     store.failed_arenas.close(Tier.NVME, 1)
     put(store, new)
-    migrations = store.migrations.plan_demotions(4, 0.0)
+    migrations = store.migrations.plan_demotions(4, 0.0).migrations
     assert [migration.target.arena_id for migration in migrations] == [0, 0]
     store.check_integrity()
 

@@ -168,7 +168,7 @@ def test_a_block_pinned_in_hbm_stays_there_whatever_is_asked_for() -> None:
 def test_cold_blocks_are_copied_down_before_they_leave() -> None:
     s = store(dram=2)
     put(s, names(4))
-    migrations = s.migrations.plan_demotions(100, 0.0)
+    migrations = s.migrations.plan_demotions(100, 0.0).migrations
     assert {(m.source_tier, m.target_tier) for m in migrations} == {(Tier.HBM, Tier.DRAM)}
     assert len(migrations) == 3  # down to the low watermark of a quarter
     finish(s, migrations)
@@ -189,7 +189,7 @@ def test_what_is_colder_than_all_of_dram_may_leave_hbm_and_is_lost() -> None:
     s = store(config=EARLY)
     put(s, names(4))
     put(s, names(4, b"m"), tier=Tier.DRAM)
-    assert s.migrations.plan_demotions(100, 0.0) == []
+    assert s.migrations.plan_demotions(100, 0.0).migrations == []
     assert s.counters["demotion_refused"] == 4
     assert put(s, names(1, b"o")) == [HBM_ARENA]
     assert s.lookup(A, names(4)) == [Tier.HBM] * 3
@@ -215,7 +215,7 @@ def test_a_retained_block_leaves_hbm_only_for_the_tier_below() -> None:
     [retained] = [u for u in s.inspection.tiers() if u.tier == Tier.HBM]
     assert retained.retained_bytes == 0  # the promise is of the node, not of hbm
     assert put(s, names(4, b"m"))[-1] == 0  # not in its place, while HBM has its only copy
-    finish(s, s.migrations.plan_demotions(100, 0.0))
+    finish(s, s.migrations.plan_demotions(100, 0.0).migrations)
     put(s, names(3, b"o"))
     put(s, names(1, b"p"))
     assert Tier.HBM not in s.resident_tiers(A, names(1)[0])
@@ -227,12 +227,12 @@ def test_demotion_from_hbm_waits_for_the_cleaning_of_dram() -> None:
     s = store(hbm=1, dram=1, nvme=4, config=config)
     put(s, names(4, b"m"), tier=Tier.DRAM)
     put(s, names(4))
-    migrations = s.migrations.plan_demotions(100, 0.0)
+    migrations = s.migrations.plan_demotions(100, 0.0).migrations
     assert {m.target_tier for m in migrations} == {
         Tier.NVME
     }  # room made in dram now would lose those
     finish(s, migrations)
-    finish(s, s.migrations.plan_demotions(100, 0.0))
+    finish(s, s.migrations.plan_demotions(100, 0.0).migrations)
     assert s.counters.get("lost", 0) == 0
     assert s.counters["demoted:dram"] == 4
     assert s.lookup(A, names(4, b"m")) == [Tier.NVME] * 4
@@ -244,7 +244,7 @@ def test_blocks_sink_through_all_tiers_and_none_is_lost() -> None:
     for run in runs:
         put(s, run)
         for _ in range(6):
-            finish(s, s.migrations.plan_demotions(100, 0.0))
+            finish(s, s.migrations.plan_demotions(100, 0.0).migrations)
     assert [len(s.lookup(A, run)) for run in runs] == [4] * 6
     assert s.counters.get("lost", 0) == 0
     assert [s.lookup(A, run)[0] for run in runs] == [Tier.NVME] * 5 + [Tier.HBM]
@@ -257,12 +257,12 @@ def test_a_failed_demotion_is_tried_again_also_when_its_last_part_ends_late() ->
     for part in (0, 1):
         granted = s.reserve(B, names(1), b"", part, "w", 5.0, 0.0, Tier.HBM)
         s.commit(granted.reservation_id, [part], 0.0)
-    first, second = s.migrations.plan_demotions(1, 0.0)
+    first, second = s.migrations.plan_demotions(1, 0.0).migrations
     s.finish_migration(first.migration_id, False, 0.0)
-    assert s.migrations.plan_demotions(1, 1.5) == []  # the other part is in flight
+    assert s.migrations.plan_demotions(1, 1.5).migrations == []  # the other part is in flight
     s.finish_migration(second.migration_id, True, 2.0)
     s.check_integrity()
-    assert len(s.migrations.plan_demotions(1, 3.1)) == 2
+    assert len(s.migrations.plan_demotions(1, 3.1).migrations) == 2
 
 
 # ---------------------------------------------------------------- up
@@ -307,7 +307,9 @@ def test_quotas_hold_in_hbm() -> None:
     config = replace(CONFIG, quotas={A.hex(): 0.5, B.hex(): 0.5})
     s = store(hbm=4, dram=4, config=config)
     put(s, names(16))
-    finish(s, s.migrations.plan_demotions(100, 0.0))  # reclaimable, and more than A's half
+    finish(
+        s, s.migrations.plan_demotions(100, 0.0).migrations
+    )  # reclaimable, and more than A's half
     granted = s.reserve(B, names(2, b"m"), b"", 0, "w", 5.0, 0.0, Tier.HBM)
     assert [place.arena_id for place in granted.places] == [HBM_ARENA] * 2
     used = {u.account: u.used_bytes for u in s.inspection.accounts() if u.tier == Tier.HBM}

@@ -58,7 +58,7 @@ def put(
 
 
 def demote(s: Store, count: int = 100, now: float = 0.0) -> list[Migration]:
-    migrations = s.migrations.plan_demotions(count, now)
+    migrations = s.migrations.plan_demotions(count, now).migrations
     for migration in migrations:
         s.finish_migration(migration.migration_id, True, now)
     return migrations
@@ -562,9 +562,9 @@ def test_a_part_committed_after_its_block_was_dropped_stays_invisible() -> None:
 def test_cold_blocks_are_copied_above_the_high_watermark_down_to_the_low_one() -> None:
     s = store(dram=2, nvme=2)  # 8 slots: high 4, low 2
     put(s, names(4))
-    assert s.migrations.plan_demotions(9, 0.0) == []
+    assert s.migrations.plan_demotions(9, 0.0).migrations == []
     put(s, names(2, b"x"))
-    migrations = s.migrations.plan_demotions(9, 0.0)
+    migrations = s.migrations.plan_demotions(9, 0.0).migrations
     assert [m.block_hash for m in migrations] == names(4)[
         ::-1
     ]  # coldest first; 2 are free, 6 will be
@@ -572,7 +572,7 @@ def test_cold_blocks_are_copied_above_the_high_watermark_down_to_the_low_one() -
         (Tier.DRAM, Tier.NVME, PAGE)
     }
     assert [m.parent for m in migrations] == [*names(4)[2::-1], b""]
-    assert s.migrations.plan_demotions(9, 0.0) == []
+    assert s.migrations.plan_demotions(9, 0.0).migrations == []
     assert s.inspection.tiers()[1].reserved_bytes == 4 * PAGE
     for migration in migrations:
         s.finish_migration(migration.migration_id, True, 0.0)
@@ -584,12 +584,12 @@ def test_pinned_blocks_are_not_demoted_unless_everything_is_written_through() ->
     s = store(dram=1, nvme=2)
     put(s, names(4))
     s.pin(A, names(4), "c", 9.0, 0.0)
-    assert s.migrations.plan_demotions(9, 0.0) == []
+    assert s.migrations.plan_demotions(9, 0.0).migrations == []
     s = store(dram=2, nvme=2, config=WRITE_THROUGH)
     put(s, names(2))
     s.pin(A, names(2), "c", 9.0, 0.0)
-    assert len(s.migrations.plan_demotions(1, 0.0)) == 1
-    assert len(s.migrations.plan_demotions(9, 0.0)) == 1
+    assert len(s.migrations.plan_demotions(1, 0.0).migrations) == 1
+    assert len(s.migrations.plan_demotions(9, 0.0).migrations) == 1
 
 
 def test_an_evicted_block_with_an_nvme_copy_is_found_there_and_promoted() -> None:
@@ -651,20 +651,20 @@ def test_promotions_can_be_cancelled() -> None:
 def test_a_failed_demotion_is_tried_again_later() -> None:
     s = store(dram=1, nvme=2, config=WRITE_THROUGH)
     put(s, names(4))
-    migrations = s.migrations.plan_demotions(1, 0.0)
+    migrations = s.migrations.plan_demotions(1, 0.0).migrations
     s.finish_migration(migrations[0].migration_id, False, 0.0)
     rest = demote(s)
     assert len(rest) == 3
     s.check_integrity()
-    assert [m.block_hash for m in s.migrations.plan_demotions(9, CONFIG.migration_retry_s)] == [
-        migrations[0].block_hash
-    ]
+    assert [
+        m.block_hash for m in s.migrations.plan_demotions(9, CONFIG.migration_retry_s).migrations
+    ] == [migrations[0].block_hash]
 
 
 def test_every_part_must_arrive_before_a_copy_counts() -> None:
     s = store(dram=1, nvme=1, config=WRITE_THROUGH)
     put(s, names(1), space=B)
-    first, second = s.migrations.plan_demotions(9, 0.0)
+    first, second = s.migrations.plan_demotions(9, 0.0).migrations
     assert (first.part, second.part) == (0, 1)
     s.take_events()
     s.finish_migration(first.migration_id, True, 0.0)
@@ -678,7 +678,7 @@ def test_a_full_disk_is_not_rewritten_for_ever() -> None:
     put(s, names(8))
     total = sum(len(demote(s, now=100.0 * i)) for i in range(20))
     assert total <= 8
-    assert s.migrations.plan_demotions(9, 1e4) == []
+    assert s.migrations.plan_demotions(9, 1e4).migrations == []
 
 
 def test_a_block_that_finds_no_colder_one_below_holds_up_no_hotter_one() -> None:
@@ -724,10 +724,10 @@ def test_refused_blocks_come_again_late_unless_they_are_used() -> None:
         return s.counters.get("demotion_refused", 0)
 
     assert (demote(s), refused()) == ([], 2)
-    assert (s.migrations.plan_demotions(9, retry_s), refused()) == ([], 4)
-    assert (s.migrations.plan_demotions(9, 3 * retry_s), refused()) == ([], 4)
+    assert (s.migrations.plan_demotions(9, retry_s).migrations, refused()) == ([], 4)
+    assert (s.migrations.plan_demotions(9, 3 * retry_s).migrations, refused()) == ([], 4)
     s.pin(A, names(1), "c", 1.0, 4 * retry_s)
-    migrations = s.migrations.plan_demotions(9, 20 * retry_s)
+    migrations = s.migrations.plan_demotions(9, 20 * retry_s).migrations
     assert [m.block_hash for m in migrations] == names(1)
 
 
@@ -738,16 +738,17 @@ def test_a_round_of_refusals_alone_says_that_there_is_more_to_plan() -> None:
         demote(s)
     put(s, names(1, b"x"))
     retry_s = CONFIG.migration_retry_s
-    assert (s.migrations.plan_demotions(2, retry_s), s.migrations.has_more) == ([], True)
-    assert (s.migrations.plan_demotions(2, retry_s), s.migrations.has_more) == ([], True)
-    assert [m.block_hash for m in s.migrations.plan_demotions(2, retry_s)] == names(1, b"x")
-    assert not s.migrations.has_more
+    assert s.migrations.plan_demotions(2, retry_s) == ([], True)
+    assert s.migrations.plan_demotions(2, retry_s) == ([], True)
+    plan = s.migrations.plan_demotions(2, retry_s)
+    assert [m.block_hash for m in plan.migrations] == names(1, b"x")
+    assert not plan.has_more
 
 
 def test_a_block_dropped_while_moving_leaves_both_tiers() -> None:
     s = store(dram=1, nvme=1)
     put(s, names(4))
-    migrations = s.migrations.plan_demotions(1, 0.0)
+    migrations = s.migrations.plan_demotions(1, 0.0).migrations
     s.drop(A, migrations[0].block_hash, "checksum", 0.0)
     s.check_integrity()
     s.finish_migration(migrations[0].migration_id, True, 0.0)
