@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,6 +105,9 @@ class VirtualNode:
         assert isinstance(request, m.Abort)
         self.aborted.append((request.reservation_id, request.writer_stopped))
 
+    def stream(self, request: m.Generate, timeout_s: float) -> AsyncGenerator[Any, None]:
+        raise NotImplementedError("a node streams nothing")
+
     async def close(self) -> None:
         pass
 
@@ -155,7 +158,7 @@ class VirtualConductor:
 
     def add_node(self, node: VirtualNode, hashes: list[bytes] | None = None) -> VirtualNode:
         address = f"virtual:{node.node_id}"
-        self.gateway.connections.add(address, node)  # type: ignore[arg-type]
+        self.gateway.connections.add(address, node)
         descriptor = m.NodeDescriptor(node.node_id, 1, "h", address)
         self.cluster.node_join(m.NodeJoin(descriptor, [NAMESPACE]))
         events = []
@@ -181,6 +184,3 @@ class VirtualConductor:
     async def close(self) -> None:
         await self.http.aclose()
         await self.gateway.close()
-
-
-Script = Callable[[VirtualConductor], Any]

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
+from conductor.gateway.gateway import Gateway
+from conductor.index.contract import Holders
 from conductor.index.memory import MemoryIndex
 from conductor.members.membership import MembershipConfig, State
 from conductor.redis.client import RedisClient
 from conductor.redis.shared_state import SharedCluster
+from conductor.requests.admission import AdmissionLimits
+from conductor.requests.lifecycle import Patience
+from conductor.requests.request_log import RequestLog
 from conductor.scheduling.scheduler import SchedulerConfig
-from kvpool.blocks.hashing import pack_hashes
+from kvpool.blocks.hashing import hash_chain, pack_hashes
 from kvpool.blocks.layout import Layout, Namespace
 from kvpool.blocks.tier import Tier
 from kvpool.errors import LayoutMismatch, UnknownNamespace
 from kvpool.wire import messages as m
 from tests.conductor.index.test_conformance import CHAIN
 from tests.support import valkey
+from tests.support.scripted import generation_request
+from tests.support.virtual_gateway import VirtualNode, VirtualWorker
 
 NAMESPACE = Namespace("m", "r", Layout("bfloat16", 2, 2, 8, block_tokens=4))
 LIMITS = MembershipConfig(suspect_after_s=4.0, dead_after_s=20.0, sweep_s=1.0, stall_s=100.0)
@@ -216,3 +223,38 @@ async def test_a_report_that_redis_missed_ends_in_a_full_report(two: Two) -> Non
     await two.a.take_events(report(3, CHAIN[1:3]))
     assert not two.a.node_heartbeat(beat(sequence=3)).resync
     assert (await two.b.answer_lookup(look(CHAIN[1:]))).found == 2
+
+
+@pytest.mark.parametrize("mode", ["local", "disaggregated"])
+async def test_a_request_without_trouble_asks_redis_for_its_chain_once(mode: str) -> None:
+    client = RedisClient(valkey.standalone(), timeout_s=5)
+    cluster = SharedCluster(
+        "a", 1, MemoryIndex(), LIMITS, SchedulerConfig(), client, pool=valkey.new_pool()
+    )
+    gateway = Gateway(cluster, RequestLog(), AdmissionLimits(4), patience=Patience())
+    for name, role in (("p", "prefill"), ("d", "decode")):
+        gateway.connections.add(name, VirtualWorker(name, role, prefill_s=0.0, first_s=0.0))
+        descriptor = m.WorkerDescriptor(name, 1, role, "host", name, NAMESPACE, "m", 4096)
+        await cluster.join_worker(m.WorkerJoin(descriptor))
+    gateway.connections.add("127.0.0.1:1", VirtualNode("n"))
+    prompt = list(range(42))
+    known = hash_chain(NAMESPACE, prompt)[:4]
+    await cluster.join_node(node())
+    await cluster.take_events(report(1, known))
+    asked = 0
+    holders = cluster.shared_index.holders
+
+    async def counted(namespace_id: bytes, hashes: Sequence[bytes]) -> list[Holders]:
+        nonlocal asked
+        asked += 1
+        return await holders(namespace_id, hashes)
+
+    cluster.shared_index.holders = counted  # type: ignore[method-assign]
+    run = await gateway.admit(generation_request(prompt, mode=mode, max_tokens=3))
+    while await run.next_item() is not None:
+        pass
+    assert run.lifecycle.status == "ok"
+    assert run.lifecycle.measured.is_prefilled_remotely == (mode == "disaggregated")
+    assert asked == 1
+    await gateway.close()
+    await client.close()
