@@ -108,8 +108,8 @@ class Gateway:
 
     @property
     def active(self) -> int:
-        """The number of requests being served."""
-        return self.admission.active
+        """The number of requests being served: admitted, and not ended."""
+        return sum(run.lifecycle.plan is not None for run in self._runs.values())
 
     async def close(self) -> None:
         """Refuse queued requests, cancel background work, and close all connections."""
@@ -311,9 +311,9 @@ class Gateway:
                 self._spawn(self._calls.abort(action), f"abort {request.request_id}")
             case e.Finish():
                 self._runs.pop(request.request_id, None)
+                self._tell_admission(a.Left(request.request_id))
                 if action.status != "refused":
                     self._recorder.ended(request, run.lifecycle)
-                self._tell_admission(a.Left(request.request_id))
 
     def _spawn(self, work: Any, name: str) -> None:
         task = asyncio.create_task(work, name=name)

@@ -82,12 +82,20 @@ class RequestRun:
     # ------------------------------------------------------------ carrying out
 
     def feed(self, event: e.Event) -> None:
-        """Tell the lifecycle what happened, and do what it says."""
+        """Tell the lifecycle what happened, and do what it says.
+
+        An action that fails by a mistake of ours is logged, and the others are carried out: a
+        request must end, and its slot must become free.
+        """
         for action in self.lifecycle.on(event, self._gateway.clock()):
             if isinstance(action, e.Emit):  # nearly all actions are
                 self._items.put_nowait(action.item)
-            else:
+                continue
+            try:
                 self._carry_out(action)
+            except Exception:
+                name = type(action).__name__
+                log.exception("an action failed", action=name, request_id=self.request.request_id)
 
     def _carry_out(self, action: e.Action) -> None:
         match action:

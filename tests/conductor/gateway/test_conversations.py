@@ -223,3 +223,24 @@ def test_a_client_that_leaves_while_its_slots_are_reserved_gives_them_back() -> 
         await conductor.close()
 
     run_virtually(conversation)
+
+
+def test_an_action_that_fails_neither_holds_the_slot_nor_the_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def conversation(loop: VirtualLoop) -> None:
+        conductor = VirtualConductor(loop)
+        conductor.add_worker(VirtualWorker("d"))
+
+        def fail(*_given: Any) -> None:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(conductor.gateway._recorder, "ended", fail)
+        monkeypatch.setattr(conductor.gateway._hot_replication, "offer", fail)
+        response = await conductor.ask()
+        assert response.status_code == 200
+        assert response.json()["usage"]["completion_tokens"] == 8
+        assert conductor.gateway.active == len(conductor.cluster.in_flight) == 0
+        await conductor.close()
+
+    run_virtually(conversation)
