@@ -18,18 +18,17 @@ from typing import Any
 import httpx
 import structlog
 
-from conductor.cluster.cluster import Cluster
+from benchmarks.local_cluster import local_cluster
 from conductor.gateway.gateway import Gateway
 from conductor.gateway.http_api import HttpApi
 from conductor.gateway.metrics import RequestMetrics
-from conductor.index.memory import MemoryIndex
+from conductor.index.memory import complete
 from conductor.members.membership import MembershipConfig
 from conductor.requests.admission import AdmissionLimits
 from conductor.requests.lifecycle import Patience
 from conductor.requests.request_log import RequestLog
 from conductor.roles.actuator import RoleActuator
 from conductor.roles.controller import RoleController
-from conductor.scheduling.scheduler import SchedulerConfig
 from kvpool.blocks.hashing import hash_chain, pack_hashes
 from kvpool.blocks.layout import Layout, Namespace
 from kvpool.blocks.tier import Tier
@@ -80,7 +79,7 @@ class InstantNode(InstantWorker):
 def conductor(prompts: list[list[int]]) -> httpx.AsyncClient:
     """A client of a conductor in this process, whose pool has the beginning of each prompt."""
     never = MembershipConfig(suspect_after_s=3_600, dead_after_s=7_200)
-    cluster = Cluster("c", 1, MemoryIndex(), never, SchedulerConfig())
+    cluster = local_cluster(never)
     gateway = Gateway(cluster, RequestLog(), AdmissionLimits(4096), patience=Patience())
     for number in range(8):
         role, address = ("prefill", "decode")[number % 2], f"worker:{number}"
@@ -88,24 +87,29 @@ def conductor(prompts: list[list[int]]) -> httpx.AsyncClient:
         worker = m.WorkerDescriptor(
             f"w{number}", 1, role, f"host-{number // 2}", address, SPACE, "m", 1 << 20
         )
-        cluster.worker_join(m.WorkerJoin(worker))
+        complete(cluster.worker_reports.join(m.WorkerJoin(worker)))
     for number in range(4):
         address = f"node:{number}"
         gateway.connections.add(address, InstantNode())
         node = m.NodeDescriptor(f"n{number}", 1, f"host-{number}", address)
-        cluster.node_join(m.NodeJoin(node, [SPACE]))
+        complete(cluster.node_reports.join(m.NodeJoin(node, [SPACE])))
         events = [
             m.BlockEvent("stored", SPACE.namespace_id, pack_hashes(chain), Tier.DRAM)
             for chain in (hash_chain(SPACE, p)[:KNOWN_BLOCKS] for p in prompts[number::4])
         ]
-        cluster.node_events(m.NodeEvents(f"n{number}", 1, 1, events, True, True))
+        complete(cluster.node_reports.events(m.NodeEvents(f"n{number}", 1, 1, events, True, True)))
     registry = new_registry()
     roles = RoleActuator(
-        cluster, gateway.connections, RoleController(), is_active=False, clock=time.monotonic
+        cluster.members.workers,
+        gateway.connections,
+        cluster.counters,
+        RoleController(),
+        is_active=False,
+        clock=time.monotonic,
     )
     metrics = RequestMetrics(registry)
     config = ConductorConfig()
-    api = HttpApi(config, cluster, gateway, gateway.request_log, None, metrics, roles)
+    api = HttpApi(config, cluster.overview, gateway, gateway.request_log, None, metrics, roles)
     transport = httpx.ASGITransport(api.app(registry, lambda: ""))
     return httpx.AsyncClient(transport=transport, base_url="http://conductor", timeout=None)
 

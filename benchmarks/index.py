@@ -25,13 +25,13 @@ from typing import Any
 import psutil
 import uvloop
 
+from benchmarks.local_cluster import local_cluster
 from benchmarks.rows import percentile
-from conductor.cluster.cluster import RECLAIM_BLOCKS, Cluster
-from conductor.index.memory import MemoryIndex
-from conductor.members.membership import MembershipConfig
+from conductor.cluster.pool_state import RECLAIM_BLOCKS
+from conductor.index.contract import cover_run
+from conductor.index.memory import MemoryIndex, complete
 from conductor.redis.client import RedisClient, RedisTarget
 from conductor.redis.index import RedisIndex
-from conductor.scheduling.scheduler import SchedulerConfig
 from kvpool.blocks.hashing import HASH_BYTES
 from kvpool.blocks.tier import Tier
 from kvpool.wire import WireClient, WireServer
@@ -65,12 +65,12 @@ def in_memory(blocks: int) -> dict[str, Any]:
     before = rss().rss
     started = time.perf_counter()
     for packed in reports:
-        index.apply("node-a", 1, stored(packed))
+        complete(index.apply("node-a", 1, stored(packed)))
     filled_s = time.perf_counter() - started
     gc.collect()
     grown = (rss().rss - before) / blocks
     for packed in reports[: len(reports) // 2]:
-        index.apply("node-b", 1, stored(packed))
+        complete(index.apply("node-b", 1, stored(packed)))
     chains = [packed[: LOOKUP * HASH_BYTES] for packed in reports]
     hosts = {"node-a": "x", "node-b": "y"}
     lookups = []
@@ -78,7 +78,7 @@ def in_memory(blocks: int) -> dict[str, Any]:
         for packed in chains:
             chain = cut(packed)  # new objects, as in a request
             started = time.perf_counter()
-            [segment] = index.segments(NAMESPACE, chain, hosts, "x")
+            [segment] = cover_run(complete(index.holders(NAMESPACE, chain)), hosts, "x")
             lookups.append(time.perf_counter() - started)
             assert segment.count == LOOKUP
     pauses: list[float] = []
@@ -87,9 +87,10 @@ def in_memory(blocks: int) -> dict[str, Any]:
     while not is_done:
         started, cpu = time.perf_counter(), time.process_time()
         first = not pauses
-        is_done = (
+        step = (
             index.remove_node("node-a", RECLAIM_BLOCKS) if first else index.reclaim(RECLAIM_BLOCKS)
         )
+        is_done = complete(step)
         pauses.append(time.perf_counter() - started)
         busy.append(time.process_time() - cpu)
     return {
@@ -109,9 +110,8 @@ def in_memory(blocks: int) -> dict[str, Any]:
 async def rebuild(blocks: int) -> dict[str, Any]:
     """A conductor that has just started receives a node's full report over the wire, on loopback TCP."""
     index = MemoryIndex(max_blocks=blocks + 1)
-    cluster = Cluster("c", 1, index, MembershipConfig(), SchedulerConfig())
-    server = WireServer("conductor", "c", 1)
-    cluster.expose(server)
+    cluster = local_cluster(index=index)
+    server = WireServer("conductor", "c", 1, cluster.handlers())
     client = WireClient(f"127.0.0.1:{await server.listen('127.0.0.1', 0)}", "n", kind="node")
     reports = slices(blocks)
     node = m.NodeDescriptor("n", 1, "host", "127.0.0.1:1")
@@ -156,7 +156,7 @@ async def in_redis(blocks: int, target: RedisTarget) -> dict[str, Any]:
     for _ in range(max(1, 1_000 // len(chains))):
         for chain in chains:
             started = time.perf_counter()
-            [segment] = await index.segments(NAMESPACE, chain, {"node-a": "x"}, "x")
+            [segment] = cover_run(await index.holders(NAMESPACE, chain), {"node-a": "x"}, "x")
             lookups.append(time.perf_counter() - started)
             assert segment.count == LOOKUP
     started = time.perf_counter()

@@ -6,12 +6,15 @@ import asyncio
 import contextlib
 import time
 import uuid
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import structlog
 
 from conductor.cluster.cluster import Cluster
+from conductor.cluster.members import Members
+from conductor.cluster.pool_state import LocalState
 from conductor.engine_servers.discovery import EngineServers
 from conductor.gateway.gateway import Gateway
 from conductor.gateway.grpc_api import grpc_server
@@ -46,7 +49,7 @@ from kvpool.wire import messages as m
 from kvpool.wire.credentials import Credentials
 
 if TYPE_CHECKING:
-    from conductor.redis.shared_state import SharedCluster
+    from conductor.redis.state import RedisState
 
 log = structlog.get_logger(__name__)
 
@@ -62,7 +65,7 @@ class _Parts:
     security: Security
     tokenizer: Tokenizer | None
     cluster: Cluster
-    shared: SharedCluster | None  # `cluster`, if it is shared through Redis
+    shared: RedisState | None  # the cluster's state, if it is shared through Redis
     rules: RulesFile
     gateway: Gateway
     roles: RoleActuator
@@ -90,7 +93,7 @@ async def run_conductor(config: ConductorConfig, ready: Ready, stop: asyncio.Eve
             "grpc": f"{config.announced_host}:{await _listen_grpc(parts, stack)}",
         }
         if parts.shared is not None:
-            parts.shared.shared_members.address = facts["wire"]
+            parts.shared.shared.address = facts["wire"]
         tasks = _begin(parts)
         ready(facts)
         log.info("conductor ready", **facts)
@@ -105,7 +108,8 @@ async def _build(config: ConductorConfig) -> _Parts:
     tokenizer = None
     if config.model_path is not None:
         tokenizer = await asyncio.to_thread(Tokenizer, config.model_path)
-    cluster, shared = _build_cluster(config)
+    tokens = security.authorizer.tokens
+    cluster, shared = _build_cluster(config, tokens.isolated_tenants if tokens else frozenset())
     rules = RulesFile(config.rules_path, cluster.counters)
     await rules.load()
     controller = RoleController(
@@ -118,19 +122,20 @@ async def _build(config: ConductorConfig) -> _Parts:
     )
     gateway = _build_gateway(config, cluster, rules, security.credentials, controller)
     roles = RoleActuator(
-        cluster,
+        cluster.members.workers,
         gateway.connections,
+        cluster.counters,
         controller,
         is_active=config.move_roles,
         clock=cluster.clock,
     )
-    security.authorizer.find_namespace = cluster.namespaces.get
-    if security.authorizer.tokens is not None:
-        cluster.isolated_tenants = security.authorizer.tokens.isolated_tenants
-    security.authorizer.find_worker = cluster.tenant_of_worker
+    security.authorizer.find_namespace = cluster.members.namespaces.get
+    security.authorizer.find_worker = cluster.overview.tenant_of_worker
     engine_servers = EngineServers(
-        cluster,
+        cluster.members,
+        cluster.own_worker_reports,
         gateway.connections,
+        cluster.counters,
         config.engines,
         tokenizer.encode_more if tokenizer else None,
         advanced.engine_check_s,
@@ -140,8 +145,10 @@ async def _build(config: ConductorConfig) -> _Parts:
     )
 
 
-def _build_cluster(config: ConductorConfig) -> tuple[Cluster, SharedCluster | None]:
-    """The cluster; a second time if it is shared through Redis."""
+def _build_cluster(
+    config: ConductorConfig, isolated_tenants: frozenset[str]
+) -> tuple[Cluster, RedisState | None]:
+    """The cluster, and its state if it is shared through Redis."""
     advanced = config.advanced
     membership = MembershipConfig(
         heartbeat_s=advanced.heartbeat_s,
@@ -149,14 +156,24 @@ def _build_cluster(config: ConductorConfig) -> tuple[Cluster, SharedCluster | No
         dead_after_s=advanced.dead_after_s,
         sweep_s=SWEEP_S,
     )
+    conductor_id = str(uuid.uuid4())
+    members = Members.none_yet(membership, time.monotonic())
     index = MemoryIndex(max_blocks=advanced.max_index_blocks)
-    epoch = time.time_ns() // 1000
-    parts = (str(uuid.uuid4()), epoch, index, membership, scheduler_config(config))
-    shared = connect(config, *parts) if config.index == "redis" else None
-    cluster = shared or Cluster(*parts)
-    cluster.block_history = BlockHistory(advanced.remembered_blocks)
-    if config.profile is not None:
-        cluster.cost = CostModel(read_profile(config.profile))
+    counters: Counter[str] = Counter()
+    shared = None
+    if config.index == "redis":
+        shared = share_through_redis(config, conductor_id, members, index, counters)
+    cluster = Cluster(
+        conductor_id,
+        time.time_ns() // 1000,
+        members,
+        shared or LocalState(index),
+        scheduler_config(config),
+        counters=counters,
+        history=BlockHistory(advanced.remembered_blocks),
+        cost=CostModel(read_profile(config.profile)) if config.profile is not None else None,
+        isolated_tenants=isolated_tenants,
+    )
     return cluster, shared
 
 
@@ -195,21 +212,20 @@ def _build_gateway(
 async def _listen_wire(parts: _Parts, stack: contextlib.AsyncExitStack) -> int:
     """Start the wire server; return its port."""
     cluster, security = parts.cluster, parts.security
+    rules = RulesService(parts.rules)
     wire = WireServer(
         "conductor",
         cluster.conductor_id,
         cluster.epoch,
+        {
+            **cluster.handlers(),
+            m.RulesChange: lambda request, _session: rules.change(request),
+            m.RulesExplain: lambda request, _session: rules.explain(request, cluster.view.inputs()),
+            m.Tokenize: lambda request, _session: _tokenize(parts.tokenizer, request),
+        },
         authorizer=security.authorizer,
         tls=security.context,
     )
-    cluster.expose(wire)
-    rules = RulesService(parts.rules)
-    wire.handle(m.RulesChange, lambda request, _session: rules.change(request))
-    wire.handle(
-        m.RulesExplain,
-        lambda request, _session: rules.explain(request, cluster.scheduling_inputs()),
-    )
-    wire.handle(m.Tokenize, lambda request, _session: _tokenize(parts.tokenizer, request))
     port = await wire.listen(parts.config.host, parts.config.wire_port)
     stack.push_async_callback(wire.close)
     return port
@@ -219,10 +235,14 @@ async def _listen_http(parts: _Parts, stack: contextlib.AsyncExitStack) -> int:
     """Start the HTTP server; return its port."""
     config, cluster, gateway = parts.config, parts.cluster, parts.gateway
     registry = new_registry()
-    registry.register(ConductorCollector(cluster, gateway, parts.roles))
+    registry.register(
+        ConductorCollector(
+            cluster.members, cluster.overview, cluster.counters, gateway, parts.roles
+        )
+    )
     api = HttpApi(
         config,
-        cluster,
+        cluster.overview,
         gateway,
         gateway.request_log,
         parts.tokenizer,
@@ -262,22 +282,21 @@ def _begin(parts: _Parts) -> list[asyncio.Task[None]]:
     return tasks
 
 
-def connect(
+def share_through_redis(
     config: ConductorConfig,
     conductor_id: str,
-    epoch: int,
+    members: Members,
     index: MemoryIndex,
-    membership: MembershipConfig,
-    scheduler_config: SchedulerConfig,
-) -> SharedCluster:
-    """Build a cluster that is shared through Redis, without connecting.
+    counters: Counter[str],
+) -> RedisState:
+    """Build the state of a pool that is shared through Redis, without connecting.
 
     Raises:
         ConfigError: `conductor.redis_url` is not valid, or the Redis client is not installed.
     """
     try:
         from conductor.redis.client import RedisClient, RedisTarget
-        from conductor.redis.shared_state import SharedCluster
+        from conductor.redis.state import RedisState
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"conductor.index is redis, but {error.name} is not installed",
@@ -290,13 +309,12 @@ def connect(
         config.redis_username,
         config.redis_password.get_secret_value() or None,
     )
-    return SharedCluster(
-        conductor_id,
-        epoch,
-        index,
-        membership,
-        scheduler_config,
+    return RedisState(
         RedisClient(target, timeout_s=config.advanced.redis_timeout_s),
+        conductor_id,
+        members,
+        index,
+        counters,
         pool=config.pool,
         max_blocks=config.advanced.max_index_blocks,
     )
@@ -335,10 +353,10 @@ def scheduler_config(config: ConductorConfig) -> SchedulerConfig:
 async def _sweep(cluster: Cluster) -> None:
     while True:
         await asyncio.sleep(SWEEP_S)
-        cluster.sweep()
+        await cluster.sweep()
 
 
-async def _tend(shared: SharedCluster) -> None:
+async def _tend(shared: RedisState) -> None:
     while True:
         await shared.tend()
         await asyncio.sleep(SWEEP_S)

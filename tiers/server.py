@@ -262,13 +262,12 @@ class _Node:
             "node",
             identity.node_id,
             identity.epoch,
+            handlers,
+            on_hello=on_hello,
             max_frame_bytes=config.advanced.max_frame_bytes,
             authorizer=self._security.authorizer,
             tls=self._security.context,
         )
-        wire.on_hello = on_hello
-        for message, handler in handlers.items():
-            wire.handle(message, handler)
         port = await wire.listen(config.host, config.wire_port)
         self._stack.push_async_callback(wire.close)
         return port

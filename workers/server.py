@@ -85,9 +85,13 @@ async def run_worker(
         stack.callback(service.close)
         registry.register(_WorkerCollector(service))
         wire = WireServer(
-            "worker", worker_id, epoch, authorizer=security.authorizer, tls=security.context
+            "worker",
+            worker_id,
+            epoch,
+            service.handlers(),
+            authorizer=security.authorizer,
+            tls=security.context,
         )
-        service.expose(wire)
         port = await wire.listen(config.host, config.wire_port)
         stack.push_async_callback(wire.close)
         joined = _Joined()

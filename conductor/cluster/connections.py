@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, Protocol
 
-from conductor.cluster.cluster import Cluster
+from conductor.cluster.members import Members
+from conductor.cluster.peer_guard import PeerGuard
 from conductor.members.membership import Member, State
 from kvpool.wire import WireClient
 from kvpool.wire import messages as m
@@ -27,10 +28,29 @@ class MemberConnection(Protocol):
 
 
 class Connections:
-    """One pipelined connection per address. A call ends as soon as its member is lost."""
+    """One pipelined connection per address. A call ends as soon as its member is lost.
 
-    def __init__(self, cluster: Cluster, credentials: Credentials = NO_CREDENTIALS) -> None:
-        self._cluster = cluster
+    Args:
+        conductor_id, epoch: identity of this conductor.
+        clock: returns monotonic seconds.
+        credentials: presented to workers and nodes.
+    """
+
+    def __init__(
+        self,
+        conductor_id: str,
+        epoch: int,
+        members: Members,
+        guard: PeerGuard,
+        clock: Callable[[], float],
+        credentials: Credentials = NO_CREDENTIALS,
+    ) -> None:
+        self._conductor_id = conductor_id
+        self._epoch = epoch
+        self._nodes = members.nodes
+        self._workers = members.workers
+        self._guard = guard
+        self._clock = clock
         self._credentials = credentials
         self._clients: dict[str, MemberConnection] = {}
 
@@ -47,12 +67,11 @@ class Connections:
         """The connection to `address`, opened at the first use."""
         client = self._clients.get(address)
         if client is None:
-            cluster = self._cluster
             client = self._clients[address] = WireClient(
                 address,
-                cluster.conductor_id,
+                self._conductor_id,
                 kind="conductor",
-                epoch=cluster.epoch,
+                epoch=self._epoch,
                 credentials=self._credentials,
             )
         return client
@@ -73,8 +92,8 @@ class Connections:
             DeadlineExceeded: no reply within `within_s`.
             Unavailable: the node is silent, gone or restarted.
         """
-        nodes = self._cluster.nodes
-        async with self._cluster.peer_guard.waiting(
+        nodes = self._nodes
+        async with self._guard.waiting(
             f"node {node.member_id}", lambda: nodes.why_lost(node.member_id, node.epoch), within_s
         ):
             return await self.to(node.descriptor.address).call(request, within_s, undo)
@@ -83,8 +102,8 @@ class Connections:
         self, worker: Member[m.WorkerDescriptor, Any], request: m.Message, within_s: float
     ) -> Any:
         """Send a request to a worker and return the reply. Raises as `call_node`."""
-        workers = self._cluster.workers
-        async with self._cluster.peer_guard.waiting(
+        workers = self._workers
+        async with self._guard.waiting(
             f"worker {worker.member_id}",
             lambda: workers.why_lost(worker.member_id, worker.epoch),
             within_s,
@@ -113,13 +132,13 @@ class Connections:
             DeadlineExceeded, Unavailable: as `call_node`.
             KvpoolError: what the worker raised.
         """
-        patience_s = self._cluster.workers.config.suspect_after_s
-        clock = self._cluster.clock
+        patience_s = self._workers.config.suspect_after_s
+        clock = self._clock
         heard_at = float("-inf")
 
         def why_lost() -> str:
-            member = self._cluster.workers.get(worker.member_id)
-            reason = self._cluster.workers.why_lost(worker.member_id, worker.epoch)
+            member = self._workers.get(worker.member_id)
+            reason = self._workers.why_lost(worker.member_id, worker.epoch)
             is_speaking = clock() - heard_at < patience_s
             if is_speaking and (member is None or member.epoch == worker.epoch):
                 return ""
@@ -128,7 +147,7 @@ class Connections:
             return reason
 
         name = f"worker {worker.member_id}"
-        guard = self._cluster.peer_guard
+        guard = self._guard
         within_s = min(first_within_s, deadline - clock())
         items = self.to(worker.descriptor.address).stream(request, deadline - clock())
         async with contextlib.aclosing(items):
@@ -151,5 +170,5 @@ class Connections:
             and other.state is State.LIVE
             and other.descriptor.role in ("decode", "both")
             and other.descriptor.namespace == namespace
-            for other in self._cluster.workers
+            for other in self._workers
         )

@@ -7,12 +7,14 @@ workers. `conductor.engine_servers.openai_client` sends their requests.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 
 import structlog
 
-from conductor.cluster.cluster import Cluster
 from conductor.cluster.connections import Connections
+from conductor.cluster.members import Members
+from conductor.cluster.reports import WorkerReports
 from conductor.engine_servers.openai_client import Encode, EngineClient
 from kvpool.blocks.layout import Namespace
 from kvpool.config.engine_server import EngineServer
@@ -36,13 +38,17 @@ class EngineServers:
 
     def __init__(
         self,
-        cluster: Cluster,
+        members: Members,
+        reports: WorkerReports,
         connections: Connections,
+        counters: Counter[str],
         entries: Sequence[EngineServer],
         encode: Encode | None,
         every_s: float,
     ) -> None:
-        self._cluster = cluster
+        self._members = members
+        self._reports = reports
+        self._counters = counters
         self._every_s = every_s
         self._trouble: dict[str, str] = {}  # the last error of each server; "": none
         self._clients = [EngineClient(entry, encode) for entry in entries]
@@ -67,16 +73,17 @@ class EngineServers:
         """
         entry = client.entry
         worker_id = entry.worker_id
-        patience_s = self._cluster.workers.config.suspect_after_s
+        patience_s = self._members.workers.config.suspect_after_s
         try:
             context = await client.check(patience_s)
             load = await client.load(patience_s)
-            if self._cluster.worker_heartbeat(m.WorkerHeartbeat(worker_id, EPOCH, load)).resync:
+            heartbeat = m.WorkerHeartbeat(worker_id, EPOCH, load)
+            if self._reports.heartbeat(heartbeat).resync:
                 namespace = self._namespace(entry)
-                self._cluster.worker_join(m.WorkerJoin(_descriptor(entry, context, namespace)))
-                self._cluster.worker_heartbeat(m.WorkerHeartbeat(worker_id, EPOCH, load))
+                await self._reports.join(m.WorkerJoin(_descriptor(entry, context, namespace)))
+                self._reports.heartbeat(heartbeat)
         except KvpoolError as error:
-            self._cluster.counters["engine_servers:failed_checks"] += 1
+            self._counters["engine_servers:failed_checks"] += 1
             # Log each reason once: the last one often differs from the first.
             if self._trouble.get(worker_id) != str(error):
                 log.warning("engine server failed its check", worker=worker_id, error=str(error))
@@ -94,7 +101,7 @@ class EngineServers:
         """
         if entry.is_described:
             return entry.namespace()
-        known = self._cluster.namespaces.of(
+        known = self._members.namespaces.of(
             entry.named, entry.tenant, entry.salt.get_secret_value()
         )
         fitting = [namespace for namespace in known if entry.is_of(namespace)]

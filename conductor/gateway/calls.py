@@ -6,14 +6,16 @@ Each returns the event that answers its action, or raises a `KvpoolError`.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from conductor.cluster.cluster import Cluster
 from conductor.cluster.connections import Connections
+from conductor.cluster.members import Members
+from conductor.cluster.scheduler_view import SchedulerView
 from conductor.gateway.request import GenerationRequest
 from conductor.gateway.runner import RequestRun
 from conductor.members.membership import Member
@@ -46,11 +48,24 @@ class HeldGrant:
 
 
 class WorkerCalls:
-    """The calls of all requests to workers and nodes."""
+    """The calls of all requests to workers and nodes.
 
-    def __init__(self, cluster: Cluster, connections: Connections) -> None:
-        self._cluster = cluster
+    Args:
+        clock: returns monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        view: SchedulerView,
+        connections: Connections,
+        clock: Callable[[], float],
+    ) -> None:
+        self._nodes = members.nodes
+        self._workers = members.workers
+        self._view = view
         self._connections = connections
+        self._clock = clock
 
     async def reserve(self, request: GenerationRequest, action: e.Reserve) -> e.Reserved:
         """Reserve slots for the blocks from `action.start` on.
@@ -59,11 +74,11 @@ class WorkerCalls:
             Unavailable: the node has left or has no room.
             KvpoolError: what the node raised.
         """
-        node = self._cluster.nodes.get(action.node_id)
+        node = self._nodes.get(action.node_id)
         if node is None:
             raise Unavailable(f"node {action.node_id} has left")
         hashes, start = request.hashes, action.start
-        asked_at = self._cluster.clock()
+        asked_at = self._clock()
         message = m.Reserve(
             request.namespace.namespace_id,
             pack_hashes(hashes[start:]),
@@ -93,7 +108,7 @@ class WorkerCalls:
 
     async def abort(self, action: e.AbortReservation) -> None:
         """Give a reservation back. A node that cannot be reached gives it up by itself."""
-        node = self._cluster.nodes.get(action.node_id)
+        node = self._nodes.get(action.node_id)
         if node is not None:
             held: HeldGrant = action.grant
             reservation_id = held.grant.reservation.reservation_id
@@ -107,9 +122,9 @@ class WorkerCalls:
             KvpoolError: what the worker raised.
         """
         worker = self._worker(action.worker_id)
-        cluster, namespace = self._cluster, request.namespace
+        namespace = request.namespace
         held: HeldGrant | None = action.grant
-        grant = held.aged(cluster.clock()) if held is not None else None
+        grant = held.aged(self._clock()) if held is not None else None
         reuse = list(action.reuse)
         message = m.Prefill(
             request.request_id,
@@ -117,10 +132,10 @@ class WorkerCalls:
             bytes(token_bytes(request.prompt)),
             pack_hashes(request.hashes),
             reuse,
-            cluster.live_nodes(namespace.tenant),
+            self._view.live_nodes(namespace.tenant),
             grant,
             action.within_s,
-            cluster.worthwhile_s(worker, namespace, len(request.prompt), reuse),
+            self._view.worthwhile_s(worker, namespace, len(request.prompt), reuse),
         )
         reply: m.PrefillReply = await self._connections.call_worker(
             worker, message, action.within_s
@@ -136,7 +151,7 @@ class WorkerCalls:
         """
         worker = self._worker(action.worker_id)
         request = run.request
-        cluster, facts, namespace = self._cluster, request.facts, request.namespace
+        facts, namespace = request.facts, request.namespace
         tokens = request.prompt + run.lifecycle.token_ids
         segments = list(action.segments)
         message = m.Generate(
@@ -145,13 +160,13 @@ class WorkerCalls:
             bytes(token_bytes(tokens)),
             pack_hashes(request.hashes),
             segments,
-            cluster.live_nodes(namespace.tenant),
+            self._view.live_nodes(namespace.tenant),
             msgspec.structs.replace(request.sampling, max_tokens=action.max_tokens),
-            max(0.0, facts.deadline - cluster.clock()),
+            max(0.0, facts.deadline - self._clock()),
             use_pool=facts.pool == "on",
             local_prefix=facts.pool == "local",
             local_prefix_tokens=request.local_prefix_tokens,
-            max_wait_s=cluster.worthwhile_s(worker, namespace, len(tokens), segments),
+            max_wait_s=self._view.worthwhile_s(worker, namespace, len(tokens), segments),
         )
         reply: m.GenerateReply | None = None
 
@@ -166,7 +181,7 @@ class WorkerCalls:
         return e.Decoded(_report(reply))
 
     def _worker(self, worker_id: str) -> Worker:
-        worker = self._cluster.workers.get(worker_id)
+        worker = self._workers.get(worker_id)
         if worker is None:
             raise Unavailable(f"worker {worker_id} has left")
         return worker

@@ -85,25 +85,58 @@ class Gateway:
         prefetches: bool = True,
         sessions: Sessions | None = None,
     ) -> None:
-        self.cluster = cluster
         self.clock = cluster.clock
+        self.counters = cluster.counters
+        self.view = cluster.view
         self.rules = rules or RulesFile()
         self.request_log = request_log
-        self.connections = Connections(cluster, credentials)
-        self.prefetch = SessionPrefetch(cluster, self.connections, is_active=prefetches)
+        self.connections = Connections(
+            cluster.conductor_id,
+            cluster.epoch,
+            cluster.members,
+            cluster.peer_guard,
+            cluster.clock,
+            credentials,
+        )
+        self.prefetch = SessionPrefetch(
+            cluster.members,
+            cluster.view,
+            cluster.lookups,
+            cluster.engine_feeds,
+            self.connections,
+            cluster.counters,
+            cluster.clock,
+            is_active=prefetches,
+        )
         self.sessions = sessions or Sessions()
-        self.admission = AdmissionControl(limits, cluster.scheduler_config.strategy)
+        self.admission = AdmissionControl(limits, cluster.view.config.strategy)
         self._patience = patience
         self._on_slo_recorded = on_slo_recorded
-        self._recorder = RequestRecorder(cluster, request_log)
-        self._calls = WorkerCalls(cluster, self.connections)
-        self._hot_replication = HotReplication(cluster, self.connections, replications_at_once)
+        self._lookups = cluster.lookups
+        self._feeds = cluster.engine_feeds
+        self._workers = cluster.members.workers
+        self._recorder = RequestRecorder(
+            request_log,
+            cluster.members,
+            cluster.lookups,
+            cluster.history,
+            cluster.counters,
+            cluster.clock,
+        )
+        self._calls = WorkerCalls(cluster.members, cluster.view, self.connections, cluster.clock)
+        self._hot_replication = HotReplication(
+            cluster.members.nodes,
+            self.connections,
+            cluster.counters,
+            cluster.clock,
+            replications_at_once,
+        )
         self._runs: dict[str, RequestRun] = {}
         self._events: deque[a.Event] = deque()  # of admission, while one is being carried out
         self._is_admitting = False
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        for members in (cluster.nodes, cluster.workers):
+        for members in (cluster.members.nodes, cluster.members.workers):
             members.listeners.append(self._members_changed)
 
     @property
@@ -185,7 +218,7 @@ class Gateway:
                 self._recorder.refused(run.request, decision)
                 run.feed(e.Refused(decision))
             case a.Queued(request_id, waiting):
-                self.cluster.counters["queued"] += 1
+                self.counters["queued"] += 1
                 self.prefetch.while_waiting(self._runs[request_id].request, waiting)
             case a.WakeAt(at):
                 self._set_timer(at)
@@ -196,8 +229,8 @@ class Gateway:
         except KvpoolError as error:
             run.feed(e.Failed(error))
             return
-        is_busy = len(self.cluster.in_flight) > 0 or any(
-            worker.report is not None and worker.report.running for worker in self.cluster.workers
+        is_busy = len(self.view.in_flight) > 0 or any(
+            worker.report is not None and worker.report.running for worker in self._workers
         )
         self._tell_admission(a.Decided(run.request.request_id, decided, is_busy))
 
@@ -224,22 +257,22 @@ class Gateway:
         Args:
             last: an earlier plan; its look-up is used again while it is fresh.
         """
-        cluster, facts, namespace = self.cluster, request.facts, request.namespace
+        facts, namespace = request.facts, request.namespace
         found, looked_up_at = None, self.clock()
         if facts.pool == "on":
             if last is not None and looked_up_at - last.looked_up_at <= LOOK_UP_FRESH_S:
                 found, looked_up_at = last.found, last.looked_up_at
             else:
-                found = await cluster.find(namespace.namespace_id, request.hashes)
+                found = await self._lookups.find(namespace.namespace_id, request.hashes)
         # No await below this line, so that the decision matches one state of the cluster.
-        inputs = cluster.scheduling_inputs(namespace.tenant)
+        inputs = self.view.inputs(namespace.tenant)
         choice = last.choice if last is not None else None
         if last is None and not is_retry:
             choice = routing_choice(facts, found, inputs, self.rules.choose)
         where = Where(
             namespace.namespace_id,
             namespace.layout.layers,
-            cluster.engine_feeds.leading(namespace.namespace_id, request.hashes),
+            self._feeds.leading(namespace.namespace_id, request.hashes),
             self._stores_itself,
         )
         return plan(
@@ -256,7 +289,7 @@ class Gateway:
         )
 
     def _stores_itself(self, worker_id: str) -> bool:
-        worker = self.cluster.workers.get(worker_id)
+        worker = self._workers.get(worker_id)
         return worker is not None and is_engine_server(worker.descriptor)
 
     # ------------------------------------------------------------ what runs need
@@ -272,7 +305,7 @@ class Gateway:
             case e.Schedule(excluded, last):
                 return e.Scheduled(await self._plan(request, last, excluded, is_retry=True))
             case e.LookUp():
-                found = await self.cluster.find(request.namespace.namespace_id, request.hashes)
+                found = await self._lookups.find(request.namespace.namespace_id, request.hashes)
                 return e.LookedUp(found)
             case e.Reserve():
                 return await self._calls.reserve(request, action)
@@ -283,26 +316,26 @@ class Gateway:
 
     def act(self, run: RequestRun, action: e.Action) -> None:
         """Carry out an action of a lifecycle that concerns others than its client."""
-        cluster, request = self.cluster, run.request
+        request, in_flight = run.request, self.view.in_flight
         match action:
             case e.Assign(decision):
-                cluster.in_flight.assigned(decision, self.clock())
+                in_flight.assigned(decision, self.clock())
             case e.MarkPrefilled():
-                cluster.in_flight.prefilled(request.request_id, self.clock())
+                in_flight.prefilled(request.request_id, self.clock())
                 self._tell_admission(a.ClusterChanged())
             case e.Unassign():
-                cluster.in_flight.finished(request.request_id)
+                in_flight.finished(request.request_id)
             case e.Replicate(decision):
                 self._hot_replication.offer(request, decision)
             case e.Promote(admitted):
                 self.prefetch.offer(request, admitted)
             case e.Observe(worker_id, reply):
-                observe_costs(cluster.cost, worker_id, reply)
+                observe_costs(self.view.cost, worker_id, reply)
             case e.ReportMiss(node_id, block):
                 lost = request.hashes[block : block + 1]
-                cluster.record_misses(node_id, request.namespace.namespace_id, lost)
+                self._lookups.record_misses(node_id, request.namespace.namespace_id, lost)
             case e.Count(name):
-                cluster.counters[name] += 1
+                self.counters[name] += 1
             case e.FellBack():
                 self._recorder.fell_back(request, action)
             case e.RecordSlo(is_ttft_met, is_tpot_met):

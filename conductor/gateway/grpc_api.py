@@ -1,4 +1,4 @@
-"""The conductor's gRPC API: a thin adapter over `Cluster`."""
+"""The conductor's gRPC API: a thin adapter over the parts of its `Cluster`."""
 
 from __future__ import annotations
 
@@ -18,24 +18,26 @@ from kvpool.wire.json_view import named
 
 
 class ConductorGrpc(pb_grpc.ConductorServicer):
-    """The gRPC API of a `Cluster`."""
+    """The gRPC API of a cluster."""
 
     def __init__(self, cluster: Cluster, authorizer: Authorizer) -> None:
-        self._cluster = cluster
+        self._namespaces = cluster.namespaces
+        self._lookups = cluster.lookups
+        self._overview = cluster.overview
         self._authorizer = authorizer
 
     @typed_errors
     async def RegisterNamespace(self, request: Any, _context: Any) -> Any:
         namespace = namespace_from_proto(request.namespace)
         admitted = self._authorizer.authorize(m.RegisterNamespace(namespace), CALLER.get())
-        reply = await self._cluster.answer_registration(admitted)
+        reply = await self._namespaces.register(admitted)
         return pb.RegisterNamespaceReply(namespace_id=reply.namespace_id, name=namespace.name)
 
     @typed_errors
     async def Lookup(self, request: Any, _context: Any) -> Any:
         hashes = pack_hashes(hashes_from(request.hashes))
         lookup = m.Lookup(request.namespace_id, hashes, request.host)
-        reply = await self._cluster.answer_lookup(self._authorizer.authorize(lookup, CALLER.get()))
+        reply = await self._lookups.lookup(self._authorizer.authorize(lookup, CALLER.get()))
         segments = [
             pb.Segment(node_id=s.node_id, start=s.start, count=s.count, tier=str(s.tier))
             for s in reply.segments
@@ -56,13 +58,13 @@ class ConductorGrpc(pb_grpc.ConductorServicer):
                 capacity_bytes=info.capacity_bytes,
                 transports=info.descriptor.transports,
             )
-            for info in self._cluster.node_list(CALLER.get()).nodes
+            for info in self._overview.node_list(CALLER.get()).nodes
         ]
         return pb.NodesReply(nodes=nodes)
 
     @typed_errors
     async def Stats(self, _request: Any, _context: Any) -> Any:
-        stats = named(self._cluster.stats_for(CALLER.get()))
+        stats = named(self._overview.stats(CALLER.get()))
         return pb.StatsReply(json=msgspec.json.encode(stats).decode())
 
 

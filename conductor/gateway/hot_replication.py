@@ -7,11 +7,13 @@ counted and forgotten.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Callable
 
 import structlog
 
-from conductor.cluster.cluster import Cluster
 from conductor.cluster.connections import Connections
+from conductor.cluster.members import Nodes
 from conductor.gateway.request import GenerationRequest
 from conductor.scheduling.decision import Decision, PrefixReplication
 from conductor.scheduling.hot_blocks import HotBlocks
@@ -32,11 +34,21 @@ class HotReplication:
     Args:
         at_once: maximum number of concurrent copies; 0 turns replication off. Further copies are
             declined, because the next request asks again.
+        clock: returns monotonic seconds.
     """
 
-    def __init__(self, cluster: Cluster, connections: Connections, at_once: int) -> None:
-        self._cluster = cluster
+    def __init__(
+        self,
+        nodes: Nodes,
+        connections: Connections,
+        counters: Counter[str],
+        clock: Callable[[], float],
+        at_once: int,
+    ) -> None:
+        self._nodes = nodes
         self._connections = connections
+        self._counters = counters
+        self._clock = clock
         self._at_once = at_once
         self._hot = HotBlocks()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -45,12 +57,12 @@ class HotReplication:
         """Start the copies of this decision whose blocks are hot."""
         for copy in decision.replicate if self._at_once else ():
             run = request.hashes[copy.start : copy.start + copy.count]
-            now = self._cluster.clock()
+            now = self._clock()
             start, count = self._hot.requested(copy.target, run, now)
             if not count:
                 continue
             if len(self._tasks) >= self._at_once:
-                self._cluster.counters["replications:declined"] += 1
+                self._counters["replications:declined"] += 1
                 continue
             self._hot.copying(copy.target, run[start : start + count], now)
             hot = PrefixReplication(copy.source, copy.target, copy.start + start, count)
@@ -65,9 +77,9 @@ class HotReplication:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _copy(self, request: GenerationRequest, copy: PrefixReplication) -> None:
-        counters = self._cluster.counters
-        source = self._cluster.nodes.get(copy.source)
-        target = self._cluster.nodes.get(copy.target)
+        counters = self._counters
+        source = self._nodes.get(copy.source)
+        target = self._nodes.get(copy.target)
         if source is None or target is None:
             counters["replications:failed"] += 1
             return

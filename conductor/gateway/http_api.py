@@ -14,7 +14,7 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from conductor.cluster.cluster import Cluster
+from conductor.cluster.overview import PoolOverview
 from conductor.gateway.gateway import Gateway
 from conductor.gateway.metrics import RequestMetrics
 from conductor.gateway.openai_schema import (
@@ -70,7 +70,7 @@ class HttpApi:
     def __init__(
         self,
         config: ConductorConfig,
-        cluster: Cluster,
+        overview: PoolOverview,
         gateway: Gateway,
         request_log: RequestLog,
         tokenizer: Tokenizer | None,
@@ -80,7 +80,7 @@ class HttpApi:
     ) -> None:
         self._authorizer = authorizer
         self._config = config
-        self._cluster = cluster
+        self._overview = overview
         self._gateway = gateway
         self._request_log = request_log
         self._tokenizer = tokenizer
@@ -94,11 +94,11 @@ class HttpApi:
             registry,
             not_ready,
             max_body_bytes=self._config.advanced.max_body_bytes,
-            notice=self._cluster.notice,
+            notice=self._overview.notice,
             authorizer=self._authorizer,
         )
         # Outermost: reading the body counts.
-        app.add_middleware(ArrivalClock, clock=self._cluster.clock)
+        app.add_middleware(ArrivalClock, clock=self._gateway.clock)
         self._add_serving(app)
         self._add_views(app)
         return app
@@ -136,7 +136,7 @@ class HttpApi:
 
         @app.get("/v1/models")
         async def models() -> dict[str, Any]:
-            names = sorted({w.descriptor.model for w in self._cluster.workers_of(CALLER.get())})
+            names = sorted({w.descriptor.model for w in self._overview.workers_of(CALLER.get())})
             data = [
                 {"id": name, "object": "model", "created": 0, "owned_by": "kvpool"}
                 for name in names
@@ -145,7 +145,7 @@ class HttpApi:
 
         @app.get("/v1/stats", responses=responses(application_json=OBJECT))
         async def stats() -> Response:
-            return _json(named(self._cluster.stats_for(CALLER.get())))
+            return _json(named(self._overview.stats(CALLER.get())))
 
         @app.get("/v1/scaling", responses=responses(application_json=OBJECT))
         async def scaling() -> Response:
@@ -154,7 +154,7 @@ class HttpApi:
 
         @app.get("/v1/nodes", responses=responses(application_json=OBJECT))
         async def nodes() -> Response:
-            return _json(named(self._cluster.node_list(CALLER.get())))
+            return _json(named(self._overview.node_list(CALLER.get())))
 
         @app.get("/v1/requests", responses=responses(application_json=OBJECT))
         async def last_requests(limit: int = 20) -> Response:
@@ -202,7 +202,7 @@ class HttpApi:
             raise InvalidArgument("give exactly one of key, messages and prompt")
         namespace = self._worker_for(body.model).namespace
         if key:
-            now = self._cluster.clock()
+            now = self._gateway.clock()
             hashes = self._gateway.sessions.get(namespace.namespace_id, key, now)
             if not hashes:
                 raise NotFound(
@@ -256,7 +256,7 @@ class HttpApi:
             InvalidArgument: it is over a limit.
             NotFound, Unavailable: no worker serves the model.
         """
-        tokenized_at = self._cluster.clock()
+        tokenized_at = self._gateway.clock()
         received_at: float = http_request.state.received_at
         worker = self._worker_for(body.model)
         wanted = self._output_tokens(prompt, max_tokens, worker.max_model_tokens)
@@ -333,7 +333,7 @@ class HttpApi:
         )
 
     def _worker_for(self, model: str) -> m.WorkerDescriptor:
-        members = self._cluster.workers_of(CALLER.get())
+        members = self._overview.workers_of(CALLER.get())
         members.sort(key=lambda worker: worker.state is not State.LIVE)  # live workers first
         workers = [worker.descriptor for worker in members]
         if not workers:

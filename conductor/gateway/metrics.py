@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter as Counters
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from conductor.cluster.cluster import Cluster
+from conductor.cluster.members import Members
+from conductor.cluster.overview import PoolOverview
 from conductor.gateway.gateway import Gateway
 from conductor.requests.lifecycle import RequestLifecycle
 from conductor.roles.actuator import RoleActuator
@@ -76,8 +78,17 @@ class RequestMetrics:
 class ConductorCollector(Collector):
     """Members, index and counters, read at scrape time."""
 
-    def __init__(self, cluster: Cluster, gateway: Gateway, roles: RoleActuator) -> None:
-        self._cluster = cluster
+    def __init__(
+        self,
+        members: Members,
+        overview: PoolOverview,
+        counters: Counters[str],
+        gateway: Gateway,
+        roles: RoleActuator,
+    ) -> None:
+        self._members = members
+        self._overview = overview
+        self._counters = counters
         self._gateway = gateway
         self._roles = roles
 
@@ -86,7 +97,7 @@ class ConductorCollector(Collector):
             "kvpool_members", "Members by kind and state", labels=["kind", "state"]
         )
         counts: dict[tuple[str, str], int] = {}
-        for kind, group in (("node", self._cluster.nodes), ("worker", self._cluster.workers)):
+        for kind, group in (("node", self._members.nodes), ("worker", self._members.workers)):
             for member in group.members():
                 key = (kind, str(member.state))
                 counts[key] = counts.get(key, 0) + 1
@@ -94,7 +105,7 @@ class ConductorCollector(Collector):
             members.add_metric([kind, state], count)
         yield members
         yield GaugeMetricFamily(
-            "kvpool_index_blocks", "Blocks in the index", value=self._cluster.index_blocks()
+            "kvpool_index_blocks", "Blocks in the index", value=self._overview.index_blocks()
         )
         yield GaugeMetricFamily(
             "kvpool_active_requests", "Requests being served", value=self._gateway.active
@@ -108,14 +119,14 @@ class ConductorCollector(Collector):
         yield CounterMetricFamily(
             "kvpool_goodput_requests",
             "Requests that met both objectives",
-            value=float(self._cluster.counters["goodput_requests"]),
+            value=float(self._counters["goodput_requests"]),
         )
         decoding = GaugeMetricFamily(
             "kvpool_decode_active_sequences",
             "Sequences being decoded, by the workers' last report",
             labels=["worker"],
         )
-        for worker in self._cluster.workers:
+        for worker in self._members.workers:
             if worker.report is not None:
                 decoding.add_metric([worker.member_id], worker.report.decode_sequences)
         yield decoding
@@ -135,7 +146,7 @@ class ConductorCollector(Collector):
         missed = CounterMetricFamily(
             "kvpool_missed_blocks", "Blocks of prompts that were not reused", labels=["reason"]
         )
-        for name, value in sorted(self._cluster.counters.items()):
+        for name, value in sorted(self._counters.items()):
             if name.startswith("miss:"):
                 missed.add_metric([name.removeprefix("miss:")], float(value))
             events.add_metric([name], float(value))

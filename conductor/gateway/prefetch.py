@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import structlog
 
-from conductor.cluster.cluster import Cluster
 from conductor.cluster.connections import Connections
+from conductor.cluster.lookups import Lookups
+from conductor.cluster.members import Members
+from conductor.cluster.scheduler_view import SchedulerView
 from conductor.engine_servers.discovery import is_engine_server
 from conductor.gateway.request import GenerationRequest
 from conductor.index.segments import cut
+from conductor.kv_events.feeds import EngineFeeds
 from conductor.members.membership import Member, State
 from conductor.requests.request import Plan
 from conductor.scheduling.scheduler import ScheduleRequest, schedule
@@ -74,14 +77,30 @@ class SessionPrefetch:
     """Moves blocks ahead of their reads.
 
     Args:
+        clock: returns monotonic seconds.
         is_active: if False, every move is declined with reason "off".
     """
 
     def __init__(
-        self, cluster: Cluster, connections: Connections, *, is_active: bool = True
+        self,
+        members: Members,
+        view: SchedulerView,
+        lookups: Lookups,
+        feeds: EngineFeeds,
+        connections: Connections,
+        counters: Counter[str],
+        clock: Callable[[], float],
+        *,
+        is_active: bool = True,
     ) -> None:
-        self._cluster = cluster
+        self._nodes = members.nodes
+        self._workers = members.workers
+        self._view = view
+        self._lookups = lookups
+        self._feeds = feeds
         self._connections = connections
+        self._counters = counters
+        self._clock = clock
         self._is_active = is_active
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -105,7 +124,7 @@ class SessionPrefetch:
         if not decision.reuse_blocks or not decision.candidates:
             return
         chosen = decision.candidates[0]
-        reader = self._cluster.workers.get(decision.prefills_on or "")
+        reader = self._workers.get(decision.prefills_on or "")
         # Our workers pin their blocks when the request arrives; other engines pin when the request
         # is scheduled.
         reads_late = reader is not None and is_engine_server(reader.descriptor)
@@ -117,7 +136,7 @@ class SessionPrefetch:
     def _promote_for(
         self, request: GenerationRequest, plan: Plan, worker_id: str, blocks: int
     ) -> None:
-        worker = self._cluster.workers.get(worker_id)
+        worker = self._workers.get(worker_id)
         if worker is None or not blocks or plan.found is None:
             return
         segments = cut(plan.found.segments(worker.descriptor.host), blocks)
@@ -138,7 +157,7 @@ class SessionPrefetch:
     async def hint(self, namespace: Namespace, hashes: Sequence[bytes]) -> PrefetchReport:
         """Start to move the blocks of an announced request, and report what was started."""
         report = PrefetchReport(len(hashes))
-        found = await self._cluster.find(namespace.namespace_id, hashes)
+        found = await self._lookups.find(namespace.namespace_id, hashes)
         segments = found.segments("")
         report.found = sum(segment.count for segment in segments)
         if report.found < len(hashes):
@@ -155,7 +174,7 @@ class SessionPrefetch:
                     report.reasons["not_worth"] = report.found - limit
         for segment in cut(found.segments(report.host), limit):
             await self._move_to_memory(namespace, hashes, segment, report)
-        self._cluster.counters["prefetch:hints"] += 1
+        self._counters["prefetch:hints"] += 1
         self._count(report)
         return report
 
@@ -163,7 +182,7 @@ class SessionPrefetch:
         self, namespace: Namespace, hashes: Sequence[bytes], segments_at: Any
     ) -> tuple[Member[m.WorkerDescriptor, m.WorkerLoad] | None, int]:
         """The worker that would read this prompt from memory, and how many blocks it would read."""
-        inputs = self._cluster.scheduling_inputs()
+        inputs = self._view.inputs()
         layout = namespace.layout
         hosts = {worker.host for worker in inputs.workers.values()}
         segments = {
@@ -178,15 +197,15 @@ class SessionPrefetch:
             layout.block_bytes,
             layout.layers,
             segments,
-            engine_blocks=self._cluster.engine_feeds.leading(namespace.namespace_id, hashes),
+            engine_blocks=self._feeds.leading(namespace.namespace_id, hashes),
         )
-        decision = schedule(schedule_request, inputs, self._cluster.clock())
+        decision = schedule(schedule_request, inputs, self._clock())
         reader, blocks = decision.prefills_on, decision.reuse_blocks
         if decision.is_refused and decision.candidates:
             # Refused for now, but the hint is about later.
             best = decision.candidates[0]
             reader, blocks = best.prefill or best.decode, best.reuse_blocks
-        return (self._cluster.workers.get(reader) if reader else None), blocks
+        return (self._workers.get(reader) if reader else None), blocks
 
     async def _move_to_memory(
         self,
@@ -196,7 +215,7 @@ class SessionPrefetch:
         report: PrefetchReport,
     ) -> None:
         """Move one segment into memory, on the reader's host if a node runs there."""
-        holder = self._cluster.nodes.get(segment.node_id)
+        holder = self._nodes.get(segment.node_id)
         near = self._node_at(report.host)
         if holder is None or near is None or holder.descriptor.host == report.host:
             if segment.tier == Tier.NVME:
@@ -210,7 +229,7 @@ class SessionPrefetch:
     def _node_at(self, host: str) -> Node | None:
         nodes = [
             node
-            for node in self._cluster.nodes
+            for node in self._nodes
             if node.descriptor.host == host and node.state is State.LIVE
         ]
         return nodes[0] if nodes else None
@@ -227,7 +246,7 @@ class SessionPrefetch:
         """Ask the node that holds a segment to promote the part that is on disk."""
         report.resident += segment.ready
         run = hashes[segment.start + segment.ready : segment.start + segment.count]
-        node = self._cluster.nodes.get(segment.node_id)
+        node = self._nodes.get(segment.node_id)
         if not self._is_active or node is None:
             report.reasons["off" if not self._is_active else "node_gone"] += len(run)
             return
@@ -261,7 +280,7 @@ class SessionPrefetch:
             holder.descriptor,
             COPY_TIMEOUT_S,
         )
-        counters = self._cluster.counters
+        counters = self._counters
         try:
             await self._connections.call_node(near, m.RegisterNamespace(namespace), CALL_TIMEOUT_S)
             reply: m.ReplicateReply = await self._connections.call_node(
@@ -290,7 +309,7 @@ class SessionPrefetch:
         return True
 
     def _count(self, report: PrefetchReport) -> None:
-        counters = self._cluster.counters
+        counters = self._counters
         for name in ("resident", "promoting", "copying"):
             if getattr(report, name):
                 counters[f"prefetch:{name}"] += getattr(report, name)

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
+from collections.abc import Callable
 
 import structlog
 
-from conductor.cluster.cluster import Cluster
+from conductor.cluster.lookups import Lookups
+from conductor.cluster.members import Members
 from conductor.gateway.request import GenerationRequest
+from conductor.index.block_history import BlockHistory
 from conductor.requests import miss_reasons
 from conductor.requests.events import FellBack
 from conductor.requests.lifecycle import RequestLifecycle
@@ -29,24 +33,41 @@ MAX_KIN = 4  # other namespaces of the same model in which a missing prompt is l
 
 
 class RequestRecorder:
-    """Writes the request log and the counters."""
+    """Writes the request log and the counters.
 
-    def __init__(self, cluster: Cluster, request_log: RequestLog) -> None:
-        self._cluster = cluster
+    Args:
+        history: for the reasons of misses.
+        clock: returns monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        request_log: RequestLog,
+        members: Members,
+        lookups: Lookups,
+        history: BlockHistory,
+        counters: Counter[str],
+        clock: Callable[[], float],
+    ) -> None:
         self._request_log = request_log
-        self._lookups: dict[str, asyncio.Task[None]] = {}  # in other namespaces, by request
+        self._members = members
+        self._lookups = lookups
+        self._history = history
+        self._counters = counters
+        self._clock = clock
+        self._under_way: dict[str, asyncio.Task[None]] = {}  # in other namespaces, by request
 
     async def close(self) -> None:
         """Cancel the look-ups under way."""
-        for task in self._lookups.values():
+        for task in self._under_way.values():
             task.cancel()
-        await asyncio.gather(*self._lookups.values(), return_exceptions=True)
+        await asyncio.gather(*self._under_way.values(), return_exceptions=True)
 
     def refused(self, request: GenerationRequest, decision: Decision) -> None:
         """Record a refused request."""
         self._write(request, Plan(decision))
         self._request_log.ended(request.request_id, RequestOutcome("refused"))
-        self._cluster.counters[f"rejected:{decision.reason}"] += 1
+        self._counters[f"rejected:{decision.reason}"] += 1
 
     def admitted(self, request: GenerationRequest, lifecycle: RequestLifecycle, plan: Plan) -> None:
         """Record the plan and the miss reasons of a request that is about to run.
@@ -65,12 +86,12 @@ class RequestRecorder:
         task = asyncio.create_task(
             self._look_in_other_namespaces(request, lifecycle), name="look-up in other namespaces"
         )
-        self._lookups[request.request_id] = task
-        task.add_done_callback(lambda _: self._lookups.pop(request.request_id, None))
+        self._under_way[request.request_id] = task
+        task.add_done_callback(lambda _: self._under_way.pop(request.request_id, None))
 
     def fell_back(self, request: GenerationRequest, fallback: FellBack) -> None:
         """Count and log a fallback."""
-        self._cluster.counters[f"fallback:{fallback.reason}"] += 1
+        self._counters[f"fallback:{fallback.reason}"] += 1
         if fallback.error is not None:
             log.warning(
                 "a worker failed, another goes on",
@@ -82,10 +103,10 @@ class RequestRecorder:
 
     def ended(self, request: GenerationRequest, lifecycle: RequestLifecycle) -> None:
         """Record the end of a request that was not refused."""
-        lookup = self._lookups.pop(request.request_id, None)
+        lookup = self._under_way.pop(request.request_id, None)
         if lookup is not None:
             lookup.cancel()
-        counters, measured = self._cluster.counters, lifecycle.measured
+        counters, measured = self._counters, lifecycle.measured
         status, decision = lifecycle.status, lifecycle.decision
         counters[f"requests:{status}"] += 1
         if lifecycle.error is not None:
@@ -134,9 +155,7 @@ class RequestRecorder:
         )
 
     def _write(self, request: GenerationRequest, plan: Plan) -> None:
-        record = self._request_log.decided(
-            plan.decision, self._cluster.clock(), request.namespace.tenant
-        )
+        record = self._request_log.decided(plan.decision, self._clock(), request.namespace.tenant)
         record.at_unix_s = time.time()
         record.namespace = request.namespace.name
         record.priority = request.facts.priority
@@ -145,12 +164,11 @@ class RequestRecorder:
         record.block_tokens = request.namespace.layout.block_tokens
 
     def _misses_of_unknown_blocks(self, request: GenerationRequest, plan: Plan) -> list[Miss]:
-        cluster = self._cluster
-        readable = {node.member_id for node in cluster.nodes.readable()}
+        readable = {node.member_id for node in self._members.nodes.readable()}
         return miss_reasons.of_unknown_blocks(
             request.hashes,
             plan.found_blocks,
-            cluster.block_history.last_event,
+            self._history.last_event,
             lambda node: node in readable,
         )
 
@@ -158,11 +176,12 @@ class RequestRecorder:
         self, request: GenerationRequest, lifecycle: RequestLifecycle
     ) -> None:
         """Refine "never_stored" if the pool has the prompt under another namespace of the model."""
-        cluster = self._cluster
-        for other in cluster.namespaces.kin(request.namespace, MAX_KIN):
+        for other in self._members.namespaces.kin(request.namespace, MAX_KIN):
             first = hash_chain(other, request.prompt[: other.layout.block_tokens])
             try:
-                holders = (await cluster.find(other.namespace_id, first)).holders if first else ()
+                holders = (
+                    (await self._lookups.find(other.namespace_id, first)).holders if first else ()
+                )
             except KvpoolError as error:
                 log.warning("look-up in another namespace failed", error=str(error))
                 return

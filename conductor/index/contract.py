@@ -1,6 +1,6 @@
 """The block index: which node holds which block in which tier, as the nodes reported it. Pure.
 
-This module has the contract (`Index`), its values, and the algorithm that all backends share
+This module has the contract (`BlockIndex`), its values, and the algorithm that all backends share
 (`cover_run`). `conductor.index.memory` and `conductor.redis.index` are the backends.
 
 The index is soft state: it may be stale. A stale hit costs one failed pin and never returns wrong
@@ -48,15 +48,18 @@ class Found(NamedTuple):
         return cover_run(self.holders, self.hosts, host)
 
 
-class Index(Protocol):
+class BlockIndex(Protocol):
     """Soft state about blocks, keyed by (namespace_id, hash).
 
     The work per call is bounded by the size of the call, not by the size of the index. Removing a
     node, clearing a namespace and ending a snapshot hide blocks at once; `reclaim` frees their
     memory later, in slices.
+
+    The calls of a backend outside this process may raise `Unavailable`. It is then unknown whether
+    a change was made, and the node must send a full report.
     """
 
-    def apply(self, node_id: str, epoch: int, events: Sequence[BlockEvent]) -> None:
+    async def apply(self, node_id: str, epoch: int, events: Sequence[BlockEvent]) -> None:
         """Apply a node's events, in order; on an error, apply none.
 
         "stored" adds copies and drops their recorded misses, "removed" removes copies, "cleared"
@@ -68,24 +71,19 @@ class Index(Protocol):
             InvalidArgument: an unknown kind, "stored" without a tier, or hashes of a wrong length.
         """
 
-    def holders(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[Holders]:
-        """The holders of each leading block, up to the first block that nobody holds."""
+    async def holders(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[Holders]:
+        """The holders of each leading block, up to the first block that nobody holds.
 
-    def segments(
-        self,
-        namespace_id: bytes,
-        hashes: Sequence[bytes],
-        hosts: Mapping[str, str],
-        prefer_host: str = "",
-    ) -> list[Segment]:
-        """Cover the leading run with segments, by `cover_run`.
-
-        Args:
-            hosts: node id -> host of the nodes that may be read. Copies on other nodes do not
-                count, so the segments may cover less than the leading run.
+        Copies with recorded misses are left out.
         """
 
-    def begin_snapshot(self, node_id: str, epoch: int) -> None:
+    async def resident_holders(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[Holders]:
+        """The holders of every block, also of those after a gap.
+
+        An empty tuple for a block without any. Copies with recorded misses are left out.
+        """
+
+    async def begin_snapshot(self, node_id: str, epoch: int) -> None:
         """Begin a full report of the node. Earlier blocks stay visible until `end_snapshot`.
 
         An earlier snapshot that has not ended is dropped.
@@ -94,13 +92,13 @@ class Index(Protocol):
             StaleEpoch: a newer epoch of the node is known.
         """
 
-    def end_snapshot(self, node_id: str) -> bool:
+    async def end_snapshot(self, node_id: str) -> bool:
         """Remove the node's blocks that were not stored since `begin_snapshot`.
 
         Return False if no snapshot was begun.
         """
 
-    def remove_node(self, node_id: str, max_blocks: int) -> bool:
+    async def remove_node(self, node_id: str, max_blocks: int) -> bool:
         """Hide all copies on the node at once, and free about `max_blocks` entries.
 
         Call it once, then `reclaim` until nothing is left: the node may have joined again in
@@ -110,7 +108,7 @@ class Index(Protocol):
             Whether nothing is left to reclaim.
         """
 
-    def reclaim(self, max_blocks: int) -> bool:
+    async def reclaim(self, max_blocks: int) -> bool:
         """Free about `max_blocks` entries of hidden blocks.
 
         Return whether nothing is left to reclaim.
@@ -129,42 +127,6 @@ class Index(Protocol):
 
     def blocks(self) -> int:
         """The number of entries, including hidden ones that wait for `reclaim`."""
-
-
-class SharedIndex(Protocol):
-    """The contract of `Index` for a backend outside this process: the same calls, asynchronous.
-
-    In addition, every call may raise `Unavailable`. It is then unknown whether the change was made,
-    and the node must send a full report.
-    """
-
-    async def apply(self, node_id: str, epoch: int, events: Sequence[BlockEvent]) -> None: ...
-
-    async def holders(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[Holders]: ...
-
-    async def segments(
-        self,
-        namespace_id: bytes,
-        hashes: Sequence[bytes],
-        hosts: Mapping[str, str],
-        prefer_host: str = "",
-    ) -> list[Segment]: ...
-
-    async def begin_snapshot(self, node_id: str, epoch: int) -> None: ...
-
-    async def end_snapshot(self, node_id: str) -> bool: ...
-
-    async def remove_node(self, node_id: str, max_blocks: int) -> bool: ...
-
-    async def reclaim(self, max_blocks: int) -> bool: ...
-
-    def record_miss(
-        self, node_id: str, namespace_id: bytes, block_hash: bytes, until: float
-    ) -> None: ...
-
-    def expire_misses(self, now: float) -> int: ...
-
-    def blocks(self) -> int: ...
 
 
 def checked_hashes(event: BlockEvent) -> list[bytes]:
@@ -201,31 +163,9 @@ def cover_run(
         Consecutive segments from block 0. `tier` is the slowest tier within the segment. `ready` is
         how many of its leading blocks are in a faster tier.
     """
-    return cover_runs(runs_of(holders), hosts, prefer_host)
-
-
-def runs_of(values: Sequence[V]) -> list[tuple[V, int]]:
-    """Count equal neighbours. It is fastest if they are one object."""
-    runs: list[tuple[V, int]] = []
-    start, previous = 0, values[0] if values else None
-    for at, value in enumerate(values):
-        if value is not previous:
-            if value != previous:
-                runs.append((values[start], at - start))
-                start = at
-            previous = value
-    if values:
-        runs.append((values[start], len(values) - start))
-    return runs
-
-
-def cover_runs(
-    runs: Sequence[tuple[Holders, int]], hosts: Mapping[str, str], prefer_host: str = ""
-) -> list[Segment]:
-    """`cover_run` over runs of blocks with the same holders."""
     choices: list[dict[str, Tier]] = []
     counts: list[int] = []
-    for copies, count in runs:
+    for copies, count in runs_of(holders):
         choice = _nearest(copies, hosts, prefer_host)
         if not choice:
             break
@@ -253,6 +193,23 @@ def cover_runs(
         segments.append(Segment(node_id, start, count, tier, ready))
         first, start = end, start + count
     return segments
+
+
+def runs_of(values: Sequence[V]) -> list[tuple[V, int]]:
+    """Count equal neighbours. It is fastest if they are one object."""
+    if values and values.count(values[0]) == len(values):  # mostly so, and counted in C
+        return [(values[0], len(values))]
+    runs: list[tuple[V, int]] = []
+    start, previous = 0, values[0] if values else None
+    for at, value in enumerate(values):
+        if value is not previous:
+            if value != previous:
+                runs.append((values[start], at - start))
+                start = at
+            previous = value
+    if values:
+        runs.append((values[start], len(values) - start))
+    return runs
 
 
 def _nearest(copies: Holders, hosts: Mapping[str, str], prefer_host: str) -> dict[str, Tier]:

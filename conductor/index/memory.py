@@ -18,15 +18,18 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from itertools import repeat
+from typing import Any, TypeVar, cast
 
-from conductor.index.contract import Holder, Holders, checked_hashes, cover_runs, runs_of
+from conductor.index.contract import Holder, Holders, checked_hashes
 from conductor.index.negative_cache import Copies, NegativeCache
 from conductor.index.packed_hashes import PackedHashes
-from kvpool.blocks.records import BlockEvent, Segment
+from kvpool.blocks.records import BlockEvent
 from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument, StaleEpoch
+
+T = TypeVar("T")
 
 MAX_FENCES = 65_536  # epochs of nodes, also of those that left
 FIRST_PIECE, PIECE = 32, 1024  # blocks of a chain that are probed at a time
@@ -72,7 +75,7 @@ class _Node:
 
 
 class MemoryIndex:
-    """The index of one process.
+    """The index of one process. Its calls never wait: `complete` calls them without an event loop.
 
     Args:
         max_blocks: maximum number of entries, about 115 B each with one holder
@@ -100,7 +103,7 @@ class MemoryIndex:
 
     # ------------------------------------------------------------ reports of nodes
 
-    def apply(self, node_id: str, epoch: int, events: Sequence[BlockEvent]) -> None:
+    async def apply(self, node_id: str, epoch: int, events: Sequence[BlockEvent]) -> None:
         unpacked = [checked_hashes(event) for event in events]
         node = self._admit(node_id, epoch)
         for event, hashes in zip(events, unpacked, strict=True):
@@ -113,12 +116,12 @@ class MemoryIndex:
                     for key in _keys(table, event):
                         self._retire(table.pop(key))
 
-    def begin_snapshot(self, node_id: str, epoch: int) -> None:
+    async def begin_snapshot(self, node_id: str, epoch: int) -> None:
         node = self._admit(node_id, epoch)
         self._retire_table(node.building)
         node.building = {}
 
-    def end_snapshot(self, node_id: str) -> bool:
+    async def end_snapshot(self, node_id: str) -> bool:
         node = self._nodes.get(node_id)
         if node is None or node.building is None:
             return False
@@ -126,14 +129,14 @@ class MemoryIndex:
         node.current, node.building = node.building, None
         return True
 
-    def remove_node(self, node_id: str, max_blocks: int) -> bool:
+    async def remove_node(self, node_id: str, max_blocks: int) -> bool:
         node = self._nodes.pop(node_id, None)
         if node is not None:
             for table in _tables(node):
                 self._retire_table(table)
-        return self.reclaim(max_blocks)
+        return await self.reclaim(max_blocks)
 
-    def reclaim(self, max_blocks: int) -> bool:
+    async def reclaim(self, max_blocks: int) -> bool:
         budget = max_blocks
         while self._retired and budget > 0:
             holding = self._retired[0]
@@ -169,31 +172,22 @@ class MemoryIndex:
 
     # ------------------------------------------------------------ look-ups
 
-    def holders(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[Holders]:
+    async def holders(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[Holders]:
         space = self._spaces.get(namespace_id)
         if space is None:
             return []
         masks = self._leading_masks(namespace_id, space, hashes)
+        if masks and masks.count(masks[0]) == len(masks):  # mostly so, and counted in C
+            return [space.decoded.get(masks[0]) or _decode(space, masks[0])] * len(masks)
         decoded = {mask: space.decoded.get(mask) or _decode(space, mask) for mask in set(masks)}
         return list(map(decoded.__getitem__, masks))
 
-    def segments(
-        self,
-        namespace_id: bytes,
-        hashes: Sequence[bytes],
-        hosts: Mapping[str, str],
-        prefer_host: str = "",
-    ) -> list[Segment]:
-        space = self._spaces.get(namespace_id)
-        if space is None:
-            return []
-        runs = runs_of(self._leading_masks(namespace_id, space, hashes))
-        decoded = space.decoded
-        return cover_runs(
-            [(decoded.get(mask) or _decode(space, mask), count) for mask, count in runs],
-            hosts,
-            prefer_host,
-        )
+    async def resident_holders(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[Holders]:
+        found: list[Holders] = []
+        for block_hash in hashes:
+            copies = await self.holders(namespace_id, [block_hash])
+            found.append(copies[0] if copies else ())
+        return found
 
     def blocks(self) -> int:
         return self._count
@@ -378,6 +372,16 @@ class MemoryIndex:
                 if not masks[at]:
                     del masks[at:]
                     return
+
+
+def complete(call: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that never waits, such as a call of `MemoryIndex`."""
+    try:
+        call.send(None)
+    except StopIteration as ended:
+        return cast(T, ended.value)
+    call.close()
+    raise AssertionError("a coroutine that should never wait does")
 
 
 def _pieces(count: int) -> Iterator[tuple[int, int]]:

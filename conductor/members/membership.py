@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from kvpool.errors import InvalidArgument, NotFound, StaleEpoch
 
@@ -121,7 +121,7 @@ class Swept:
     """
 
     suspected: list[str] = field(default_factory=list)
-    died: list[str] = field(default_factory=list)
+    died: list[Member[Any, Any]] = field(default_factory=list)
     stalled_s: float = 0.0
     is_isolated: bool = False  # all fell silent together, so none was removed yet
 
@@ -221,16 +221,16 @@ class Membership(Generic[D, R]):
         member.is_in_snapshot = (member.is_in_snapshot or begins) and not ends
         return BatchAction(begin_snapshot=begins, apply=True, end_snapshot=ends)
 
-    def leave(self, member_id: str, epoch: int) -> bool:
-        """Remove a member that says that it stops; False if it was unknown.
+    def leave(self, member_id: str, epoch: int) -> Member[D, R] | None:
+        """Remove a member that says that it stops, and return it; None if it was unknown.
 
         Raises:
             StaleEpoch: a newer epoch of this member is known; it stays.
         """
         self._refuse_older(member_id, epoch)
-        was_known = self._members.pop(member_id, None) is not None
+        member = self._members.pop(member_id, None)
         self._changed()
-        return was_known
+        return member
 
     # ------------------------------------------------------------ reports of other conductors
 
@@ -309,7 +309,7 @@ class Membership(Generic[D, R]):
         stalled_s = late_s if late_s > config.stall_s else 0.0
         self._last_sweep = max(now, self._last_sweep)
         suspected: list[str] = []
-        died: list[str] = []
+        died: list[Member[Any, Any]] = []
         for member in self._members.values():
             if stalled_s:
                 member.last_seen = min(now, member.last_seen + stalled_s)
@@ -323,7 +323,7 @@ class Membership(Generic[D, R]):
         for member_id, member in list(self._members.items()):
             if now - member.last_seen >= patience_s:
                 del self._members[member_id]
-                died.append(member_id)
+                died.append(member)
         return Swept(suspected, died, stalled_s, isolated)
 
     # ------------------------------------------------------------ queries

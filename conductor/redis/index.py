@@ -10,21 +10,20 @@ written since.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from conductor.index.contract import Holder, Holders, checked_hashes, cover_run
+from conductor.index.contract import Holder, Holders, checked_hashes
 from conductor.index.negative_cache import NegativeCache
 from conductor.redis import scripts as lua
 from conductor.redis.client import RedisClient
+from conductor.redis.spaces import SLICE_BLOCKS, Spaces
 from kvpool.blocks.hashing import HASH_BYTES, pack_hashes
-from kvpool.blocks.records import BlockEvent, Segment
+from kvpool.blocks.records import BlockEvent
 from kvpool.blocks.tier import Tier
 from kvpool.errors import StaleEpoch
 
-SLICE_BLOCKS = 2_000  # per script, during which Redis serves no other client: about 2 ms
 MAX_HOLDERS = 65_536  # decoded holders in the cache; ids never change their meaning
 TTL_S = 86_400
 
@@ -40,7 +39,7 @@ class _NodeSession:
 
 
 class RedisIndex:
-    """Implements `conductor.index.contract.SharedIndex`.
+    """Implements `conductor.index.contract.BlockIndex`.
 
     Args:
         pool: name of the pool; several pools may share a Redis.
@@ -64,10 +63,9 @@ class RedisIndex:
         self._redis = redis
         self._pool = pool.encode()
         self._ttl_s = ttl_s
+        self._spaces = Spaces(redis, self._pool, ttl_s)
         self._misses = NegativeCache(max_misses)
         self._sessions: dict[str, _NodeSession] = {}
-        self._counts: dict[bytes, int] = {}
-        self._retired: set[bytes] = set()  # namespaces with blocks to reclaim
         self._holders: dict[tuple[bytes, ...], Holders] = {}
 
     # ------------------------------------------------------------ reports of nodes
@@ -96,20 +94,20 @@ class RedisIndex:
         args = (node_id, session.epoch, session.number, self._ttl_s)
         spaces = sorted(session.spaces)
         for namespace_id, kept in zip(
-            spaces, await self._everywhere(lua.END, spaces, args), strict=True
+            spaces, await self._spaces.run_in_each(lua.END, spaces, args), strict=True
         ):
             if kept < 0:
                 raise self._superseded(node_id, session)
             if not kept:
                 session.spaces.discard(namespace_id)
                 await self._redis.command("SREM", self._spaces_key(node_id), namespace_id)
-        self._retired.update(spaces)
+        self._spaces.retired(*spaces)
         return True
 
     async def remove_node(
         self, node_id: str, max_blocks: int, session_number: int | None = None
     ) -> bool:
-        """Implements `SharedIndex`.
+        """Implements `BlockIndex`.
 
         With `session_number`, do nothing if the node has joined again since.
         """
@@ -121,34 +119,17 @@ class RedisIndex:
         if current is not None and int(current) > session_number > 0:
             return await self.reclaim(max_blocks)
         spaces = sorted(await self._redis.command("SMEMBERS", spaces_key))
-        await self._everywhere(lua.RETIRE, spaces, (node_id, int(current or 0)))
+        await self._spaces.run_in_each(lua.RETIRE, spaces, (node_id, int(current or 0)))
         await self._redis.command("DEL", spaces_key)
-        self._retired.update(spaces)
+        self._spaces.retired(*spaces)
         return await self.reclaim(max_blocks)
 
     async def reclaim(self, max_blocks: int) -> bool:
-        left = max_blocks
-        while self._retired and left > 0:
-            namespace_id = next(iter(self._retired))
-            part = min(left, SLICE_BLOCKS)
-            waiting, entries = await self._in_space(lua.RECLAIM, namespace_id, part)
-            self._counted(namespace_id, entries)
-            left -= part
-            if not waiting:
-                self._retired.discard(namespace_id)
-        return not self._retired
+        return await self._spaces.reclaim(max_blocks)
 
     async def touch(self, namespace_id: bytes) -> bool:
-        """Renew the keys of a namespace, and find blocks that other conductors left to reclaim.
-
-        Returns:
-            Whether the namespace has blocks.
-        """
-        entries, waiting = await self._in_space(lua.TOUCH, namespace_id, self._ttl_s)
-        self._counted(namespace_id, entries)
-        if waiting:
-            self._retired.add(namespace_id)
-        return bool(entries)
+        """Renew the keys of a namespace; return whether it has blocks. Raises `Unavailable`."""
+        return await self._spaces.touch(namespace_id)
 
     def session_number(self, node_id: str) -> int:
         """The session of a node at this conductor; 0 if it has none."""
@@ -172,48 +153,27 @@ class RedisIndex:
     # ------------------------------------------------------------ look-ups
 
     async def holders(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[Holders]:
-        found = await self._look(namespace_id, hashes, everywhere=False)
-        suspects = self._misses.of(namespace_id)
-        if suspects:
-            for at, block_hash in enumerate(hashes[: len(found)]):
-                doubted = suspects.get(block_hash)
-                if doubted:
-                    found[at] = tuple(copy for copy in found[at] if copy.node_id not in doubted)
-                    if not found[at]:
-                        return found[:at]
-        return found
+        found = await self._look(namespace_id, hashes, beyond_gaps=False)
+        return found[: found.index(())] if () in found else found
 
     async def resident_holders(self, namespace_id: bytes, hashes: Sequence[bytes]) -> list[Holders]:
-        """The holders of every block, also of those after a gap.
-
-        An empty tuple for a block without any.
-        """
-        return await self._look(namespace_id, hashes, everywhere=True)
-
-    async def segments(
-        self,
-        namespace_id: bytes,
-        hashes: Sequence[bytes],
-        hosts: Mapping[str, str],
-        prefer_host: str = "",
-    ) -> list[Segment]:
-        return cover_run(await self.holders(namespace_id, hashes), hosts, prefer_host)
+        return await self._look(namespace_id, hashes, beyond_gaps=True)
 
     def blocks(self) -> int:
         """The number of entries in the namespaces used here, as Redis last counted them."""
-        return sum(self._counts.values())
+        return self._spaces.entries()
 
     # ------------------------------------------------------------ inside
 
     async def _look(
-        self, namespace_id: bytes, hashes: Sequence[bytes], *, everywhere: bool
+        self, namespace_id: bytes, hashes: Sequence[bytes], *, beyond_gaps: bool
     ) -> list[Holders]:
+        """The holders of these blocks, without copies that have recorded misses."""
         if not hashes:
             return []
-        keys = self._space_keys(namespace_id)[:2]
-        args = (pack_hashes(hashes), int(everywhere))
-        runs, holdings, entries = await self._redis.run(lua.LOOKUP, keys, args)
-        self._counted(namespace_id, entries)
+        runs, holdings = await self._spaces.look_up(
+            namespace_id, pack_hashes(hashes), beyond_gaps=beyond_gaps
+        )
         live = {holdings[i]: holdings[i + 1] for i in range(0, len(holdings), 2)}
         found: list[Holders] = []
         for i in range(0, len(runs), 2):
@@ -222,6 +182,11 @@ class RedisIndex:
                 live[x] for x in (ids[j : j + 4] for j in range(0, len(ids), 4)) if x in live
             )
             found += [self._copies(values)] * runs[i + 1]
+        suspects = self._misses.of(namespace_id) or {}
+        for at, block_hash in enumerate(hashes[: len(found)] if suspects else ()):
+            doubted = suspects.get(block_hash)
+            if doubted:
+                found[at] = tuple(copy for copy in found[at] if copy.node_id not in doubted)
         return found
 
     def _copies(self, values: tuple[bytes, ...]) -> Holders:
@@ -253,9 +218,9 @@ class RedisIndex:
         session = _NodeSession(epoch, number, set(spaces), is_reporting)
         args = (node_id, epoch, number, int(is_reporting), self._ttl_s)
         known = sorted(session.spaces)
-        if not all(await self._everywhere(lua.BEGIN, known, args)):
+        if not all(await self._spaces.run_in_each(lua.BEGIN, known, args)):
             raise self._superseded(node_id, session)
-        self._retired.update(known)  # blocks of an earlier epoch or of an unfinished report
+        self._spaces.retired(*known)  # blocks of an earlier epoch or of an unfinished report
         self._sessions[node_id] = session
         return session
 
@@ -280,11 +245,11 @@ class RedisIndex:
             )
             args += [event.kind, tiers, event.hashes]
             if event.kind == "cleared":
-                self._retired.add(namespace_id)
-        done, entries, dropped = await self._in_space(lua.APPLY, namespace_id, *args)
+                self._spaces.retired(namespace_id)
+        done, entries, dropped = await self._spaces.run(lua.APPLY, namespace_id, *args)
         if not done:
             raise self._superseded(node_id, session)
-        self._counted(namespace_id, entries)
+        self._spaces.counted(namespace_id, entries)
         self.dropped += dropped
 
     def _superseded(self, node_id: str, session: _NodeSession) -> StaleEpoch:
@@ -300,30 +265,6 @@ class RedisIndex:
             named = {h for e in events if e.kind == "stored" for h in checked_hashes(e)}
             for block_hash in named & suspects.keys():
                 self._misses.clear(namespace_id, block_hash, node_id)
-
-    def _counted(self, namespace_id: bytes, entries: int) -> None:
-        if entries:
-            self._counts[namespace_id] = entries
-        else:
-            self._counts.pop(namespace_id, None)
-
-    async def _in_space(self, script: lua.Script, namespace_id: bytes, *args: Any) -> Any:
-        return await self._redis.run(script, self._space_keys(namespace_id), args)
-
-    async def _everywhere(
-        self, script: lua.Script, spaces: Sequence[bytes], args: Sequence[Any]
-    ) -> list[Any]:
-        """Run a script in several namespaces, a few at a time. They may be on different servers."""
-        results: list[Any] = []
-        for at in range(0, len(spaces), 16):
-            some = (self._in_space(script, space, *args) for space in spaces[at : at + 16])
-            results += await asyncio.gather(*some)
-        return results
-
-    def _space_keys(self, namespace_id: bytes) -> list[bytes]:
-        tag = b"kvpool:{%b:%b}:" % (self._pool, namespace_id.hex().encode())
-        names = (b"blocks", b"holdings", b"nodes", b"retired", b"ids", b"set:")
-        return [tag + name for name in names]
 
     def _member_keys(self, node_id: str) -> list[bytes]:
         return [b"kvpool:{%b}:node:%b" % (self._pool, node_id.encode()), self._spaces_key(node_id)]

@@ -12,10 +12,11 @@ import hashlib
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from conductor.cluster.pool_state import Kind
 from conductor.members.membership import Member, Membership
 from conductor.members.namespaces import MAX_NAMESPACES
 from conductor.redis import scripts as lua
@@ -27,7 +28,6 @@ from kvpool.wire import messages as m
 
 D = TypeVar("D")
 R = TypeVar("R")
-Kind = Literal["node", "worker"]
 
 
 class MemberRecord(msgspec.Struct, array_like=True, frozen=True):
@@ -116,8 +116,8 @@ class _Group(Generic[D, R]):
             present.add(member_id)
             member = self.membership.get(member_id)
             is_ours = member is not None and not member.via
-            if record.via == conductor_id and is_ours:
-                continue
+            if record.via == conductor_id:
+                continue  # ours, or it left and Redis does not know yet
             if is_ours and member is not None and not 0 < member.session < record.session:
                 continue  # it joined here later, or is about to
             if is_ours and member is not None and member.epoch == record.epoch:

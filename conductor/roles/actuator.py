@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import structlog
 
-from conductor.cluster.cluster import Cluster
 from conductor.cluster.connections import Connections
+from conductor.cluster.members import Workers
 from conductor.members.membership import State
 from conductor.roles.controller import Instance, RoleController, RoleDecision
 from kvpool.errors import KvpoolError
@@ -31,15 +32,17 @@ class RoleActuator:
 
     def __init__(
         self,
-        cluster: Cluster,
+        workers: Workers,
         connections: Connections,
+        counters: Counter[str],
         controller: RoleController,
         *,
         is_active: bool,
         clock: Callable[[], float],
     ) -> None:
         self.decision = RoleDecision(None, (), 0.0, 0.0, 0)
-        self._cluster = cluster
+        self._workers = workers
+        self._counters = counters
         self._connections = connections
         self._controller = controller
         self._is_active = is_active
@@ -58,16 +61,16 @@ class RoleActuator:
         move = self.decision.move
         if move is None:
             return
-        worker = self._cluster.workers.get(move.worker_id)
+        worker = self._workers.get(move.worker_id)
         if worker is None:
             return
         try:
             await self._connections.call_worker(worker, m.SetRole(move.role), CALL_TIMEOUT_S)
         except KvpoolError as error:
-            self._cluster.counters["roles:failed"] += 1
+            self._counters["roles:failed"] += 1
             log.warning("a worker did not change its role", worker=move.worker_id, error=str(error))
             return
-        self._cluster.counters[f"roles:to_{move.role}"] += 1
+        self._counters[f"roles:to_{move.role}"] += 1
         self._history = [*self._history[-99:], {"at_s": self._clock(), **asdict(move)}]
         log.info("role changed", worker=move.worker_id, role=move.role, reason=move.reason)
 
@@ -92,7 +95,7 @@ class RoleActuator:
 
     def _instances(self) -> list[Instance]:
         found = []
-        for worker in self._cluster.workers:
+        for worker in self._workers:
             load = worker.report
             if worker.state is not State.LIVE or load is None:
                 continue

@@ -16,7 +16,7 @@ import inspect
 import os
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -99,6 +99,8 @@ class WireServer:
     Args:
         kind: "node", "conductor" or "worker"; sent in the reply to Hello.
         server_id, epoch: identity; sent in the reply to Hello.
+        handlers: answer(request, session) by type of message; `handle` adds more.
+        on_hello: called with each session once its Hello was accepted.
         max_frame_bytes: a larger frame closes its connection; before Hello the limit is 4 KiB.
         hello_timeout_s: seconds after which a connection without Hello is closed.
         authorizer: checks every call; None: all callers may do everything.
@@ -110,7 +112,9 @@ class WireServer:
         kind: str,
         server_id: str,
         epoch: int,
+        handlers: Mapping[type[Message], Handler] | None = None,
         *,
+        on_hello: Callable[[Session], None] = lambda _session: None,
         max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
         hello_timeout_s: float = HELLO_TIMEOUT_S,
         authorizer: CallAuthorizer | None = None,
@@ -121,9 +125,12 @@ class WireServer:
         self.identity = HelloReply(PROTOCOL_VERSION, kind, server_id, epoch)
         self.max_frame_bytes = max_frame_bytes
         self.hello_timeout_s = hello_timeout_s
-        self.handlers: dict[type[Message], Handler] = {Ping: lambda _request, _session: Ok()}
+        self.handlers: dict[type[Message], Handler] = {
+            Ping: lambda _request, _session: Ok(),
+            **(handlers or {}),
+        }
         self.connections: set[_Connection] = set()
-        self.on_hello: Callable[[Session], None] = lambda _session: None
+        self.on_hello = on_hello
         self._servers: list[asyncio.Server] = []
         if authorizer is not None:
             authorizer.on_change.append(self._send_away)

@@ -1,6 +1,6 @@
 """The scheduler's inputs from the simulated cluster: workers as they last reported, nodes, the cost model.
 
-It replaces `conductor.cluster.cluster.Cluster.scheduling_inputs`.
+It replaces `conductor.cluster.scheduler_view.SchedulerView.inputs`.
 """
 
 from __future__ import annotations

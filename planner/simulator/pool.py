@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from conductor.index.contract import Found
-from conductor.index.memory import MemoryIndex
+from conductor.index.memory import MemoryIndex, complete
 from kvpool.blocks.hashing import pack_hashes
 from kvpool.blocks.records import BlockEvent
 from kvpool.blocks.tier import Tier
@@ -41,7 +41,7 @@ class Pool:
         """The chain's leading blocks that the pool has, with their holders."""
         if not hashes:
             return Found((), self.hosts)
-        return Found(self.index.holders(self._namespace_id, hashes), self.hosts)
+        return Found(complete(self.index.holders(self._namespace_id, hashes)), self.hosts)
 
     def store(self, node_id: str, chain: Sequence[bytes]) -> None:
         """Write the chain's blocks to a node. All its tiers take them (write-through)."""
@@ -63,8 +63,8 @@ class Pool:
                 self.evicted_blocks += len(gone)
                 events.append(self._event("removed", gone, tier))
             if events:
-                self.index.apply(node_id, EPOCH, events)
-        self.index.reclaim(1_000)
+                complete(self.index.apply(node_id, EPOCH, events))
+        complete(self.index.reclaim(1_000))
 
     def _event(self, kind: str, blocks: Sequence[bytes], tier: Tier) -> BlockEvent:
         return BlockEvent(kind, self._namespace_id, pack_hashes(blocks), tier)

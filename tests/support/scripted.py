@@ -10,13 +10,14 @@ from typing import Any
 
 import httpx
 
+from benchmarks.local_cluster import local_cluster
 from conductor.cluster.cluster import Cluster
 from conductor.engine_servers.discovery import EngineServers
 from conductor.gateway.gateway import Gateway
 from conductor.gateway.http_api import HttpApi
 from conductor.gateway.metrics import ConductorCollector, RequestMetrics
 from conductor.gateway.request import GenerationRequest
-from conductor.index.memory import MemoryIndex
+from conductor.index.memory import complete
 from conductor.members.membership import MembershipConfig
 from conductor.requests.admission import AdmissionLimits
 from conductor.requests.lifecycle import Patience
@@ -24,7 +25,6 @@ from conductor.requests.request import Request
 from conductor.requests.request_log import RequestLog
 from conductor.roles.actuator import RoleActuator
 from conductor.roles.controller import RoleController
-from conductor.scheduling.scheduler import SchedulerConfig
 from kvpool.blocks.layout import Layout, Namespace
 from kvpool.config.settings import ConductorAdvanced, ConductorConfig
 from kvpool.errors import Overloaded
@@ -100,13 +100,13 @@ class ScriptedWorker:
         descriptor = m.WorkerDescriptor(
             self.worker_id, self.epoch, self.role, "h", f"127.0.0.1:{port}", NAMESPACE, "m", 4096
         )
-        cluster.worker_join(m.WorkerJoin(descriptor))
+        complete(cluster.worker_reports.join(m.WorkerJoin(descriptor)))
 
     def beat(self, cluster: Cluster) -> None:
         if self.beats_anyway or not (self.hangs or self.is_silent):
             places = self.places if self.tells_places else 0
             load = m.WorkerLoad(self.running, 0, 0, 0, 0.0, 0.0, places=places)
-            cluster.worker_heartbeat(m.WorkerHeartbeat(self.worker_id, self.epoch, load))
+            cluster.worker_reports.heartbeat(m.WorkerHeartbeat(self.worker_id, self.epoch, load))
 
     async def _prefill(self, request: m.Prefill) -> m.PrefillReply:
         self.seen.append(request)
@@ -156,7 +156,7 @@ class Conductor:
         of_section = ConductorAdvanced.model_fields
         advanced = {name: settings.pop(name) for name in list(settings) if name in of_section}
         self.config = ConductorConfig(**settings, advanced=advanced)
-        self.cluster = Cluster("c", 1, MemoryIndex(), membership, SchedulerConfig())
+        self.cluster = local_cluster(membership)
         self.gateway = Gateway(
             self.cluster,
             RequestLog(),
@@ -206,16 +206,25 @@ async def conductor(*workers: ScriptedWorker, **settings: Any) -> AsyncIterator[
     running = Conductor(workers, **settings)
     registry = new_registry()
     roles = RoleActuator(
-        running.cluster,
+        running.cluster.members.workers,
         running.gateway.connections,
+        running.cluster.counters,
         RoleController(),
         is_active=False,
         clock=time.monotonic,
     )
-    registry.register(ConductorCollector(running.cluster, running.gateway, roles))
+    registry.register(
+        ConductorCollector(
+            running.cluster.members,
+            running.cluster.overview,
+            running.cluster.counters,
+            running.gateway,
+            roles,
+        )
+    )
     api = HttpApi(
         running.config,
-        running.cluster,
+        running.cluster.overview,
         running.gateway,
         running.gateway.request_log,
         running.tokenizer,
@@ -228,8 +237,10 @@ async def conductor(*workers: ScriptedWorker, **settings: Any) -> AsyncIterator[
     for worker in workers:
         await worker.join(running.cluster)
     engines = EngineServers(
-        running.cluster,
+        running.cluster.members,
+        running.cluster.own_worker_reports,
         running.gateway.connections,
+        running.cluster.counters,
         running.config.engines,
         running.tokenizer.encode_more if running.tokenizer else None,
         running.config.advanced.engine_check_s,
@@ -239,7 +250,7 @@ async def conductor(*workers: ScriptedWorker, **settings: Any) -> AsyncIterator[
         while True:
             for worker in running.workers:
                 worker.beat(running.cluster)
-            running.cluster.sweep()
+            complete(running.cluster.sweep())
             await asyncio.sleep(TICK_S)
 
     life = asyncio.gather(live(), engines.run())

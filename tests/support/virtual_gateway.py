@@ -9,17 +9,16 @@ from typing import Any
 
 import httpx
 
-from conductor.cluster.cluster import Cluster
+from benchmarks.local_cluster import local_cluster
 from conductor.gateway.gateway import Gateway
 from conductor.gateway.http_api import HttpApi
 from conductor.gateway.metrics import RequestMetrics
-from conductor.index.memory import MemoryIndex
+from conductor.index.memory import MemoryIndex, complete
 from conductor.requests.admission import AdmissionLimits
 from conductor.requests.lifecycle import Patience
 from conductor.requests.request_log import RequestLog
 from conductor.roles.actuator import RoleActuator
 from conductor.roles.controller import RoleController
-from conductor.scheduling.scheduler import SchedulerConfig
 from kvpool.blocks.hashing import pack_hashes
 from kvpool.blocks.tier import Tier
 from kvpool.config.settings import ConductorConfig
@@ -118,7 +117,8 @@ class VirtualConductor:
     def __init__(self, loop: VirtualLoop, *, patience: Patience | None = None, **settings: Any):
         self.loop = loop
         self.config = ConductorConfig(**settings)
-        self.cluster = Cluster("c", 1, MemoryIndex(), PATIENT, SchedulerConfig(), clock=loop.time)
+        index = MemoryIndex()
+        self.cluster = local_cluster(PATIENT, loop.time, index)
         self.gateway = Gateway(
             self.cluster,
             RequestLog(),
@@ -127,15 +127,16 @@ class VirtualConductor:
         )
         registry = new_registry()
         roles = RoleActuator(
-            self.cluster,
+            self.cluster.members.workers,
             self.gateway.connections,
+            self.cluster.counters,
             RoleController(),
             is_active=False,
             clock=loop.time,
         )
         api = HttpApi(
             self.config,
-            self.cluster,
+            self.cluster.overview,
             self.gateway,
             self.gateway.request_log,
             None,
@@ -145,7 +146,7 @@ class VirtualConductor:
         transport = httpx.ASGITransport(api.app(registry, lambda: ""))
         self.http = httpx.AsyncClient(transport=transport, base_url="http://virtual", timeout=None)
         self.look_ups = 0
-        self._count_look_ups()
+        self._count_look_ups(index)
 
     def add_worker(self, worker: VirtualWorker) -> VirtualWorker:
         address = f"virtual:{worker.worker_id}"
@@ -153,33 +154,35 @@ class VirtualConductor:
         descriptor = m.WorkerDescriptor(
             worker.worker_id, 1, worker.role, "h", address, NAMESPACE, "m", 4096
         )
-        self.cluster.worker_join(m.WorkerJoin(descriptor))
+        complete(self.cluster.worker_reports.join(m.WorkerJoin(descriptor)))
         return worker
 
     def add_node(self, node: VirtualNode, hashes: list[bytes] | None = None) -> VirtualNode:
         address = f"virtual:{node.node_id}"
         self.gateway.connections.add(address, node)
         descriptor = m.NodeDescriptor(node.node_id, 1, "h", address)
-        self.cluster.node_join(m.NodeJoin(descriptor, [NAMESPACE]))
+        complete(self.cluster.node_reports.join(m.NodeJoin(descriptor, [NAMESPACE])))
         events = []
         if hashes:
             packed = pack_hashes(hashes)
             events = [m.BlockEvent("stored", NAMESPACE.namespace_id, packed, Tier.DRAM)]
-        self.cluster.node_events(m.NodeEvents(node.node_id, 1, 1, events, True, True))
+        complete(
+            self.cluster.node_reports.events(m.NodeEvents(node.node_id, 1, 1, events, True, True))
+        )
         return node
 
     async def ask(self, **changes: Any) -> httpx.Response:
         body = {"prompt": [65] * 10, "max_tokens": 8, "temperature": 0, **changes}
         return await self.http.post("/v1/completions", json=body)
 
-    def _count_look_ups(self) -> None:
-        find = self.cluster.index.holders
+    def _count_look_ups(self, index: MemoryIndex) -> None:
+        find = index.holders
 
         def counted(namespace_id: bytes, hashes: Any) -> Any:
             self.look_ups += 1
             return find(namespace_id, hashes)
 
-        self.cluster.index.holders = counted  # type: ignore[method-assign]
+        index.holders = counted  # type: ignore[method-assign]
 
     async def close(self) -> None:
         await self.http.aclose()

@@ -23,8 +23,9 @@ from kvpool.errors import (
     InvalidArgument,
     UnknownNamespace,
 )
-from kvpool.wire import Final, WireServer
+from kvpool.wire import Final
 from kvpool.wire import messages as m
+from kvpool.wire.server import Handler
 from workers.engine.contract import Engine, SequenceState
 from workers.engine.engine_thread import EngineThread
 from workers.engine.prefix_cache import LocalPrefixCache
@@ -67,10 +68,12 @@ class WorkerService:
         self._blocks = PoolBlocks(pool, namespace, self.load.rates, self.counters)
         self._storing: set[asyncio.Task[None]] = set()
 
-    def expose(self, server: WireServer) -> None:
-        """Register the handlers with a wire server."""
-        server.handle(m.Prefill, lambda request, _session: self.prefill(request))
-        server.handle(m.Generate, lambda request, _session: self.generate(request))
+    def handlers(self) -> dict[type[m.Message], Handler]:
+        """What a worker answers over the wire."""
+        return {
+            m.Prefill: lambda request, _session: self.prefill(request),
+            m.Generate: lambda request, _session: self.generate(request),
+        }
 
     async def warm_up(self, tokens: int = WARM_UP_TOKENS) -> None:
         """Run the engine once on a prompt of its own, so that no request pays for the first use."""

@@ -17,6 +17,7 @@ import pytest
 import structlog
 
 from conductor.engine_servers.openai_client import EngineClient
+from conductor.index.memory import complete
 from conductor.members.membership import MembershipConfig
 from conductor.scheduling.scheduler import IDLE
 from kvpool.blocks.hash_check import proof_of
@@ -54,7 +55,8 @@ async def serving(
         ) as running:
             well = sum(server.health == 200 for server, _ in servers)
             await until(
-                lambda: len(running.cluster.workers) == len(workers) + well, "servers joined"
+                lambda: len(running.cluster.members.workers) == len(workers) + well,
+                "servers joined",
             )
             yield running
 
@@ -62,8 +64,12 @@ async def serving(
 def pool_node(running: Conductor) -> None:
     """A node that only reports: a remote prefill needs space on some node."""
     node = m.NodeDescriptor("n", 1, "127.0.0.1", "127.0.0.1:9")
-    running.cluster.node_join(m.NodeJoin(node, [NAMESPACE]))
-    running.cluster.node_events(m.NodeEvents("n", 1, 1, [], snapshot=True, snapshot_end=True))
+    complete(running.cluster.node_reports.join(m.NodeJoin(node, [NAMESPACE])))
+    complete(
+        running.cluster.node_reports.events(
+            m.NodeEvents("n", 1, 1, [], snapshot=True, snapshot_end=True)
+        )
+    )
 
 
 def stores(running: list[Conductor]) -> Any:
@@ -73,7 +79,9 @@ def stores(running: list[Conductor]) -> Any:
     def stored(tokens: list[int]) -> None:
         hashes = pack_hashes(hash_chain(NAMESPACE, tokens))
         event = m.BlockEvent("stored", NAMESPACE.namespace_id, hashes, Tier.DRAM)
-        running[0].cluster.node_events(m.NodeEvents("n", 1, next(sequence), [event]))
+        complete(
+            running[0].cluster.node_reports.events(m.NodeEvents("n", 1, next(sequence), [event]))
+        )
 
     return stored
 
@@ -82,8 +90,8 @@ async def keep_alive(running: Conductor) -> None:
     while True:
         stats = m.NodeStatsReply("n", 1, "127.0.0.1", 1.0, [], 0, 0, 1, {})
         beat = m.NodeHeartbeat("n", 1, 0, stats)
-        running.cluster.node_heartbeat(beat)
-        running.cluster.nodes.get("n").report = None  # type: ignore[union-attr]  # room: unknown
+        running.cluster.node_reports.heartbeat(beat)
+        running.cluster.members.nodes.get("n").report = None  # type: ignore[union-attr]  # room: unknown
         await asyncio.sleep(0.05)
 
 
@@ -218,11 +226,11 @@ async def test_an_unhealthy_server_gets_no_request_until_it_is_healthy() -> None
         assert (len(sick.seen), len(well.seen)) == (0, 3)
         assert running.counters["engine_servers:failed_checks"] > 0
         sick.health = 200
-        await until(lambda: len(running.cluster.workers) == 2, "welcome when well")
+        await until(lambda: len(running.cluster.members.workers) == 2, "welcome when well")
         await running.ask(kvpool={"decode_worker": sick.worker_id})
         assert len(sick.seen) == 1
         sick.health = 500
-        member = running.cluster.workers.get(sick.worker_id)
+        member = running.cluster.members.workers.get(sick.worker_id)
         assert member is not None
         await until(lambda: member.state == "suspect", "it is suspect after failed checks")
         assert (await running.ask()).json()["kvpool"]["decode_worker"] == well.worker_id
@@ -239,9 +247,11 @@ async def test_a_servers_namespace_is_the_one_that_its_connector_registered() ->
             lambda: running.counters.get("engine_servers:failed_checks", 0) > 1,
             "nobody knows it at first",
         )
-        running.cluster.register_namespace(m.RegisterNamespace(NAMESPACE, proof_of(NAMESPACE)))
-        await until(lambda: len(running.cluster.workers) == 1, "it joins")
-        joined = running.cluster.workers.get(server.worker_id)
+        complete(
+            running.cluster.namespaces.register(m.RegisterNamespace(NAMESPACE, proof_of(NAMESPACE)))
+        )
+        await until(lambda: len(running.cluster.members.workers) == 1, "it joins")
+        joined = running.cluster.members.workers.get(server.worker_id)
         assert joined is not None
         assert joined.descriptor.namespace == NAMESPACE
         await running.ask(kvpool={"decode_worker": server.worker_id})
@@ -261,17 +271,19 @@ async def test_of_several_namespaces_the_revision_says_which_is_a_servers() -> N
             ) as running,
         ):
             for space in (NAMESPACE, other):
-                running.cluster.register_namespace(m.RegisterNamespace(space, proof_of(space)))
+                complete(
+                    running.cluster.namespaces.register(m.RegisterNamespace(space, proof_of(space)))
+                )
             if is_known:
-                await until(lambda: len(running.cluster.workers) == 1, "it joins")
-                joined = running.cluster.workers.get(server.worker_id)
+                await until(lambda: len(running.cluster.members.workers) == 1, "it joins")
+                joined = running.cluster.members.workers.get(server.worker_id)
                 assert joined.descriptor.namespace == other  # type: ignore[union-attr]
             else:
                 await until(
                     lambda: running.counters.get("engine_servers:failed_checks", 0) > 2,
                     "told apart",
                 )
-                assert not len(running.cluster.workers)
+                assert not len(running.cluster.members.workers)
 
 
 async def test_each_reason_of_failed_checks_is_logged_once_and_clients_learn_where() -> None:
@@ -292,7 +304,9 @@ async def test_each_reason_of_failed_checks_is_logged_once_and_clients_learn_whe
 
             await looks(2)
             for space in (NAMESPACE, msgspec.structs.replace(NAMESPACE, revision="r-2")):
-                running.cluster.register_namespace(m.RegisterNamespace(space, proof_of(space)))
+                complete(
+                    running.cluster.namespaces.register(m.RegisterNamespace(space, proof_of(space)))
+                )
             await looks(3)
             response = await running.ask()
     assert response.status_code == 503
@@ -323,7 +337,7 @@ async def test_load_is_what_is_in_flight_and_what_the_servers_metrics_add() -> N
     async with serving((server, "both")) as running:
 
         def load() -> m.WorkerLoad:
-            member = running.cluster.workers.get(server.worker_id)
+            member = running.cluster.members.workers.get(server.worker_id)
             assert member is not None
             return member.report or IDLE
 
@@ -409,7 +423,7 @@ async def test_a_server_that_stops_altogether_is_passed_over() -> None:
         await first.stop()
         document = (await running.ask(kvpool={"decode_worker": gone})).json()
         assert document["kvpool"]["decode_worker"] == second.worker_id
-        await until(lambda: running.cluster.workers.get(gone) is None, "it is forgotten")
+        await until(lambda: running.cluster.members.workers.get(gone) is None, "it is forgotten")
 
 
 @pytest.mark.parametrize(
@@ -446,7 +460,7 @@ async def test_a_client_that_leaves_ends_the_work_at_the_server(stream: bool) ->
         await asyncio.gather(asked, return_exceptions=True)
         await until(lambda: server.running == 0, "it ended")
         await until(lambda: running.counters.get("requests:cancelled") == 1, "and is counted")
-        assert running.gateway.active == len(running.cluster.in_flight) == 0
+        assert running.gateway.active == len(running.cluster.view.in_flight) == 0
     assert server.left == 1
 
 

@@ -115,7 +115,7 @@ async def test_leaving_a_stream_frees_the_worker_and_the_slot() -> None:
         await stream.close()
         await until(lambda: worker.running == 0, "the worker stopped")
         await until(lambda: running.gateway.active == 0, "the slot is free")
-        assert len(running.cluster.in_flight) == 0
+        assert len(running.cluster.view.in_flight) == 0
         assert running.counters["requests:cancelled"] == 1
 
 

@@ -63,7 +63,7 @@ async def test_a_request_waits_for_a_slot_and_its_wait_is_in_the_report() -> Non
         assert (await first).status_code == 200
         document = (await second).json()
         assert waiting(running) == running.gateway.active == 0
-        assert len(running.cluster.in_flight) == 0
+        assert len(running.cluster.view.in_flight) == 0
     assert document["choices"][0]["text"] == "abcdefgh"
     assert document["kvpool"]["phases"]["admission_wait"] > 0
 
@@ -149,7 +149,7 @@ async def test_load_that_cannot_pass_is_not_waited_for() -> None:
     worker = ScriptedWorker("w")
     async with conductor(worker, slo_ttft_s=30.0, slo_tpot_s=0.001) as running:
         for _ in range(3):  # measured, and slower than the objective even alone
-            running.cluster.cost.observe_tpot("w", 10, 1, 0.02)
+            running.cluster.view.cost.observe_tpot("w", 10, 1, 0.02)
         response = await running.ask()
     assert response.status_code == 429
     assert response.headers["X-Kvpool-Reason"] == "tpot_slo"
@@ -257,4 +257,4 @@ async def test_a_client_that_leaves_while_its_request_is_admitted_holds_no_slot(
             await waits
         await first
         await until(lambda: running.gateway.active == 0, "no slot is held")
-        assert len(running.cluster.in_flight) == 0
+        assert len(running.cluster.view.in_flight) == 0

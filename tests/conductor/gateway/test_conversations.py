@@ -49,7 +49,7 @@ def test_a_conversation_with_every_fallback_takes_a_minute_of_virtual_time_alone
         assert retry.sampling.max_tokens == 5
         assert len(retry.token_ids) // 4 == len(PROMPT) + 3
         assert len(first.seen) == 1
-        assert conductor.gateway.active == len(conductor.cluster.in_flight) == 0
+        assert conductor.gateway.active == len(conductor.cluster.view.in_flight) == 0
         assert conductor.cluster.counters["fallback:decode:engine_failed"] == 1
         await conductor.close()
 
@@ -164,8 +164,8 @@ def test_without_an_objective_a_request_is_refused_for_lack_of_room_alone() -> N
         conductor = VirtualConductor(loop)
         conductor.add_worker(VirtualWorker("d", first_s=50.0, token_s=2.0))
         for _ in range(20):  # predicted to take minutes, and to decode at two seconds a token
-            conductor.cluster.cost.observe_prefill("d", 42, 0, 100.0)
-            conductor.cluster.cost.observe_tpot("d", 10, 1, 2.0)
+            conductor.cluster.view.cost.observe_prefill("d", 42, 0, 100.0)
+            conductor.cluster.view.cost.observe_tpot("d", 10, 1, 2.0)
         assert (await conductor.ask(prompt=PROMPT)).status_code == 200
         refused = await conductor.ask(prompt=PROMPT, kvpool={"slo_ttft_s": 1.0})
         assert refused.status_code == 429
@@ -196,7 +196,7 @@ def test_an_objective_comes_from_the_request_the_rules_the_tenant_or_the_configu
         conductor.gateway.rules.replace(rules)
         conductor.add_worker(VirtualWorker("d"))
         for _ in range(20):
-            conductor.cluster.cost.observe_prefill("d", 42, 0, 100.0)
+            conductor.cluster.view.cost.observe_prefill("d", 42, 0, 100.0)
         response = await conductor.ask(prompt=PROMPT, kvpool=options)
         assert (response.status_code == 429) == is_refused
         await conductor.close()
@@ -219,7 +219,7 @@ def test_a_client_that_leaves_while_its_slots_are_reserved_gives_them_back() -> 
         await asyncio.sleep(1)
         assert node.aborted == [(1, True)]  # nobody has written
         assert not prefill.seen
-        assert conductor.gateway.active == len(conductor.cluster.in_flight) == 0
+        assert conductor.gateway.active == len(conductor.cluster.view.in_flight) == 0
         await conductor.close()
 
     run_virtually(conversation)
@@ -240,7 +240,7 @@ def test_an_action_that_fails_neither_holds_the_slot_nor_the_answer(
         response = await conductor.ask()
         assert response.status_code == 200
         assert response.json()["usage"]["completion_tokens"] == 8
-        assert conductor.gateway.active == len(conductor.cluster.in_flight) == 0
+        assert conductor.gateway.active == len(conductor.cluster.view.in_flight) == 0
         await conductor.close()
 
     run_virtually(conversation)

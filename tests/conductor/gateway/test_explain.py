@@ -59,7 +59,7 @@ async def test_a_refused_request_is_explained_too() -> None:
         ScriptedWorker("w1"), max_active_requests=1, slo_ttft_s=30.0, slo_tpot_s=0.001
     ) as running:
         for _ in range(3):
-            running.cluster.cost.observe_tpot("w1", 10, 1, 0.02)
+            running.cluster.view.cost.observe_tpot("w1", 10, 1, 0.02)
         response = await running.ask()
         assert response.status_code == 429
         printed = await explain(running, response.headers["X-Request-Id"])

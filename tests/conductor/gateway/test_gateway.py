@@ -10,10 +10,9 @@ from dataclasses import replace
 
 import pytest
 
-from conductor.cluster.cluster import Cluster
-from conductor.index.memory import MemoryIndex
+from benchmarks.local_cluster import local_cluster
+from conductor.index.memory import complete
 from conductor.scheduling.decision import Decision
-from conductor.scheduling.scheduler import SchedulerConfig
 from kvpool.blocks.hashing import hash_chain, pack_hashes
 from kvpool.blocks.layout import Namespace
 from kvpool.blocks.tier import Tier
@@ -64,10 +63,10 @@ async def test_tokens_are_a_sign_of_life_of_a_worker_without_heartbeats() -> Non
     async with conductor(first, second) as running:
         task = asyncio.create_task(running.ask(kvpool={"decode_worker": "w1"}))
         await until(lambda: first.hangs, "half of the tokens are sent")
-        member = running.cluster.workers.get("w1")
+        member = running.cluster.members.workers.get("w1")
         assert member is not None
         member.last_seen -= 2 * PATIENT.dead_after_s
-        await until(lambda: running.cluster.workers.get("w1") is None, "it counts as dead")
+        await until(lambda: running.cluster.members.workers.get("w1") is None, "it counts as dead")
         first.resume()
         document = (await task).json()
     assert document["kvpool"]["fallback_reason"] == ""
@@ -81,8 +80,8 @@ async def test_a_silent_worker_is_not_given_up_while_there_is_no_other() -> None
         task = asyncio.create_task(running.ask(max_tokens=2))
         await until(lambda: only.hangs, "the first token is sent")
         await asyncio.sleep(QUICK.suspect_after_s)  # the token is no sign of life any more
-        running.cluster.sweep()
-        member = running.cluster.workers.get("w1")
+        complete(running.cluster.sweep())
+        member = running.cluster.members.workers.get("w1")
         assert member is not None
         assert member.state == "suspect"
         only.resume()
@@ -110,7 +109,7 @@ async def test_more_requests_than_workers_take_wait_and_none_is_lost(tells_place
     worker = ScriptedWorker("w")
     worker.places, worker.tells_places, worker.pause_s = 2, tells_places, 0.01
     async with conductor(worker) as running:
-        member = running.cluster.workers.get("w")
+        member = running.cluster.members.workers.get("w")
         assert member is not None
         await until(lambda: member.report, "its load is known")
         responses = await asyncio.gather(*(running.ask(stream=n % 2 == 1) for n in range(12)))
@@ -350,9 +349,9 @@ async def test_namespaces_come_in_pages_over_the_wire() -> None:
     async with conductor(ScriptedWorker("w1")) as running:
         for number in range(4):
             other = Namespace("m", "r", NAMESPACE.layout, "", str(number))
-            running.cluster.register_namespace(m.RegisterNamespace(other))
+            complete(running.cluster.namespaces.register(m.RegisterNamespace(other)))
         wire = WireServer("conductor", "c", 1)
-        running.cluster.expose(wire)
+        wire.handlers |= running.cluster.handlers()
         client = WireClient(f"127.0.0.1:{await wire.listen('127.0.0.1', 0)}", "client")
         whole = await client.call(m.Namespaces(), 5.0)
         page = await client.call(m.Namespaces(offset=3, limit=10), 5.0)
@@ -366,15 +365,15 @@ async def test_namespaces_come_in_pages_over_the_wire() -> None:
 
 async def test_a_request_that_never_ended_is_forgotten_by_the_sweep() -> None:
     now = 0.0
-    cluster = Cluster("c", 1, MemoryIndex(), PATIENT, SchedulerConfig(), clock=lambda: now)
+    cluster = local_cluster(PATIENT, lambda: now)
     decision = Decision("r", "local", None, "w1", 0, None, 1.0, 0.1, "cost")
-    cluster.in_flight.assigned(decision, now)
+    cluster.view.in_flight.assigned(decision, now)
     now = 3599.0
-    cluster.sweep()
-    assert len(cluster.in_flight) == 1
+    complete(cluster.sweep())
+    assert len(cluster.view.in_flight) == 1
     now = 3601.0
-    cluster.sweep()
-    assert len(cluster.in_flight) == 0
+    complete(cluster.sweep())
+    assert len(cluster.view.in_flight) == 0
 
 
 async def _join_node(running: Conductor, node_id: str, slowness_s: float = 0.0) -> WireServer:
@@ -391,7 +390,7 @@ async def _join_node(running: Conductor, node_id: str, slowness_s: float = 0.0) 
     wire.handle(m.Abort, lambda _r, _s: m.Ok())
     port = await wire.listen("127.0.0.1", 0)
     descriptor = m.NodeDescriptor(node_id, 1, "h", f"127.0.0.1:{port}")
-    running.cluster.node_join(m.NodeJoin(descriptor, []))
+    complete(running.cluster.node_reports.join(m.NodeJoin(descriptor, [])))
     return wire
 
 
@@ -403,15 +402,15 @@ async def test_requests_carry_the_longest_wait_for_a_disk_and_declined_blocks_st
     async with conductor(worker) as running:
         cluster = running.cluster
         hashes = hash_chain(NAMESPACE, [65] * 12)
-        cluster.namespaces.add(NAMESPACE)
+        await cluster.namespaces.add(NAMESPACE)
         node = m.NodeDescriptor("n", 1, "h", "127.0.0.1:1")
-        cluster.node_join(m.NodeJoin(node, [NAMESPACE]))
+        complete(cluster.node_reports.join(m.NodeJoin(node, [NAMESPACE])))
         event = m.BlockEvent("stored", NAMESPACE.namespace_id, pack_hashes(hashes), Tier.NVME)
-        cluster.node_events(m.NodeEvents("n", 1, 1, [event], True, True))
+        complete(cluster.node_reports.events(m.NodeEvents("n", 1, 1, [event], True, True)))
         for _ in range(20):
-            cluster.cost.observe_prefill("w1", 12, 0, 3.0)
-            cluster.cost.observe_prefill("w1", 6, 0, 1.5)
-            cluster.cost.observe_prefill("w1", 1, 11, 0.25)
+            cluster.view.cost.observe_prefill("w1", 12, 0, 3.0)
+            cluster.view.cost.observe_prefill("w1", 6, 0, 1.5)
+            cluster.view.cost.observe_prefill("w1", 1, 11, 0.25)
         worker.declines = True
         response = await running.ask(prompt=[65] * 12)
         assert response.status_code == 200
@@ -419,5 +418,5 @@ async def test_requests_carry_the_longest_wait_for_a_disk_and_declined_blocks_st
         assert seen.segments
         assert 0.1 < seen.max_wait_s < 4.0
         assert running.counters["fallback:pool_read:declined_cost"] == 1
-        found = (await cluster.find(NAMESPACE.namespace_id, hashes)).segments("h")
+        found = (await cluster.lookups.find(NAMESPACE.namespace_id, hashes)).segments("h")
         assert sum(segment.count for segment in found) == len(hashes)

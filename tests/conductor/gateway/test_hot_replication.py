@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from conductor.index.memory import complete
 from conductor.scheduling.hot_blocks import HotBlocks
 from kvpool.blocks.hashing import hash_chain, pack_hashes
 from kvpool.blocks.tier import Tier
@@ -50,7 +51,9 @@ async def test_the_second_request_that_reads_from_afar_has_its_prefix_copied() -
         near, asked = await _join(running, "near", "h")
         hashes = hash_chain(NAMESPACE, [65] * 10)
         stored = m.BlockEvent("stored", NAMESPACE.namespace_id, pack_hashes(hashes), Tier.DRAM)
-        running.cluster.node_events(m.NodeEvents("far", 1, 1, [stored], True, True))
+        complete(
+            running.cluster.node_reports.events(m.NodeEvents("far", 1, 1, [stored], True, True))
+        )
         await running.ask()
         assert "replications:asked" not in running.counters
         await running.ask()
@@ -70,7 +73,9 @@ async def test_no_copy_is_asked_for_when_none_are_allowed() -> None:
         near, asked = await _join(running, "near", "h")
         hashes = pack_hashes(hash_chain(NAMESPACE, [65] * 10))
         stored = m.BlockEvent("stored", NAMESPACE.namespace_id, hashes, Tier.DRAM)
-        running.cluster.node_events(m.NodeEvents("far", 1, 1, [stored], True, True))
+        complete(
+            running.cluster.node_reports.events(m.NodeEvents("far", 1, 1, [stored], True, True))
+        )
         for _ in range(3):
             await running.ask()
         assert not asked
@@ -94,5 +99,5 @@ async def _join(
     wire.handle(m.Replicate, lambda request, _s: replicate(request))
     port = await wire.listen("127.0.0.1", 0)
     descriptor = m.NodeDescriptor(node_id, 1, host, f"127.0.0.1:{port}")
-    running.cluster.node_join(m.NodeJoin(descriptor, []))
+    complete(running.cluster.node_reports.join(m.NodeJoin(descriptor, [])))
     return wire, asked

@@ -11,6 +11,7 @@ import pytest
 
 from conductor.gateway.prefetch import PrefetchReport
 from conductor.gateway.request import GenerationRequest
+from conductor.index.memory import complete
 from conductor.requests.request import Plan
 from conductor.scheduling.decision import Candidate, Decision
 from kvpool.blocks.hashing import hash_chain, pack_hashes, unpack_hashes
@@ -48,11 +49,13 @@ class ScriptedNode:
     async def join(self, running: Conductor, tier: Tier, hashes: list[bytes]) -> None:
         port = await self.wire.listen("127.0.0.1", 0)
         descriptor = m.NodeDescriptor(self.node_id, 1, self.host, f"127.0.0.1:{port}")
-        running.cluster.node_join(m.NodeJoin(descriptor, [NAMESPACE]))
+        complete(running.cluster.node_reports.join(m.NodeJoin(descriptor, [NAMESPACE])))
         event = m.BlockEvent("stored", NAMESPACE.namespace_id, pack_hashes(hashes), tier)
         events = [event] if hashes else []
-        running.cluster.node_events(
-            m.NodeEvents(self.node_id, 1, 1, events, snapshot=True, snapshot_end=True)
+        complete(
+            running.cluster.node_reports.events(
+                m.NodeEvents(self.node_id, 1, 1, events, snapshot=True, snapshot_end=True)
+            )
         )
 
     def _prefetch(self, request: m.Prefetch) -> m.PrefetchReply:
@@ -148,8 +151,8 @@ async def test_blocks_that_cost_more_to_read_than_to_compute_do_not_move() -> No
     node = ScriptedNode("n")
     async with pool((node, Tier.NVME, HASHES), worker=ScriptedWorker("w")) as running:
         for _ in range(20):  # a worker that computes in no time
-            running.cluster.cost.observe_prefill("w", 40, 0, 1e-7)
-            running.cluster.cost.observe_prefill("w", 4000, 0, 1e-5)
+            running.cluster.view.cost.observe_prefill("w", 40, 0, 1e-7)
+            running.cluster.view.cost.observe_prefill("w", 4000, 0, 1e-5)
         done = await hint(running)
     assert done.reasons == {"not_worth": 10}
     assert node.prefetched == []
@@ -234,7 +237,7 @@ def request() -> GenerationRequest:
 
 
 async def planned(running: Conductor, decision: Decision) -> Plan:
-    found = await running.cluster.find(NAMESPACE.namespace_id, HASHES)
+    found = await running.cluster.lookups.find(NAMESPACE.namespace_id, HASHES)
     return Plan(decision, found)
 
 
@@ -256,7 +259,7 @@ async def test_an_engine_server_with_a_queue_reads_later_so_it_is_prepared() -> 
     async with engine_servers(server):
         settings = {"engines": [server.entry()], "engine_check_s": 0.05}
         async with pool((node, Tier.NVME, HASHES), worker=None, **settings) as running:
-            await until(lambda: len(running.cluster.workers), "joined")
+            await until(lambda: len(running.cluster.members.workers), "joined")
             chosen = Candidate("local", None, server.worker_id, 10, 1.0, 0.01, queue_s=0.5)
             to_server = Decision(
                 "r", "local", None, server.worker_id, 10, None, 1.0, 0.01, "", (chosen,)

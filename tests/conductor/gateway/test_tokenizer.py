@@ -77,7 +77,7 @@ async def test_over_http_worker_and_engine_server_get_those_ids_and_their_hashes
     async with engine_servers(server):
         settings = {"engines": [server.entry()], "engine_check_s": 0.05}
         async with conductor(worker, tokenizer=Tokenizer(directory), **settings) as running:
-            await until(lambda: len(running.cluster.workers) == 2, "joined")
+            await until(lambda: len(running.cluster.members.workers) == 2, "joined")
             for decoder in ("w", server.worker_id):
                 body = {"messages": chat, "max_tokens": 1, "kvpool": {"decode_worker": decoder}}
                 response = await running.http.post("/v1/chat/completions", json=body)

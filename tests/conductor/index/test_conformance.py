@@ -5,20 +5,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conductor.index.contract import Holder, Index, cover_run
-from conductor.index.memory import MemoryIndex
+from conductor.index.contract import Holder, cover_run
+from conductor.index.memory import MemoryIndex, complete
 from kvpool.blocks.records import BlockEvent
 from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument, StaleEpoch
 from tests.support import valkey
+from tests.support.driven import Driven
 from tests.support.sizes import examples
-from tests.support.valkey import Driven
+from tests.support.valkey import driven_index
 
 NS = b"n" * 16
 NS2 = b"m" * 16
@@ -26,18 +26,17 @@ NODES = ("node-a", "node-b", "node-c")
 HOSTS = {"node-a": "host-1", "node-b": "host-2", "node-c": "host-1"}
 ALL = 1_000_000
 
-BACKENDS: dict[str, Callable[..., Any]] = {
-    "memory": MemoryIndex,
-    "redis": lambda **options: Driven(valkey.standalone(), **options),
-    "redis-cluster": lambda **options: Driven(valkey.cluster(), **options),
+BACKENDS: dict[str, Callable[..., Driven]] = {
+    "memory": lambda **options: Driven(MemoryIndex(**options), complete),
+    "redis": lambda **options: driven_index(valkey.standalone(), **options),
+    "redis-cluster": lambda **options: driven_index(valkey.cluster(), **options),
 }
 EXAMPLES = {"memory": 200, "redis": 40, "redis-cluster": 10}  # each costs many round trips
 
 
 @pytest.fixture(params=sorted(BACKENDS))
-def index(request: pytest.FixtureRequest) -> Index:
-    index: Index = BACKENDS[request.param]()
-    return index
+def index(request: pytest.FixtureRequest) -> Driven:
+    return BACKENDS[request.param]()
 
 
 def h(number: int) -> bytes:
@@ -57,7 +56,7 @@ def stored(hashes: Sequence[bytes], tier: Tier = Tier.DRAM, ns: bytes = NS) -> l
     return [event("stored", hashes, tier, ns)]
 
 
-def leading_run(index: Index, namespace_id: bytes, hashes: Sequence[bytes]) -> int:
+def leading_run(index: Driven, namespace_id: bytes, hashes: Sequence[bytes]) -> int:
     """The number of leading blocks that any node holds."""
     return len(index.holders(namespace_id, hashes))
 
@@ -65,21 +64,21 @@ def leading_run(index: Index, namespace_id: bytes, hashes: Sequence[bytes]) -> i
 # ------------------------------------------------------------ lookups
 
 
-def test_leading_run_ends_at_the_first_hole(index: Index) -> None:
+def test_leading_run_ends_at_the_first_hole(index: Driven) -> None:
     index.apply("node-a", 1, stored([*CHAIN[:3], *CHAIN[4:]]))
     assert leading_run(index, NS, CHAIN) == 3
     assert leading_run(index, NS, CHAIN[4:]) == 4
     assert leading_run(index, NS, []) == 0
 
 
-def test_namespaces_do_not_mix(index: Index) -> None:
+def test_namespaces_do_not_mix(index: Driven) -> None:
     index.apply("node-a", 1, stored(CHAIN, ns=NS))
     assert leading_run(index, NS2, CHAIN) == 0
     assert index.holders(NS2, CHAIN) == []
-    assert index.segments(NS2, CHAIN, HOSTS) == []
+    assert cover_run(index.holders(NS2, CHAIN), HOSTS) == []
 
 
-def test_holders_name_nodes_and_tiers_fastest_first(index: Index) -> None:
+def test_holders_name_nodes_and_tiers_fastest_first(index: Driven) -> None:
     index.apply("node-b", 1, stored(CHAIN[:1], Tier.NVME))
     index.apply("node-b", 1, stored(CHAIN[:1], Tier.DRAM))
     index.apply("node-a", 1, stored(CHAIN[:2], Tier.NVME))
@@ -90,7 +89,7 @@ def test_holders_name_nodes_and_tiers_fastest_first(index: Index) -> None:
     assert index.blocks() == 2
 
 
-def test_removed_without_tier_removes_every_copy_on_the_node(index: Index) -> None:
+def test_removed_without_tier_removes_every_copy_on_the_node(index: Driven) -> None:
     index.apply("node-a", 1, stored(CHAIN, Tier.DRAM) + stored(CHAIN, Tier.NVME))
     index.apply("node-a", 1, [event("removed", CHAIN[:1], Tier.DRAM)])
     assert index.holders(NS, CHAIN[:1]) == [(Holder("node-a", Tier.NVME),)]
@@ -99,14 +98,14 @@ def test_removed_without_tier_removes_every_copy_on_the_node(index: Index) -> No
     assert index.blocks() == len(CHAIN) - 1
 
 
-def test_removing_what_is_not_there_changes_nothing(index: Index) -> None:
+def test_removing_what_is_not_there_changes_nothing(index: Driven) -> None:
     index.apply("node-a", 1, stored(CHAIN[:2]))
     index.apply("node-b", 1, [event("removed", CHAIN, Tier.DRAM)])
     index.apply("node-a", 1, [event("removed", CHAIN, Tier.NVME), event("cleared", [], None, NS2)])
     assert leading_run(index, NS, CHAIN) == 2
 
 
-def test_cleared_hides_the_namespace_on_that_node_alone(index: Index) -> None:
+def test_cleared_hides_the_namespace_on_that_node_alone(index: Driven) -> None:
     index.apply("node-a", 1, stored(CHAIN) + stored(CHAIN, ns=NS2))
     index.apply("node-b", 1, stored(CHAIN[:2]))
     index.apply("node-a", 1, [event("cleared", [], None)])
@@ -128,7 +127,7 @@ def test_cleared_hides_the_namespace_on_that_node_alone(index: Index) -> None:
     ],
 )
 def test_a_bad_event_is_refused_and_no_event_of_its_batch_is_applied(
-    index: Index, bad: BlockEvent
+    index: Driven, bad: BlockEvent
 ) -> None:
     with pytest.raises(InvalidArgument):
         index.apply("node-a", 1, [*stored(CHAIN), bad])
@@ -138,13 +137,13 @@ def test_a_bad_event_is_refused_and_no_event_of_its_batch_is_applied(
 # ------------------------------------------------------------ segments
 
 
-def test_segments_prefer_the_host_then_length_then_tier_then_id(index: Index) -> None:
+def test_segments_prefer_the_host_then_length_then_tier_then_id(index: Driven) -> None:
     index.apply("node-b", 1, stored(CHAIN, Tier.DRAM))
     index.apply("node-a", 1, stored(CHAIN[:3], Tier.NVME))
     index.apply("node-c", 1, stored(CHAIN[:3], Tier.DRAM))
 
     def spans(host: str) -> list[tuple[str, int, int, Tier]]:
-        found = index.segments(NS, CHAIN, HOSTS, host)
+        found = cover_run(index.holders(NS, CHAIN), HOSTS, host)
         return [(s.node_id, s.start, s.count, s.tier) for s in found]
 
     assert spans("host-2") == [("node-b", 0, 8, Tier.DRAM)]
@@ -154,16 +153,20 @@ def test_segments_prefer_the_host_then_length_then_tier_then_id(index: Index) ->
     assert spans("host-1")[0] == ("node-a", 0, 3, Tier.DRAM)
 
 
-def test_segment_tier_is_the_slowest_within_it(index: Index) -> None:
+def test_segment_tier_is_the_slowest_within_it(index: Driven) -> None:
     index.apply("node-a", 1, stored(CHAIN[:2], Tier.DRAM) + stored(CHAIN[2:], Tier.NVME))
-    assert [(s.tier, s.ready) for s in index.segments(NS, CHAIN, HOSTS)] == [(Tier.NVME, 2)]
+    assert [(s.tier, s.ready) for s in cover_run(index.holders(NS, CHAIN), HOSTS)] == [
+        (Tier.NVME, 2)
+    ]
 
 
-def test_segments_leave_out_nodes_that_may_not_be_read(index: Index) -> None:
+def test_segments_leave_out_nodes_that_may_not_be_read(index: Driven) -> None:
     index.apply("node-a", 1, stored(CHAIN[:2]))
     index.apply("node-b", 1, stored(CHAIN))
     readable = {"node-a": "host-1"}
-    assert [(s.node_id, s.count) for s in index.segments(NS, CHAIN, readable)] == [("node-a", 2)]
+    assert [(s.node_id, s.count) for s in cover_run(index.holders(NS, CHAIN), readable)] == [
+        ("node-a", 2)
+    ]
 
 
 copies = st.lists(
@@ -202,7 +205,7 @@ def test_cover_is_local_where_possible_and_no_shorter_one_exists(
 # ------------------------------------------------------------ epochs, snapshots, removal
 
 
-def test_an_older_epoch_is_refused_and_a_newer_one_voids_the_older(index: Index) -> None:
+def test_an_older_epoch_is_refused_and_a_newer_one_voids_the_older(index: Driven) -> None:
     index.apply("node-a", 2, stored(CHAIN))
     with pytest.raises(StaleEpoch):
         index.apply("node-a", 1, [event("removed", CHAIN, Tier.DRAM)])
@@ -213,7 +216,7 @@ def test_an_older_epoch_is_refused_and_a_newer_one_voids_the_older(index: Index)
         index.begin_snapshot("node-a", 2)
 
 
-def test_a_removed_nodes_older_epoch_stays_refused(index: Index) -> None:
+def test_a_removed_nodes_older_epoch_stays_refused(index: Driven) -> None:
     index.apply("node-a", 2, stored(CHAIN))
     assert index.remove_node("node-a", ALL)
     with pytest.raises(StaleEpoch):
@@ -222,7 +225,7 @@ def test_a_removed_nodes_older_epoch_stays_refused(index: Index) -> None:
     assert leading_run(index, NS, CHAIN) == 1
 
 
-def test_a_snapshot_keeps_known_blocks_visible_and_drops_those_that_it_lacks(index: Index) -> None:
+def test_a_snapshot_keeps_known_blocks_visible_and_drops_those_that_it_lacks(index: Driven) -> None:
     index.apply("node-a", 1, stored(CHAIN))
     index.begin_snapshot("node-a", 1)
     index.apply("node-a", 1, stored(CHAIN[:2]))
@@ -237,13 +240,13 @@ def test_a_snapshot_keeps_known_blocks_visible_and_drops_those_that_it_lacks(ind
     assert index.blocks() == 3
 
 
-def test_a_snapshot_of_a_newer_epoch_hides_the_old_at_once(index: Index) -> None:
+def test_a_snapshot_of_a_newer_epoch_hides_the_old_at_once(index: Driven) -> None:
     index.apply("node-a", 1, stored(CHAIN))
     index.begin_snapshot("node-a", 2)
     assert leading_run(index, NS, CHAIN) == 0
 
 
-def test_a_snapshot_begun_again_forgets_the_first_attempt(index: Index) -> None:
+def test_a_snapshot_begun_again_forgets_the_first_attempt(index: Driven) -> None:
     index.begin_snapshot("node-a", 1)
     index.apply("node-a", 1, stored(CHAIN))
     index.begin_snapshot("node-a", 1)
@@ -252,14 +255,14 @@ def test_a_snapshot_begun_again_forgets_the_first_attempt(index: Index) -> None:
     assert leading_run(index, NS, CHAIN) == 1
 
 
-def test_ending_a_snapshot_that_was_not_begun_says_so(index: Index) -> None:
+def test_ending_a_snapshot_that_was_not_begun_says_so(index: Driven) -> None:
     index.apply("node-a", 1, stored(CHAIN))
     assert not index.end_snapshot("node-a")
     assert not index.end_snapshot("node-z")
     assert leading_run(index, NS, CHAIN) == len(CHAIN)
 
 
-def test_removal_hides_at_once_and_frees_in_slices(index: Index) -> None:
+def test_removal_hides_at_once_and_frees_in_slices(index: Driven) -> None:
     many = [h(i) for i in range(600)]
     index.apply("node-a", 1, stored(many))
     index.apply("node-b", 1, stored(many[:2]))
@@ -273,7 +276,7 @@ def test_removal_hides_at_once_and_frees_in_slices(index: Index) -> None:
     assert index.blocks() == 2
 
 
-def test_a_node_that_comes_back_during_its_removal_keeps_its_new_blocks(index: Index) -> None:
+def test_a_node_that_comes_back_during_its_removal_keeps_its_new_blocks(index: Driven) -> None:
     many = [h(i) for i in range(600)]
     index.apply("node-a", 1, stored(many))
     assert not index.remove_node("node-a", 1)
@@ -287,7 +290,7 @@ def test_a_node_that_comes_back_during_its_removal_keeps_its_new_blocks(index: I
 # ------------------------------------------------------------ corrupt and suspect blocks
 
 
-def test_a_copy_with_a_recorded_miss_is_left_out_until_its_time_has_passed(index: Index) -> None:
+def test_a_copy_with_a_recorded_miss_is_left_out_until_its_time_has_passed(index: Driven) -> None:
     index.apply("node-a", 1, stored(CHAIN))
     index.record_miss("node-a", NS, CHAIN[2], until=10.0)
     assert leading_run(index, NS, CHAIN) == 2
@@ -297,14 +300,14 @@ def test_a_copy_with_a_recorded_miss_is_left_out_until_its_time_has_passed(index
     assert leading_run(index, NS, CHAIN) == len(CHAIN)
 
 
-def test_a_miss_counts_for_one_node_and_all_its_tiers(index: Index) -> None:
+def test_a_miss_counts_for_one_node_and_all_its_tiers(index: Driven) -> None:
     index.apply("node-a", 1, stored(CHAIN, Tier.DRAM) + stored(CHAIN, Tier.NVME))
     index.apply("node-b", 1, stored(CHAIN, Tier.NVME))
     index.record_miss("node-a", NS, CHAIN[0], until=10.0)
     assert index.holders(NS, CHAIN[:1]) == [(Holder("node-b", Tier.NVME),)]
 
 
-def test_a_new_stored_event_drops_the_recorded_miss(index: Index) -> None:
+def test_a_new_stored_event_drops_the_recorded_miss(index: Driven) -> None:
     index.apply("node-a", 1, stored(CHAIN))
     index.record_miss("node-a", NS, CHAIN[0], until=10.0)
     index.apply("node-a", 1, stored(CHAIN[:1]))
@@ -312,7 +315,7 @@ def test_a_new_stored_event_drops_the_recorded_miss(index: Index) -> None:
     assert index.expire_misses(11.0) == 0
 
 
-def test_a_recorded_miss_can_be_prolonged(index: Index) -> None:
+def test_a_recorded_miss_can_be_prolonged(index: Driven) -> None:
     index.apply("node-a", 1, stored(CHAIN))
     index.record_miss("node-a", NS, CHAIN[0], until=10.0)
     index.record_miss("node-a", NS, CHAIN[0], until=20.0)
@@ -430,14 +433,14 @@ def _agree(backend: str, script: list[tuple[object, ...]]) -> None:
             case ("remove", str(node)):
                 index.remove_node(node, 1)
                 model.drop_node(node)
-                assert node not in {s.node_id for s in index.segments(NS, CHAIN, HOSTS)}
+                assert node not in {s.node_id for s in cover_run(index.holders(NS, CHAIN), HOSTS)}
             case ("reclaim", int(count)):
                 index.reclaim(count)
         for ns in (NS, NS2):
             for block in CHAIN:
                 found = index.holders(ns, [block])
                 assert set(found[0] if found else ()) == model.holders(ns, block)
-        if isinstance(index, MemoryIndex):
+        if isinstance(index.whole, MemoryIndex):
             index.check_integrity()
     while not index.reclaim(5):
         pass

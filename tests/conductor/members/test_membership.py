@@ -28,7 +28,7 @@ def run(members: Members, start: int, end: int, speaking: tuple[str, ...]) -> li
     for second in range(start, end):
         for member_id in speaking:
             members.heartbeat(member_id, 1, float(second))
-        died += members.sweep(float(second)).died
+        died += [member.member_id for member in members.sweep(float(second)).died]
     return died
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conductor.index.block_history import BlockHistory, LastEvent
+from conductor.index.memory import complete
 from conductor.requests.miss_reasons import (
     Miss,
     differing_fields,
@@ -147,15 +148,15 @@ async def test_evicted_blocks_and_blocks_of_a_node_that_left_have_different_reas
         removed = m.BlockEvent(
             "removed", NAMESPACE.namespace_id, pack_hashes(hashes[:1]), Tier.DRAM
         )
-        running.cluster.node_events(m.NodeEvents("n", 1, 2, [removed]))
-        running.cluster.node_leave(m.NodeLeave("gone", 1))
+        complete(running.cluster.node_reports.events(m.NodeEvents("n", 1, 2, [removed])))
+        complete(running.cluster.node_reports.leave(m.NodeLeave("gone", 1)))
         assert await missed(running) == [Miss("evicted", 1), Miss("node_gone", 1)]
 
 
 async def test_the_same_prompt_under_another_revision_is_found_and_the_field_named() -> None:
     async with conductor(ScriptedWorker("w")) as running:
         other = Namespace("m", "r2", NAMESPACE.layout)
-        running.cluster.register_namespace(m.RegisterNamespace(other))
+        complete(running.cluster.namespaces.register(m.RegisterNamespace(other)))
         join(running, "n", hash_chain(other, [65] * 10), other)
         assert await missed(running) == [Miss("other_namespace", 2, "revision")]
 
@@ -163,8 +164,8 @@ async def test_the_same_prompt_under_another_revision_is_found_and_the_field_nam
 async def test_a_look_up_for_a_miss_reason_does_not_delay_the_request() -> None:
     async with conductor(ScriptedWorker("w")) as running:
         other = Namespace("m", "r2", NAMESPACE.layout)
-        running.cluster.register_namespace(m.RegisterNamespace(other))
-        find, asked = running.cluster.find, asyncio.Event()
+        complete(running.cluster.namespaces.register(m.RegisterNamespace(other)))
+        find, asked = running.cluster.lookups.find, asyncio.Event()
 
         async def find_slowly(namespace_id: bytes, hashes: Sequence[bytes]) -> Any:
             if namespace_id == other.namespace_id:
@@ -172,7 +173,7 @@ async def test_a_look_up_for_a_miss_reason_does_not_delay_the_request() -> None:
                 await asyncio.Event().wait()
             return await find(namespace_id, hashes)
 
-        running.cluster.find = find_slowly  # type: ignore[method-assign]
+        running.cluster.lookups.find = find_slowly  # type: ignore[method-assign]
         async with asyncio.timeout(20):
             assert await missed(running) == [Miss("never_stored", 2)]
         assert asked.is_set()
@@ -182,7 +183,7 @@ async def test_nobody_learns_what_another_tenant_or_salt_stored() -> None:
     async with conductor(ScriptedWorker("w")) as running:
         for tenant, salt in (("else", ""), ("", "pepper")):
             other = Namespace("m", "r2", NAMESPACE.layout, tenant, salt)
-            running.cluster.register_namespace(m.RegisterNamespace(other))
+            complete(running.cluster.namespaces.register(m.RegisterNamespace(other)))
             join(running, f"n{tenant}{salt}", hash_chain(other, [65] * 10), other)
         assert await missed(running) == [Miss("never_stored", 2)]
 
@@ -191,7 +192,7 @@ async def test_reuse_that_costs_more_than_it_saves_is_declined_with_a_reason() -
     async with conductor(ScriptedWorker("w")) as running:
         join(running, "n", hash_chain(NAMESPACE, [65] * 10))
         for _ in range(30):  # so slow a link was measured
-            running.cluster.cost.observe_transfer(1000, 10.0, same_host=False)
+            running.cluster.view.cost.observe_transfer(1000, 10.0, same_host=False)
         assert await missed(running) == [Miss("declined_cost", 2)]
 
 
@@ -225,6 +226,6 @@ def join(
 ) -> None:
     """A node on another host that reports these blocks."""
     descriptor = m.NodeDescriptor(node_id, 1, "elsewhere", "127.0.0.1:1")
-    running.cluster.node_join(m.NodeJoin(descriptor, [namespace]))
+    complete(running.cluster.node_reports.join(m.NodeJoin(descriptor, [namespace])))
     stored = m.BlockEvent("stored", namespace.namespace_id, pack_hashes(hashes), Tier.DRAM)
-    running.cluster.node_events(m.NodeEvents(node_id, 1, 1, [stored], True, True))
+    complete(running.cluster.node_reports.events(m.NodeEvents(node_id, 1, 1, [stored], True, True)))

@@ -15,18 +15,17 @@ from typing import Any
 
 import pytest
 
+from benchmarks.local_cluster import local_cluster
 from conductor.cluster.cluster import Cluster
 from conductor.gateway.gateway import Gateway
 from conductor.gateway.request import GenerationRequest
 from conductor.gateway.runner import RequestRun
-from conductor.index.memory import MemoryIndex
 from conductor.requests import admission as a
 from conductor.requests import events as e
 from conductor.requests.admission import AdmissionLimits
 from conductor.requests.lifecycle import Patience
 from conductor.requests.request import Plan
 from conductor.requests.request_log import RequestLog
-from conductor.scheduling.scheduler import SchedulerConfig
 from kvpool.errors import KvpoolError
 from kvpool.wire import messages as m
 from planner.simulator.policy_cache import cache_factory
@@ -191,7 +190,7 @@ def test_gateway_and_simulator_do_the_same_about_the_same_events(
     simulation.run()
 
     async def replay(loop: VirtualLoop) -> None:
-        cluster = Cluster("c", 1, MemoryIndex(), PATIENT, SchedulerConfig(), clock=loop.time)
+        cluster = local_cluster(PATIENT, loop.time)
         gateway = ReplayingGateway(cluster, setup, simulated, served)
         start = RequestRun.__init__
 

@@ -52,10 +52,7 @@ async def test_resident_blocks_are_looked_at_once_and_garbage_goes() -> None:
 async def test_what_comes_and_goes_in_a_node_forms_no_cycle() -> None:
     room = Room(1_000)
     service = NodeService(room.store, [], Migrator(room.store, [], None))
-    server = WireServer("node", "n", 1)
-    server.on_hello = service.client_connected
-    for message, handler in service.handlers().items():
-        server.handle(message, handler)
+    server = WireServer("node", "n", 1, service.handlers(), on_hello=service.client_connected)
     address = f"127.0.0.1:{await server.listen('127.0.0.1', 0)}"
     gc.collect()
     gc.set_debug(gc.DEBUG_SAVEALL)

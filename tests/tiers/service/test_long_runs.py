@@ -183,10 +183,7 @@ async def test_a_node_answers_others_while_it_reserves_commits_and_drops_16_000_
     small = chain(16)
     room.put(small)
     service = NodeService(room.store, [], Migrator(room.store, [], None))
-    server = WireServer("node", "n", 1)
-    server.on_hello = service.client_connected
-    for message, handler in service.handlers().items():
-        server.handle(message, handler)
+    server = WireServer("node", "n", 1, service.handlers(), on_hello=service.client_connected)
     address = f"127.0.0.1:{await server.listen('127.0.0.1', 0)}"
     big, other = WireClient(address, "big"), WireClient(address, "other")
     hashes = chain(16_000)
