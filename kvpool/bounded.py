@@ -1,4 +1,4 @@
-"""A dictionary of bounded size."""
+"""Dictionaries of bounded size."""
 
 from __future__ import annotations
 
@@ -30,3 +30,18 @@ class BoundedDict(dict[K, V]):
         super().__setitem__(key, value)
         if len(self) > self.capacity:
             del self[next(iter(self))]
+
+
+class ExpiringDict(BoundedDict[K, tuple[V, float]]):
+    """A `BoundedDict` of values, each with the time when it ends, in monotonic seconds.
+
+    Entries end in the order in which they are written: all last equally long.
+    """
+
+    def expire(self, now: float) -> None:
+        """Drop the entries that have ended by `now`."""
+        while self:
+            key = next(iter(self))
+            if self[key][1] > now:
+                return
+            del self[key]

@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,34 +24,27 @@ from kvpool.serving.metrics import new_registry
 from kvpool.serving.process import Ready, wait_for_stop
 from kvpool.transports import Transports, ucx
 from kvpool.transports.nixl_agent import NixlUnavailable
-from kvpool.wire import Session, WireServer
+from kvpool.wire import WireServer
 from kvpool.wire import messages as m
 from kvpool.wire.principal import Principal
-from kvpool.wire.server import Handler
 from tiers.api.grpc_api import grpc_server
 from tiers.api.http_api import http_app
 from tiers.api.metrics import NodeCollector
-from tiers.disk import access_checkpoint
-from tiers.disk.devices import Devices, open_devices
 from tiers.memory.arena import Arena
-from tiers.memory.arena_set import ArenaSet, arena_unit, make_arena, make_arenas
+from tiers.memory.arena_set import arena_unit, make_arena
 from tiers.memory.fd_server import FdServer
-from tiers.memory.hbm_arena import HBM_ARENA_ID, DeviceArena
 from tiers.memory.nixl_target import NixlTarget
 from tiers.service.drain import Drainer
 from tiers.service.gc_tuning import keep_collections_short
 from tiers.service.identity import identify
 from tiers.service.index_reporter import IndexReporter
-from tiers.service.migrator import Migrator
 from tiers.service.prefetch import PrefetchQueue
 from tiers.service.replication import Replicator
 from tiers.service.resize import Resizer
 from tiers.service.service import NodeService
 from tiers.service.stats import NodeStats
+from tiers.service.storage import NodeStorage, access_checkpointer, open_storage
 from tiers.service.tenant_nodes import TenantNodes
-from tiers.store.arena_allocator import ArenaAllocator
-from tiers.store.slab_allocator import SlabAllocator
-from tiers.store.store import Store, StoreConfig
 
 log = structlog.get_logger(__name__)
 
@@ -96,44 +88,65 @@ class _Node:
                 "node.tenant names no isolated tenant", hint="see the tokens in node.tokens_path"
             )
         self.tasks: list[asyncio.Task[None]] = []
-        self._reporter: IndexReporter | None = None
+        self.drainer: Drainer
+        self._storage: NodeStorage
+        self._shm_path = ""  # of the socket that hands out the arenas
         self._handout: FdServer | None = None
         self._target: NixlTarget | None = None
-        self._hbm: DeviceArena | None = None
         self._replicator: Replicator
-        self.drainer: Drainer
+        self._prefetches: PrefetchQueue
+        self._resizer: Resizer
+        self._reporter: IndexReporter | None = None
         self._identity = identify(config)
 
     async def start(self) -> _Node:
-        config, stack, identity = self._config, self._stack, self._identity
-        authorizer = self._security.authorizer
+        config = self._config
         runtime = self._runtime_directory()
-        arenas = make_arenas(config)
-        stack.callback(arenas.close)
-        hbm = self._hbm = self._open_hbm()
-        devices = self._open_nvme()
-        store = self._make_store(arenas, devices)
-        authorizer.find_namespace = store.namespaces.find
-        migrator = Migrator(store, arenas, devices, hbm=hbm)
-        stack.callback(migrator.close)
-        if devices is not None:
-            await self._recover(store, devices, migrator)
-            self._start_access_checkpoints(store, devices, migrator)
-        shm_path = ""
-        if "shm" in config.transports:
-            shm_path = str(runtime / f"arena-{identity.epoch}.sock")
+        await self._open_storage()
+        self._open_memory(runtime)
+        service, stats = self._build_services()
+        authorizer, tls = self._security.authorizer, self._security.tls
+        port = await self._serve_wire(service, stats)
+        http_port = await self._serve_http(service, stats, self._resizer)
+        grpc = grpc_server(service, stats, config.advanced.max_frame_bytes, authorizer, tls)
+        self._grpc_port = await grpc.start(config.host, config.grpc_port)
+        self._stack.push_async_callback(grpc.close)
+        self._descriptor = self._describe(port, http_port)
+        self._begin(stats)
+        return self
+
+    async def _open_storage(self) -> None:
+        authorizer = self._security.authorizer
+        self._storage = await open_storage(
+            self._config, self._identity.epoch, authorizer.may_hold, self._stack
+        )
+        authorizer.find_namespace = self._storage.store.namespaces.find
+        keeper = access_checkpointer(self._config, self._storage)
+        if keeper is not None:
+            self._stack.push_async_callback(keeper.close)
+            self._run(keeper.run(), "access-checkpoints")
+
+    def _open_memory(self, runtime: Path) -> None:
+        """Let clients reach the arenas: by shared memory, and by NIXL."""
+        identity, arenas = self._identity, self._storage.arenas
+        if "shm" in self._config.transports:
+            self._shm_path = str(runtime / f"arena-{identity.epoch}.sock")
             self._handout = FdServer(
-                shm_path,
+                self._shm_path,
                 identity.node_id,
                 identity.epoch,
                 tuple(arenas.values()),
-                authorizer.authenticate,
+                self._security.authorizer.authenticate,
             )
-            stack.callback(self._handout.close)
-        target = self._target = self._start_nixl(store, arenas)
-        replicator = self._replicator = self._make_replicator(store, arenas, migrator)
-        prefetches = PrefetchQueue(store, migrator, config.advanced.max_prefetch_blocks)
-        resizer = self._make_resizer(store, arenas, migrator)
+            self._stack.callback(self._handout.close)
+        self._target = self._start_nixl()
+
+    def _build_services(self) -> tuple[NodeService, NodeStats]:
+        config, target, storage = self._config, self._target, self._storage
+        store, arenas, migrator, hbm = storage.store, storage.arenas, storage.migrator, storage.hbm
+        replicator = self._replicator = self._make_replicator()
+        self._prefetches = PrefetchQueue(store, migrator, config.advanced.max_prefetch_blocks)
+        self._resizer = self._make_resizer()
         drainer = self.drainer = Drainer(
             store, lambda: self._descriptor, config.conductor, self._security.credentials
         )
@@ -148,122 +161,74 @@ class _Node:
             on_grant=target.wake if target is not None else lambda: None,
         )
         stats = NodeStats(
-            identity,
+            self._identity,
             store,
             arenas,
             migrator,
             hbm=hbm,
-            counters=(service.counters, replicator.counters, prefetches.counters),
+            counters=(service.counters, replicator.counters, self._prefetches.counters),
             peers=replicator.peers,
             ucx=target.ucx if target is not None else (),
         )
-        port = await self._serve_wire(
-            {
-                **service.handlers(),
-                m.Describe: lambda _r, _s: self._descriptor,
-                m.NodeStats: lambda _r, s: stats.read(s.principal),
-                m.Replicate: lambda r, s: self._replicate(r, s.principal),
-                m.Prefetch: lambda r, _s: prefetches.prefetch(r),
-                m.ResizeDram: lambda r, _s: resizer.resize(r),
-                m.Drain: lambda r, _s: drainer.drain(r),
-            },
-            service.client_connected,
-        )
-        http_port = await self._serve_http(service, stats, resizer)
-        grpc = grpc_server(
-            service, stats, config.advanced.max_frame_bytes, authorizer, self._security.tls
-        )
-        self._grpc_port = await grpc.start(config.host, config.grpc_port)
-        stack.push_async_callback(grpc.close)
-        self._descriptor = m.NodeDescriptor(
+        return service, stats
+
+    def _describe(self, port: int, http_port: int) -> m.NodeDescriptor:
+        config, identity, target = self._config, self._identity, self._target
+        is_offered = {"shm": bool(self._shm_path), "nixl": target is not None}
+        return m.NodeDescriptor(
             identity.node_id,
             identity.epoch,
             identity.host,
             f"{config.announced_host}:{port}",
             f"{config.announced_host}:{http_port}",
-            self._described(arenas.values()),
-            shm_path,
+            self._described(self._storage.arenas.values()),
+            self._shm_path,
             target.agent_name if target else "",
             target.metadata if target else b"",
-            [
-                name
-                for name in config.transports
-                if (name == "shm" and shm_path) or (name == "nixl" and target)
-            ],
+            [name for name in config.transports if is_offered[name]],
             config.tenant,
             list(target.ucx) if target else [],
         )
-        self._run(migrator.run(), "migrator")
-        self._run(prefetches.run(), "prefetch")
-        self._run(resizer.run(), "resizer")
+
+    def _begin(self, stats: NodeStats) -> None:
+        """Start the work that goes on in the background."""
+        config = self._config
+        self._run(self._storage.migrator.run(), "migrator")
+        self._run(self._prefetches.run(), "prefetch")
+        self._run(self._resizer.run(), "resizer")
         self._run(keep_collections_short(), "collections")
         self.tasks += self._security.tasks()
         if config.conductor is not None:
             self._reporter = IndexReporter(
-                identity,
-                store,
+                self._identity,
+                self._storage.store,
                 stats.read,
                 config.conductor,
                 self._descriptor,
-                is_draining=lambda: drainer.is_draining,
+                is_draining=lambda: self.drainer.is_draining,
                 credentials=self._security.credentials,
             )
             self._run(self._reporter.run(), "reporter")
-        return self
 
     def _run(self, work: Coroutine[Any, Any, None], name: str) -> None:
         self.tasks.append(asyncio.create_task(work, name=name))
 
-    def _make_store(self, arenas: ArenaSet, devices: Devices | None) -> Store:
-        config, hbm = self._config, self._hbm
-        advanced = config.advanced
-        return Store(
-            ArenaAllocator(
-                [
-                    SlabAllocator(a.size_bytes, advanced.slab_bytes, a.arena_id)
-                    for a in arenas.values()
-                ],
-                "spread" if len(advanced.numa_nodes) > 1 else "fill",
-            ),
-            devices.slots(advanced.slab_bytes) if devices else None,
-            StoreConfig(
-                grace_s=advanced.grace_s,
-                max_lease_s=advanced.lease_s,
-                max_reservation_s=advanced.reservation_s,
-                quarantine_s=advanced.quarantine_s,
-                dram_high_watermark=advanced.high_watermark,
-                dram_low_watermark=advanced.low_watermark,
-                hbm_high_watermark=advanced.hbm_high_watermark,
-                hbm_low_watermark=advanced.hbm_low_watermark,
-                write_through=advanced.write_through,
-                eviction=config.eviction,
-                nvme_eviction=advanced.nvme_eviction,
-                nvme_dtype=advanced.nvme_dtype,
-                retention_share=advanced.retention_share,
-                quotas=config.quotas,
-                max_pending_events=1_000_000 if config.conductor else 1,  # else nobody reads them
-                first_id=self._identity.epoch,  # ids from before a restart stay unknown
-            ),
-            hbm=SlabAllocator(hbm.size_bytes, advanced.slab_bytes, hbm.arena_id) if hbm else None,
-        )
-
-    async def _recover(self, store: Store, devices: Devices, migrator: Migrator) -> None:
-        count = devices.recover_into(store, time.monotonic())
-        migrator.counters["namespaces_not_recovered"] += len(devices.unrecovered)
-        await access_checkpoint.restore(devices, store, time.monotonic(), time.time())
-        log.info("recovered blocks from NVMe", parts=count, devices=devices.states())
-        self._drop_isolated(store)
-
-    async def _serve_wire(
-        self, handlers: Mapping[type[m.Message], Handler], on_hello: Callable[[Session], None]
-    ) -> int:
+    async def _serve_wire(self, service: NodeService, stats: NodeStats) -> int:
         config, identity = self._config, self._identity
         wire = WireServer(
             "node",
             identity.node_id,
             identity.epoch,
-            handlers,
-            on_hello=on_hello,
+            {
+                **service.handlers(),
+                m.Describe: lambda _r, _s: self._descriptor,
+                m.NodeStats: lambda _r, s: stats.read(s.principal),
+                m.Replicate: lambda r, s: self._replicate(r, s.principal),
+                m.Prefetch: lambda r, _s: self._prefetches.prefetch(r),
+                m.ResizeDram: lambda r, _s: self._resizer.resize(r),
+                m.Drain: lambda r, _s: self.drainer.drain(r),
+            },
+            on_hello=service.client_connected,
             max_frame_bytes=config.advanced.max_frame_bytes,
             authorizer=self._security.authorizer,
             tls=self._security.context,
@@ -300,21 +265,7 @@ class _Node:
         self.tasks += await tenant_nodes.start()
         self._stack.push_async_callback(tenant_nodes.stop)
 
-    def _start_access_checkpoints(self, store: Store, devices: Devices, migrator: Migrator) -> None:
-        def count_failure() -> None:
-            migrator.counters["checkpoints_not_written"] += 1
-
-        keeper = access_checkpoint.AccessCheckpointer(
-            store,
-            devices,
-            self._config.advanced.access_checkpoint_s,
-            is_synced=self._config.advanced.fsync != "never",
-            on_failure=count_failure,
-        )
-        self._stack.push_async_callback(keeper.close)
-        self.tasks.append(asyncio.create_task(keeper.run(), name="access-checkpoints"))
-
-    def _make_replicator(self, store: Store, arenas: ArenaSet, migrator: Migrator) -> Replicator:
+    def _make_replicator(self) -> Replicator:
         config, identity = self._config, self._identity
         transports = Transports(
             f"copies-{identity.node_id}-{identity.epoch}",
@@ -326,24 +277,24 @@ class _Node:
         replicator = Replicator(
             identity.node_id,
             identity.host,
-            store,
-            arenas,
+            self._storage.store,
+            self._storage.arenas,
             transports,
-            migrator.wake,
+            self._storage.migrator.wake,
             credentials=self._security.credentials,
         )
         self._stack.push_async_callback(replicator.close)
         return replicator
 
-    def _make_resizer(self, store: Store, arenas: ArenaSet, migrator: Migrator) -> Resizer:
-        config = self._config
+    def _make_resizer(self) -> Resizer:
+        config, storage = self._config, self._storage
         resizer = Resizer(
-            store,
-            arenas,
+            storage.store,
+            storage.arenas,
             lambda arena_id, size_bytes: make_arena(config, arena_id, size_bytes),
             self._announce,
-            migrator.begin,
-            lambda: not migrator.is_disk_failed,
+            storage.migrator.begin,
+            lambda: not storage.migrator.is_disk_failed,
             slab_bytes=config.advanced.slab_bytes,
             unit_bytes=arena_unit(config),
         )
@@ -419,56 +370,24 @@ class _Node:
 
     def _described(self, arenas: Iterable[Arena]) -> list[m.Arena]:
         described = [m.Arena(arena.arena_id, arena.size_bytes, arena.base) for arena in arenas]
-        if (hbm := self._hbm) is not None:
+        if (hbm := self._storage.hbm) is not None:
             described.append(
                 m.Arena(hbm.arena_id, hbm.size_bytes, hbm.base, hbm.kind, hbm.device_id, Tier.HBM)
             )
         return described
 
-    def _open_hbm(self) -> DeviceArena | None:
-        config = self._config
-        if not config.hbm_bytes:
-            return None
-        size = config.hbm_bytes - config.hbm_bytes % config.advanced.slab_bytes
-        hbm = DeviceArena(HBM_ARENA_ID, size, config.advanced.hbm_device)
-        self._stack.callback(hbm.close)
-        return hbm
-
-    def _open_nvme(self) -> Devices | None:
-        config = self._config
-        if not config.nvme_directories:
-            return None
-        devices = open_devices(
-            config.nvme_directories,
-            config.nvme_bytes,
-            fsync=config.advanced.fsync,
-            fsync_interval_s=config.advanced.fsync_interval_s,
-        )
-        self._stack.callback(devices.close)
-        return devices
-
-    def _drop_isolated(self, store: Store) -> None:
-        """Drop blocks of isolated tenants: other tenants can reach this memory."""
-        foreign = {
-            namespace.namespace_id
-            for namespace in store.namespaces
-            if not self._security.authorizer.may_hold(namespace.tenant)
-        }
-        for namespace_id, _, block_hash in list(store.inspection.snapshot() if foreign else ()):
-            if namespace_id in foreign:
-                store.drop(namespace_id, block_hash, "isolated", time.monotonic())
-
-    def _start_nixl(self, store: Store, arenas: ArenaSet) -> NixlTarget | None:
+    def _start_nixl(self) -> NixlTarget | None:
         if "nixl" not in self._config.transports:
             return None
         name = f"node-{self._identity.node_id}-{self._identity.epoch}"
+        store, hbm = self._storage.store, self._storage.hbm
         try:
             target = NixlTarget(
                 name,
-                tuple(arenas.values()),
+                tuple(self._storage.arenas.values()),
                 lambda: bool(store.leases or store.reservations),
                 loopback_only=is_loopback(self._config.host),
-                lasting=(self._hbm,) if self._hbm else (),
+                lasting=(hbm,) if hbm else (),
             )
         except NixlUnavailable as error:
             if self._config.transports == ("nixl",) or self._config.require_rdma:

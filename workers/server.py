@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from kvpool.blocks.layout import Namespace
 from kvpool.client.async_pool import AsyncPool
 from kvpool.config.loader import ClientConfig, FakeEngineConfig, WorkerConfig
 from kvpool.errors import ConfigError, KvpoolError
@@ -48,42 +49,15 @@ async def run_worker(
     """
     security = secure(config, "worker")
     engine = await asyncio.to_thread(load_engine, config, fake)
-    namespace = engine.namespace(
-        config.tenant, config.salt.get_secret_value(), config.advanced.hash_algorithm
-    )
+    salt = config.salt.get_secret_value()
+    namespace = engine.namespace(config.tenant, salt, config.advanced.hash_algorithm)
     worker_id = config.worker_id or str(uuid.uuid4())
     epoch = time.time_ns() // 1000
     async with contextlib.AsyncExitStack() as stack:
-        pool = AsyncPool(
-            conductor=config.conductor,
-            host_label=config.host_label,
-            transport=client.transport,
-            verify_checksums=client.verify_checksums,
-            require_rdma=client.require_rdma,
-            client_id=worker_id,
-            credentials=security.credentials,
-        )
-        stack.push_async_callback(pool.close)
-        if client.require_rdma:
-            await asyncio.to_thread(pool.transports.check_rdma, "client")
+        pool = await _open_pool(config, client, worker_id, security, stack)
         registry = new_registry()
-        phases = Histogram(
-            "kvpool_phase_seconds",
-            "Seconds of a request by phase",
-            ["phase", "role"],
-            buckets=LATENCY_BUCKETS,
-            registry=registry,
-        )
-        service = WorkerService(
-            engine,
-            namespace,
-            pool,
-            LocalPrefixCache(config.advanced.local_cache_tokens, config.block_tokens),
-            max_concurrent=config.max_concurrent,
-            on_phase=lambda name, seconds: phases.labels(name, config.role).observe(seconds),
-        )
+        service = _make_service(config, engine, namespace, pool, registry)
         stack.callback(service.close)
-        registry.register(_WorkerCollector(service))
         wire = WireServer(
             "worker",
             worker_id,
@@ -96,20 +70,7 @@ async def run_worker(
         stack.push_async_callback(wire.close)
         joined = _Joined()
         http = await _start_http(config, registry, stack, joined, security)
-        descriptor = m.WorkerDescriptor(
-            worker_id,
-            epoch,
-            config.role,
-            config.host_label,
-            f"{config.announced_host}:{port}",
-            namespace,
-            engine.model_name,
-            min(config.max_model_tokens, engine.max_model_tokens),
-            f"{config.announced_host}:{http.port}",
-            config.advanced.kv_events,
-            config.advanced.kv_replay,
-            config.advanced.may_change_role,
-        )
+        descriptor = _describe(config, engine, namespace, worker_id, epoch, (port, http.port))
         membership = Membership(config.conductor, descriptor, service, security.credentials)
         wire.handle(m.SetRole, lambda request, _session: membership.set_role(request))
         joined.membership = membership
@@ -133,6 +94,79 @@ async def run_worker(
         log.info("worker ready", **facts)
         await wait_for_stop(stop, tasks)
         log.info("worker stopping")
+
+
+def _describe(
+    config: WorkerConfig,
+    engine: Engine,
+    namespace: Namespace,
+    worker_id: str,
+    epoch: int,
+    ports: tuple[int, int],
+) -> m.WorkerDescriptor:
+    wire, http = (f"{config.announced_host}:{port}" for port in ports)
+    return m.WorkerDescriptor(
+        worker_id,
+        epoch,
+        config.role,
+        config.host_label,
+        wire,
+        namespace,
+        engine.model_name,
+        min(config.max_model_tokens, engine.max_model_tokens),
+        http,
+        config.advanced.kv_events,
+        config.advanced.kv_replay,
+        config.advanced.may_change_role,
+    )
+
+
+async def _open_pool(
+    config: WorkerConfig,
+    client: ClientConfig,
+    worker_id: str,
+    security: Security,
+    stack: contextlib.AsyncExitStack,
+) -> AsyncPool:
+    pool = AsyncPool(
+        conductor=config.conductor,
+        host_label=config.host_label,
+        transport=client.transport,
+        verify_checksums=client.verify_checksums,
+        require_rdma=client.require_rdma,
+        client_id=worker_id,
+        credentials=security.credentials,
+    )
+    stack.push_async_callback(pool.close)
+    if client.require_rdma:
+        await asyncio.to_thread(pool.transports.check_rdma, "client")
+    return pool
+
+
+def _make_service(
+    config: WorkerConfig,
+    engine: Engine,
+    namespace: Namespace,
+    pool: AsyncPool,
+    registry: CollectorRegistry,
+) -> WorkerService:
+    phases = Histogram(
+        "kvpool_phase_seconds",
+        "Seconds of a request by phase",
+        ["phase", "role"],
+        buckets=LATENCY_BUCKETS,
+        registry=registry,
+    )
+    service = WorkerService(
+        engine,
+        namespace,
+        pool,
+        LocalPrefixCache(config.advanced.local_cache_tokens, config.block_tokens),
+        max_concurrent=config.max_concurrent,
+        on_phase=lambda name, seconds: phases.labels(name, config.role).observe(seconds),
+    )
+    registry.register(_WorkerCollector(service))
+    return service
 
 
 def load_engine(config: WorkerConfig, fake: FakeEngineConfig) -> Engine:

@@ -10,6 +10,7 @@ from typing import Any
 
 import structlog
 
+from conductor.cluster.connections import Connections
 from conductor.cluster.lookups import Lookups
 from conductor.cluster.members import Members
 from conductor.cluster.namespaces import NamespaceRegistry
@@ -25,6 +26,7 @@ from conductor.scheduling.cost_model import CostModel
 from conductor.scheduling.scheduler import SchedulerConfig
 from kvpool.wire import Session
 from kvpool.wire import messages as m
+from kvpool.wire.credentials import Credentials
 from kvpool.wire.server import Handler
 
 log = structlog.get_logger(__name__)
@@ -114,6 +116,12 @@ class Cluster:
         if self._state.own is not self._state:
             return handlers
         return {message: _at_once(handler) for message, handler in handlers.items()}
+
+    def connections(self, credentials: Credentials) -> Connections:
+        """Connections to the members, which end waits for lost ones."""
+        return Connections(
+            self.conductor_id, self.epoch, self.members, self.peer_guard, self.clock, credentials
+        )
 
     async def sweep(self) -> None:
         """Suspect silent members, remove dead ones, end waits for lost ones, free memory in slices.

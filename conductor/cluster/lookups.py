@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from conductor.cluster import disk_wait
 from conductor.cluster.members import Nodes
 from conductor.cluster.namespaces import NamespaceRegistry
 from conductor.cluster.pool_state import PoolState
 from conductor.index.contract import Found
-from conductor.scheduling import disk_wait
 from kvpool.blocks.hashing import HASH_BYTES, unpack_hashes
 from kvpool.wire import messages as m
 

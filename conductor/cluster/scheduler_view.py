@@ -7,9 +7,9 @@ from typing import Any
 
 import structlog
 
+from conductor.cluster import disk_wait
 from conductor.cluster.members import Nodes, Workers
 from conductor.members.membership import Member
-from conductor.scheduling import disk_wait
 from conductor.scheduling.cost_model import CostModel
 from conductor.scheduling.in_flight import InFlight
 from conductor.scheduling.scheduler import (

@@ -14,7 +14,6 @@ from typing import Any
 import structlog
 
 from conductor.cluster.cluster import Cluster
-from conductor.cluster.connections import Connections
 from conductor.engine_servers.discovery import is_engine_server
 from conductor.gateway.calls import WorkerCalls
 from conductor.gateway.hot_replication import HotReplication
@@ -90,14 +89,7 @@ class Gateway:
         self.view = cluster.view
         self.rules = rules or RulesFile()
         self.request_log = request_log
-        self.connections = Connections(
-            cluster.conductor_id,
-            cluster.epoch,
-            cluster.members,
-            cluster.peer_guard,
-            cluster.clock,
-            credentials,
-        )
+        self.connections = cluster.connections(credentials)
         self.prefetch = SessionPrefetch(
             cluster.members,
             cluster.view,

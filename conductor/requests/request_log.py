@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import islice
 
 from conductor.requests.miss_reasons import Miss
 from conductor.scheduling.decision import Decision
-from kvpool.errors import InvalidArgument
+from kvpool.bounded import BoundedDict
 
 
 @dataclass(slots=True, frozen=True)
@@ -59,18 +58,12 @@ class RequestLog:
     """
 
     def __init__(self, capacity: int = 1024) -> None:
-        if capacity < 1:
-            raise InvalidArgument(f"a request log of capacity {capacity}")
-        self._capacity = capacity
-        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+        self._records: BoundedDict[str, RequestRecord] = BoundedDict(capacity)
 
     def decided(self, decision: Decision, now: float, tenant: str = "") -> RequestRecord:
         """Remember a decision; a second one for the same request replaces the first."""
-        self._records.pop(decision.request_id, None)
         record = RequestRecord(decision, now, tenant=tenant)
         self._records[decision.request_id] = record
-        while len(self._records) > self._capacity:
-            self._records.popitem(last=False)
         return record
 
     def ended(self, request_id: str, outcome: RequestOutcome) -> RequestRecord | None:

@@ -12,10 +12,9 @@ from typing import Literal
 from conductor.members.membership import State
 from conductor.scheduling.cost_model import CostModel
 from conductor.scheduling.in_flight import InFlight
-from kvpool.blocks.records import Segment
+from kvpool.blocks.records import Segment, WorkerLoad
 from kvpool.blocks.tier import Tier
 from kvpool.errors import InvalidArgument
-from kvpool.wire.messages import WorkerLoad
 
 IDLE = WorkerLoad(0, 0, 0, 0, 0.0, 0.0)
 

@@ -1,4 +1,4 @@
-"""Records about blocks that nodes and conductors keep or report, and that messages carry.
+"""Records that members of a pool keep or report, and that messages carry.
 
 They are array-like msgspec structs: the order of the fields is the format, so only append fields, with defaults.
 """
@@ -84,3 +84,16 @@ class Segment(Record, frozen=True):
     count: int
     tier: Tier  # the slowest that has some of the blocks
     ready: int = 0  # leading blocks that are in a faster tier
+
+
+class WorkerLoad(Record, frozen=True):
+    """A worker's load, as it reports it with each heartbeat."""
+
+    running: int  # requests that it works on
+    queued_prefill_tokens: int
+    decode_sequences: int
+    decode_context_tokens: int
+    prefill_tokens_per_s: float  # measured; 0: unknown
+    tpot_s: float  # measured, smoothed; 0: unknown
+    fetch_bytes_per_s: float = 0.0
+    places: int = 0  # requests that it accepts at once; 0: unknown

@@ -7,7 +7,6 @@ principal from HTTP and gRPC servers to their handlers; on the wire the session 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -16,6 +15,7 @@ import msgspec
 
 from kvpool.blocks.hash_check import check_proof
 from kvpool.blocks.layout import Namespace
+from kvpool.bounded import BoundedDict
 from kvpool.errors import Forbidden, Unauthenticated, UnknownNamespace, brief
 from kvpool.security.scopes import MESSAGES, OF_TENANTS_WORKERS
 from kvpool.security.tokens import Tokens, unknown_token
@@ -53,7 +53,8 @@ class Authorizer:
         # Finds the tenant of a worker by its id.
         self.find_worker: Callable[[str], str | None] = lambda _id: None
         # Clients may leave out the tenant of a namespace: (tenant, their id) to the id here.
-        self._aliases: OrderedDict[tuple[str, bytes], bytes] = OrderedDict()
+        # Clients whose alias was dropped register it again.
+        self._aliases: BoundedDict[tuple[str, bytes], bytes] = BoundedDict(MAX_ALIASES)
 
     def replace(self, tokens: Tokens) -> None:
         """Accept these tokens from now on, and close the connections of those that are gone.
@@ -189,8 +190,6 @@ class Authorizer:
         if namespace.tenant:
             raise unknown_namespace(namespace.namespace_id)
         own = msgspec.structs.replace(namespace, tenant=principal.tenant)
-        if len(self._aliases) >= MAX_ALIASES:
-            self._aliases.popitem(last=False)  # its clients register it again
         self._aliases[principal.tenant, namespace.namespace_id] = own.namespace_id
         return own
 

@@ -52,6 +52,29 @@ def base_app(
     app = FastAPI(title=title, docs_url="/docs", redoc_url=None)
     add_errors(app)
 
+    _add_views(app, registry, not_ready, notice, authorizer)
+    _add_error_handlers(app)
+
+    def refuse_body(status: int, text: str) -> Response:
+        return plain_error(status, "invalid_argument", text, {"Connection": "close"})
+
+    app.add_middleware(
+        BodyLimit, max_bytes=max_body_bytes, timeout_s=body_timeout_s, refuse=refuse_body
+    )
+    # Added last, so that it runs first: the body of a refused request is not read.
+    app.add_middleware(
+        Authentication, authorizer=authorizer or Authorizer(), routes=app.router.routes
+    )
+    return app
+
+
+def _add_views(
+    app: FastAPI,
+    registry: CollectorRegistry,
+    not_ready: Callable[[], str],
+    notice: Callable[[], str],
+    authorizer: Authorizer | None,
+) -> None:
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
@@ -70,6 +93,8 @@ def base_app(
     async def metrics() -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
+
+def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(KvpoolError)
     async def typed(_request: Request, error: KvpoolError) -> Response:
         return error_response(error)
@@ -90,18 +115,6 @@ def base_app(
     async def unforeseen(_request: Request, error: Exception) -> Response:
         text = f"internal error ({type(error).__name__}); see the server's log"
         return plain_error(500, "internal", text)
-
-    def refuse_body(status: int, text: str) -> Response:
-        return plain_error(status, "invalid_argument", text, {"Connection": "close"})
-
-    app.add_middleware(
-        BodyLimit, max_bytes=max_body_bytes, timeout_s=body_timeout_s, refuse=refuse_body
-    )
-    # Added last, so that it runs first: the body of a refused request is not read.
-    app.add_middleware(
-        Authentication, authorizer=authorizer or Authorizer(), routes=app.router.routes
-    )
-    return app
 
 
 class Authentication:

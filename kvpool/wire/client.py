@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, cast
 
+from kvpool.bounded import BoundedDict
 from kvpool.errors import (
     DeadlineExceeded,
     KvpoolError,
@@ -216,7 +217,8 @@ class _Protocol(asyncio.Protocol):
         self._ids = itertools.count(1)
         self._calls: dict[int, tuple[asyncio.Future[Any], Any]] = {}
         self._streams: dict[int, tuple[asyncio.Queue[Any], Any, Any]] = {}
-        self._undo: dict[int, tuple[Any, Undo]] = {}  # abandoned calls, with decoders
+        # Abandoned calls, with decoders; one that the server cancelled gets no reply.
+        self._undo: BoundedDict[int, tuple[Any, Undo]] = BoundedDict(MAX_UNDO)
         self._transport: asyncio.Transport | None = None
         self.is_open = False
 
@@ -265,8 +267,6 @@ class _Protocol(asyncio.Protocol):
     def _give_up(self, request_id: int, decoder: Any, undo: Undo | None) -> None:
         if undo is not None:
             self._undo[request_id] = (decoder, undo)
-        while len(self._undo) > MAX_UNDO:  # a call that the server cancelled gets no reply
-            del self._undo[next(iter(self._undo))]
         self._cancel(request_id)
 
     def _cancel(self, request_id: int) -> None:

@@ -6,6 +6,7 @@ import itertools
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -28,6 +29,9 @@ from planner.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest, load_requests
 
 if TYPE_CHECKING:
     from planner.simulator.scenario import Scenario
+    from planner.simulator.setup import CacheFactory
+    from planner.simulator.workload import Arrival
+    from planner.sizing.hardware import NetworkLink
 
 SWEEPS = ("ratio", "bandwidth", "roles")
 
@@ -115,21 +119,21 @@ def simulate(
     from conductor.roles.controller import RoleLimits
     from conductor.routing.rules import parse_rules
     from conductor.scheduling.strategies import strategies
-    from planner.simulator import sweeps
     from planner.simulator.policy_cache import cache_factory
     from planner.simulator.scenario import ADMISSIONS, Scenario, groups_of
     from planner.simulator.setup import SERVINGS, Serving
     from planner.simulator.workload import arrivals
     from planner.sizing.hardware import links_named, value_bytes
-    from planner.sizing.measured_profile import read_profile
     from planner.sizing.model_presets import model_named
 
     if plot is not None:
         check_plot(plot)
     _one_of("--sweep", [sweep] if sweep else [], SWEEPS)
-    servings = _one_of("--serving", serving.split(","), get_args(Serving) or SERVINGS)
-    names = _one_of("--strategy", strategy.split(","), strategies())
-    admissions = _one_of("--admission", admission.split(","), ADMISSIONS)
+    ways = itertools.product(
+        _one_of("--serving", serving.split(","), get_args(Serving) or SERVINGS),
+        _one_of("--strategy", strategy.split(","), strategies()),
+        _one_of("--admission", admission.split(","), ADMISSIONS),
+    )
     links = links_named(link)
     base = Scenario(
         model_named(model),
@@ -153,47 +157,68 @@ def simulate(
         max_waiting=waiting,
         seed=seed,
     )
-    if profile is not None:
-        from conductor.scheduling.cost_model import LinkProfile
-
-        other = LinkProfile(2e-4, base.link_bytes_per_s)
-        base = replace(base, measured=read_profile(profile, base.same_host, other))
+    base = _as_measured(base, profile) if profile is not None else base
     make_cache = cache_factory(eviction)
     recorded, cut, skipped = _requests(trace, load or [], requests, seed, strict)
     arrived = arrivals(recorded, speed=speed, block_tokens=block_tokens, trace_block_tokens=cut)
     started = time.monotonic()
-    varied = [
-        replace(base, serving=s, strategy=n, admission=a)  # type: ignore[arg-type]
-        for s, n, a in itertools.product(servings, names, admissions)
-    ]
-    if sweep is None:
-        rows = sweeps.compare(varied, arrived, make_cache, _progress)
-    elif sweep == "ratio":
-        rows = sweeps.ratio_sweep(varied[0], arrived, make_cache, _progress)
-    elif sweep == "bandwidth":
-        rows = sweeps.bandwidth_sweep(varied[0], links, arrived, make_cache, _progress)
-    else:
-        rows = sweeps.role_sweep(varied[0], arrived, make_cache, _progress)
-    document = {
+    document = _facts(base) | {
         "trace": str(trace) if trace else "synthetic",
-        "model": base.model.name,
-        "instances": _kinds(base),
         "requests": len(arrived),
         "skipped_lines": skipped,
         "speed": speed,
-        "slo_ttft_s": base.slo_ttft_s,
-        "slo_tpot_s": base.slo_tpot_s,
         "sweep": sweep or "",
-        "seed": seed,
-        "rows": rows,
+        "rows": _rows(sweep, _varied(base, ways), links, arrived, make_cache),
     }
     if plot is not None:
         draw_simulation(document, plot)
     if as_json:
         print_json(document)
-        return
-    _print(document)
-    console().print(f"simulated in {format_seconds(time.monotonic() - started)}", markup=False)
+    else:
+        _print(document, time.monotonic() - started)
+
+
+def _varied(base: Scenario, ways: Iterable[tuple[str, ...]]) -> list[Scenario]:
+    return [
+        replace(base, serving=s, strategy=n, admission=a)  # type: ignore[arg-type]
+        for s, n, a in ways
+    ]
+
+
+def _facts(base: Scenario) -> dict[str, Any]:
+    return {
+        "model": base.model.name,
+        "instances": _kinds(base),
+        "slo_ttft_s": base.slo_ttft_s,
+        "slo_tpot_s": base.slo_tpot_s,
+        "seed": base.seed,
+    }
+
+
+def _as_measured(base: Scenario, profile: Path) -> Scenario:
+    from conductor.scheduling.cost_model import LinkProfile
+    from planner.sizing.measured_profile import read_profile
+
+    other = LinkProfile(2e-4, base.link_bytes_per_s)
+    return replace(base, measured=read_profile(profile, base.same_host, other))
+
+
+def _rows(
+    sweep: str | None,
+    varied: list[Scenario],
+    links: Sequence[NetworkLink],
+    arrived: Sequence[Arrival],
+    make_cache: CacheFactory,
+) -> list[dict[str, Any]]:
+    from planner.simulator import sweeps
+
+    if sweep is None:
+        return sweeps.compare(varied, arrived, make_cache, _progress)
+    if sweep == "ratio":
+        return sweeps.ratio_sweep(varied[0], arrived, make_cache, _progress)
+    if sweep == "bandwidth":
+        return sweeps.bandwidth_sweep(varied[0], links, arrived, make_cache, _progress)
+    return sweeps.role_sweep(varied[0], arrived, make_cache, _progress)
 
 
 def _requests(
@@ -272,7 +297,7 @@ def _progress(text: str) -> None:
         error_console().print(f"simulating: {text}", markup=False)
 
 
-def _print(document: dict[str, Any]) -> None:
+def _print(document: dict[str, Any], took_s: float) -> None:
     out = console()
     kinds = ", ".join(f"{v['count']} x {k}" for k, v in document["instances"].items())
     out.print(f"{document['model']} on {kinds}; {document['requests']:,} requests", markup=False)
@@ -310,6 +335,7 @@ def _print(document: dict[str, Any]) -> None:
     if refused:
         reasons = ", ".join(f"{count:,} for {reason}" for reason, count in refused.most_common())
         out.print(f"rejected: {reasons}", markup=False)
+    out.print(f"simulated in {format_seconds(took_s)}", markup=False)
 
 
 def _seconds(row: dict[str, Any], name: str, figure: str) -> str:

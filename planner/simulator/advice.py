@@ -70,17 +70,19 @@ def advise(
             "curve": [{"bytes": h.blocks * block_bytes, "hit_ratio": h.hit_ratio} for h in hits],
         },
         "min_remote_tokens": shortest,
-        "alternatives": [
-            {
-                "placement": p.named(),
-                "serving": p.scenario.serving,
-                "rate_carried": round(p.speed, 3),
-                "slo_share": p.row["slo_share"],
-                "ttft_s": p.row["ttft_s"]["mean"],
-                "tpot_s": p.row["tpot_s"]["mean"],
-            }
-            for p in found
-        ],
+        "alternatives": [_alternative(p) for p in found],
+    }
+
+
+def _alternative(placement: EvaluatedPlacement) -> dict[str, Any]:
+    row = placement.row
+    return {
+        "placement": placement.named(),
+        "serving": placement.scenario.serving,
+        "rate_carried": round(placement.speed, 3),
+        "slo_share": row["slo_share"],
+        "ttft_s": row["ttft_s"]["mean"],
+        "tpot_s": row["tpot_s"]["mean"],
     }
 
 

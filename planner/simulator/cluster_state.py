@@ -10,8 +10,8 @@ from dataclasses import replace
 from conductor.scheduling.cost_model import MEASURED, CostModel
 from conductor.scheduling.in_flight import InFlight
 from conductor.scheduling.scheduler import IDLE, NodeStatus, SchedulingInputs, WorkerStatus
+from kvpool.blocks.records import WorkerLoad
 from kvpool.blocks.tier import Tier
-from kvpool.wire.messages import WorkerLoad
 from planner.simulator.instance import Instance
 from planner.simulator.network import Network
 from planner.simulator.setup import InstanceSpec, Setup

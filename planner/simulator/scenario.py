@@ -106,6 +106,50 @@ def setup_of(scenario: Scenario) -> Setup:
         ConfigError: the cluster cannot serve, the model does not fit, or a name is unknown.
     """
     other_host = LinkProfile(2e-4, scenario.link_bytes_per_s)
+    instances = _instances(scenario, other_host)
+    block_bytes = scenario.block_tokens * scenario.model.bytes_per_token(scenario.kv_value_bytes)
+    if scenario.serving == "pooled" and max(scenario.dram_bytes, scenario.nvme_bytes) < block_bytes:
+        raise ConfigError(
+            f"each host gives the pool {scenario.dram_bytes:,} B of DRAM and {scenario.nvme_bytes:,} B of"
+            f" NVMe, but one block takes {block_bytes:,} B",
+            hint="give more DRAM, or simulate serving without a pool: disaggregated or coupled",
+        )
+    nodes = tuple(
+        NodeSpec(
+            f"node-{host}",
+            host,
+            max(1, scenario.dram_bytes // block_bytes),
+            scenario.nvme_bytes // block_bytes,
+        )
+        for host in sorted({instance.host for instance in instances})
+    )
+    admission, tpot_check = _admission(scenario)
+    return Setup(
+        serving=scenario.serving,
+        instances=tuple(instances),
+        nodes=nodes,
+        block_tokens=scenario.block_tokens,
+        block_bytes=block_bytes,
+        layers=scenario.model.layers,
+        same_host=scenario.same_host,
+        other_host=other_host,
+        scheduling=SchedulerConfig(
+            strategy=scenario.strategy, admission=admission, seed=scenario.seed, max_candidates=1
+        ),
+        routing=scenario.routing,
+        slo_ttft_s=scenario.slo_ttft_s,
+        slo_tpot_s=scenario.slo_tpot_s,
+        is_overlapped=scenario.is_overlapped,
+        chunk_tokens=scenario.chunk_tokens,
+        max_sequences=scenario.max_sequences,
+        engine_share=scenario.engine_share,
+        tpot_check=tpot_check,
+        roles=scenario.roles,
+        max_waiting=scenario.max_waiting,
+    )
+
+
+def _instances(scenario: Scenario, other_host: LinkProfile) -> list[InstanceSpec]:
     instances: list[InstanceSpec] = []
     roles: tuple[tuple[Literal["prefill", "decode"], Sequence[Group]], ...] = (
         ("prefill", scenario.prefill),
@@ -131,54 +175,17 @@ def setup_of(scenario: Scenario) -> Setup:
                     )
                 )
                 number += 1
-    block_bytes = scenario.block_tokens * scenario.model.bytes_per_token(scenario.kv_value_bytes)
-    if scenario.serving == "pooled" and max(scenario.dram_bytes, scenario.nvme_bytes) < block_bytes:
-        raise ConfigError(
-            f"each host gives the pool {scenario.dram_bytes:,} B of DRAM and {scenario.nvme_bytes:,} B of"
-            f" NVMe, but one block takes {block_bytes:,} B",
-            hint="give more DRAM, or simulate serving without a pool: disaggregated or coupled",
-        )
-    hosts = sorted({instance.host for instance in instances})
-    nodes = tuple(
-        NodeSpec(
-            f"node-{host}",
-            host,
-            max(1, scenario.dram_bytes // block_bytes),
-            scenario.nvme_bytes // block_bytes,
-        )
-        for host in hosts
-    )
-    tpot_check: TpotCheck = "scheduler"
+    return instances
+
+
+def _admission(
+    scenario: Scenario,
+) -> tuple[Literal["none", "arrival", "predicted"], TpotCheck]:
+    """How the scheduler admits requests, and who checks their TPOT."""
     if scenario.admission == "late":
-        tpot_check = "decode"
-    elif scenario.admission != "none" and scenario.slo_tpot_s:
-        tpot_check = "both"
-    admission: Literal["none", "arrival", "predicted"] = (
-        "arrival" if scenario.admission == "late" else scenario.admission
-    )
-    return Setup(
-        serving=scenario.serving,
-        instances=tuple(instances),
-        nodes=nodes,
-        block_tokens=scenario.block_tokens,
-        block_bytes=block_bytes,
-        layers=scenario.model.layers,
-        same_host=scenario.same_host,
-        other_host=other_host,
-        scheduling=SchedulerConfig(
-            strategy=scenario.strategy, admission=admission, seed=scenario.seed, max_candidates=1
-        ),
-        routing=scenario.routing,
-        slo_ttft_s=scenario.slo_ttft_s,
-        slo_tpot_s=scenario.slo_tpot_s,
-        is_overlapped=scenario.is_overlapped,
-        chunk_tokens=scenario.chunk_tokens,
-        max_sequences=scenario.max_sequences,
-        engine_share=scenario.engine_share,
-        tpot_check=tpot_check,
-        roles=scenario.roles,
-        max_waiting=scenario.max_waiting,
-    )
+        return "arrival", "decode"
+    is_checked = scenario.admission != "none" and bool(scenario.slo_tpot_s)
+    return scenario.admission, "both" if is_checked else "scheduler"
 
 
 def _engine(

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("kvpool", "tiers", "conductor", "workers", "planner", "benchmarks")
 MAX_LINES = 500
 MAX_METHODS = 25
+MAX_FUNCTION_LINES = 60  # without the docstring; of a command, also without its options
 
 # Files over MAX_LINES: the most lines that each may have until it is split.
 LONG_FILES: dict[str, int] = {}
@@ -120,6 +121,24 @@ def test_no_class_has_more_methods_than_a_reader_can_take_in() -> None:
     assert {name for name in DICTATED_BY_ENGINES if sizes.get(name, 0) <= MAX_METHODS} == set()
     others = {name: size for name, size in sizes.items() if name not in DICTATED_BY_ENGINES}
     assert excess(others, MAX_METHODS, LARGE_CLASSES) == {}
+
+
+def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef, *, is_command: bool) -> int:
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    if not body:
+        return 0
+    inside = (function.end_lineno or 0) - body[0].lineno + 1
+    return inside if is_command else inside + function.body[0].lineno - function.lineno
+
+
+def test_no_function_is_longer_than_a_screen() -> None:
+    sizes = {
+        f"{path}::{node.name}": code_lines(node, is_command="/cli/" in path)
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert excess(sizes, MAX_FUNCTION_LINES, {}) == {}
 
 
 def names_given(tree: ast.Module) -> Iterator[str]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.bounded import BoundedDict
+from kvpool.bounded import BoundedDict, ExpiringDict
 from kvpool.errors import InvalidArgument
 from kvpool.smoothing import smoothed
 
@@ -27,6 +27,19 @@ def test_a_bounded_dict_keeps_the_keys_written_last(
 def test_a_bounded_dict_needs_room_for_one_key() -> None:
     with pytest.raises(InvalidArgument):
         BoundedDict(0)
+
+
+def test_entries_of_an_expiring_dict_end_in_the_order_in_which_they_were_written() -> None:
+    held: ExpiringDict[str, int] = ExpiringDict(3)
+    for key, end in (("a", 1.0), ("b", 2.0), ("a", 3.0), ("c", 4.0), ("d", 5.0)):
+        held[key] = (0, end)
+    assert list(held) == ["a", "c", "d"]
+    held.expire(2.9)
+    assert list(held) == ["a", "c", "d"]
+    held.expire(4.0)
+    assert list(held) == ["d"]
+    held.expire(100.0)
+    assert not held
 
 
 def test_the_first_measurement_is_the_average_and_later_ones_move_it_by_their_weight() -> None:

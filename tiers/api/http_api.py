@@ -53,6 +53,18 @@ def http_app(
         notice=notice,
     )
 
+    _add_node_routes(app, service, stats, resizer, authorizer)
+    _add_block_routes(app, service, authorizer)
+    return app
+
+
+def _add_node_routes(
+    app: FastAPI,
+    service: NodeService,
+    stats: NodeStats,
+    resizer: Resizer,
+    authorizer: Authorizer,
+) -> None:
     bodies = add_bodies(app, _DramSize, Namespace)
 
     @app.get("/v1/stats", responses=responses(application_json=OBJECT))
@@ -81,6 +93,8 @@ def http_app(
         reply = service.register_namespace(admitted)
         return {"namespace_id": reply.namespace_id.hex(), "name": namespace.name}
 
+
+def _add_block_routes(app: FastAPI, service: NodeService, authorizer: Authorizer) -> None:
     @app.put(
         "/v1/blocks/{namespace_id}/{block_hash}",
         openapi_extra=body("application/octet-stream", BINARY),
@@ -116,8 +130,6 @@ def http_app(
         reply = await service.inline.get(authorizer.authorize(message, CALLER.get()), HTTP_CLIENT)
         headers = {"X-Kvpool-Checksum": f"{reply.checksum:016x}", "X-Kvpool-Tier": str(reply.tier)}
         return Response(reply.data, media_type="application/octet-stream", headers=headers)
-
-    return app
 
 
 def _json(reply: m.Reply) -> Response:

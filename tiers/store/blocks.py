@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from kvpool.blocks.layout import Namespace
 from kvpool.blocks.tier import Tier
+from kvpool.bounded import BoundedDict
 from kvpool.errors import InvalidArgument
 from tiers.policies.cost import prefill_cost
 from tiers.store.fp8 import Encoding
@@ -275,16 +276,11 @@ class Ghosts:
     """Why blocks are gone. Bounded: the oldest are forgotten first."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._reasons: dict[tuple[bytes, bytes], str] = {}
+        self._reasons: BoundedDict[tuple[bytes, bytes], str] = BoundedDict(limit)
 
     def remember(self, block: Block, reason: str) -> None:
         """Record that `block` left the store."""
-        key = (block.space.namespace_id, block.name)
-        self._reasons.pop(key, None)
-        self._reasons[key] = reason
-        if len(self._reasons) > self._limit:
-            del self._reasons[next(iter(self._reasons))]
+        self._reasons[block.space.namespace_id, block.name] = reason
 
     def reason(self, namespace_id: bytes, name: bytes) -> str:
         """The recorded reason, or "" if there is none."""

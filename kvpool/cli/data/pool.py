@@ -33,6 +33,16 @@ def stats(ctx: typer.Context, conductor: Conductor = None, as_json: AsJson = Fal
     if as_json:
         print_json(named(reply))
         return
+    _print_tiers(reply)
+    _print_transports(reply.nodes)
+    if reply.workers:
+        console().print()
+        _print_workers(reply.workers)
+    console().print()
+    _print_counters(reply)
+
+
+def _print_tiers(reply: m.PoolStatsReply) -> None:
     rows = []
     for node in reply.nodes:
         for tier in node.tiers:
@@ -58,32 +68,34 @@ def stats(ctx: typer.Context, conductor: Conductor = None, as_json: AsJson = Fal
         *("leases", "reservations"),
     )
     print_table(("node", "host", "state", "tier", *numbers), rows, right=numbers)
-    _print_transports(reply.nodes)
-    if reply.workers:
-        console().print()
-        print_table(
-            ("worker", "role", "host", "state", "model", "running", "prefill tok/s", "TPOT"),
-            [
-                (
-                    short_id(worker.descriptor.worker_id, 8),
-                    worker.descriptor.role,
-                    worker.descriptor.host,
-                    worker.state,
-                    worker.descriptor.model,
-                    worker.load.running,
-                    f"{worker.load.prefill_tokens_per_s:.0f}",
-                    f"{1000 * worker.load.tpot_s:.1f} ms",
-                )
-                for worker in reply.workers
-            ],
-            right=("running", "prefill tok/s", "TPOT"),
-        )
+
+
+def _print_workers(workers: list[m.WorkerInfo]) -> None:
+    print_table(
+        ("worker", "role", "host", "state", "model", "running", "prefill tok/s", "TPOT"),
+        [
+            (
+                short_id(worker.descriptor.worker_id, 8),
+                worker.descriptor.role,
+                worker.descriptor.host,
+                worker.state,
+                worker.descriptor.model,
+                worker.load.running,
+                f"{worker.load.prefill_tokens_per_s:.0f}",
+                f"{1000 * worker.load.tpot_s:.1f} ms",
+            )
+            for worker in workers
+        ],
+        right=("running", "prefill tok/s", "TPOT"),
+    )
+
+
+def _print_counters(reply: m.PoolStatsReply) -> None:
     totals: dict[str, float] = {}
     for node in reply.nodes:
         for name, value in node.counters.items():
             totals[f"node:{name}"] = totals.get(f"node:{name}", 0) + value
     totals |= reply.counters
-    console().print()
     hits, misses = totals.get("node:hits", 0), totals.get("node:misses", 0)
     ratio = f"{hits / (hits + misses):.3f}" if hits + misses else "-"
     console().print(f"blocks in the index: {reply.index_blocks}   hit ratio of pins: {ratio}")

@@ -99,9 +99,7 @@ async def pin(
             run = hashes[segment.start : segment.start + segment.count]
             wanted = len(run)
             if not is_guess:
-                wanted = directory.negative_cache.count_leading(
-                    segment.node_id, namespace.namespace_id, run, time.monotonic()
-                )
+                wanted = directory.count_unfailed(segment.node_id, namespace, run)
             if not wanted:
                 pinned.miss_reason = "failed_recently"
                 break

@@ -6,6 +6,7 @@ The directory remembers each failure and tells the conductor, so that no later r
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -177,9 +178,7 @@ class ChainReader:
         kept: list[m.Segment] = []
         for s in segments:
             hashes = self._hashes[s.start : s.start + s.count]
-            leading = self._directory.negative_cache.count_leading(
-                s.node_id, self._namespace.namespace_id, hashes, time.monotonic()
-            )
+            leading = self._directory.count_unfailed(s.node_id, self._namespace, hashes)
             if leading:
                 kept.append(m.Segment(s.node_id, s.start, leading, s.tier))
             if leading < s.count:
@@ -212,32 +211,19 @@ class ChainReader:
     # ------------------------------------------------------------ one segment
 
     async def _read_segment(self, segment: m.Segment) -> _Piece:
-        directory, namespace = self._directory, self._namespace
+        directory, node_id = self._directory, segment.node_id
         hashes = self._hashes[segment.start : segment.start + segment.count]
-        node_id = segment.node_id
         left = self._deadline - time.monotonic()
         # A silent node must leave time to try another one.
         node_s = left / 2 if directory.has_conductor and not self._insists else left
-        max_wait_s = self._max_wait_s
-        if max_wait_s:
-            max_wait_s = max(MIN_WAIT_S, max_wait_s - self._waited_s)
-
-        async def pin(link: NodeLink) -> ReadLease:
-            if self._verify:
-                await link.transports.check_verifiable(self._plan, node_s)
-            return await link.pin(
-                namespace,
-                hashes,
-                ttl_s=max(1.0, left + 1.0),
-                timeout_s=node_s,
-                parts=self._plan.parts,
-                max_wait_s=max_wait_s,
-                # Only mapped memory allows comparing pieces of parts with their checksums.
-                tier=self._tier if self._plan.is_whole else Tier.DRAM,
-            )
-
         try:
-            link, lease = await directory.call_node(node_id, self._deadline, pin)
+            link, lease = await directory.call_node(
+                node_id,
+                self._deadline,
+                functools.partial(
+                    self._pin, hashes=hashes, ttl_s=max(1.0, left + 1.0), timeout_s=node_s
+                ),
+            )
         except UnverifiableRead as error:
             self._refusal = error
             return _Piece(0, (), "", error.code)
@@ -245,18 +231,41 @@ class ChainReader:
             return self._failed(node_id, hashes, error, node_s)
         directory.negative_cache.reset_silence(node_id)
         if lease.miss_reason in m.DECLINED:
-            self._failed_nodes.add(
-                node_id
-            )  # for this call only: another node may have it in memory
+            # For this call only: another node may have it in memory.
+            self._failed_nodes.add(node_id)
         elif lease.found < len(hashes):
-            directory.report_misses(node_id, namespace, [hashes[lease.found]])
+            directory.report_misses(node_id, self._namespace, [hashes[lease.found]])
         if not lease.found:
             reason = lease.miss_reason or "miss"
             return _Piece(0, (), "", reason, lease.wait_s, lease.waited_s)
+        return await self._read_leased(link, lease, segment, hashes)
+
+    async def _pin(
+        self, link: NodeLink, *, hashes: Sequence[bytes], ttl_s: float, timeout_s: float
+    ) -> ReadLease:
+        max_wait_s = self._max_wait_s
+        if max_wait_s:
+            max_wait_s = max(MIN_WAIT_S, max_wait_s - self._waited_s)
+        if self._verify:
+            await link.transports.check_verifiable(self._plan, timeout_s)
+        return await link.pin(
+            self._namespace,
+            hashes,
+            ttl_s=ttl_s,
+            timeout_s=timeout_s,
+            parts=self._plan.parts,
+            max_wait_s=max_wait_s,
+            # Only mapped memory allows comparing pieces of parts with their checksums.
+            tier=self._tier if self._plan.is_whole else Tier.DRAM,
+        )
+
+    async def _read_leased(
+        self, link: NodeLink, lease: ReadLease, segment: m.Segment, hashes: Sequence[bytes]
+    ) -> _Piece:
         left = self._deadline - time.monotonic()
         try:
             await link.read(
-                namespace,
+                self._namespace,
                 lease,
                 hashes,
                 self._addresses[segment.start : segment.start + lease.found],
@@ -267,14 +276,14 @@ class ChainReader:
                 plan=self._plan,
             )
         except BlockChecksumMismatch as error:
-            directory.report_misses(node_id, namespace, [hashes[error.index]])
+            self._directory.report_misses(segment.node_id, self._namespace, [hashes[error.index]])
             return _Piece(0, (), "", error.code)
         except (TransferFailed, DeadlineExceeded, LeaseExpired, StaleEpoch, Unavailable) as error:
             if isinstance(error, DeadlineExceeded):
                 # The bytes may still arrive, in the caller's memory if that is disposable: stop
                 # here.
                 self._deadline = time.monotonic()
-            return self._failed(node_id, hashes, error, left)
+            return self._failed(segment.node_id, hashes, error, left)
         finally:
             link.release(lease)
         name = link.transports.to(lease.places).name

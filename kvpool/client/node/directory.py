@@ -290,6 +290,12 @@ class NodeDirectory:
         elif is_silent or isinstance(error, Unavailable):
             self.report_misses(node_id, namespace, hashes)
 
+    def count_unfailed(self, node_id: str, namespace: Namespace, hashes: Sequence[bytes]) -> int:
+        """How many leading blocks this node has not recently failed to give."""
+        return self.negative_cache.count_leading(
+            node_id, namespace.namespace_id, hashes, time.monotonic()
+        )
+
     def report_misses(self, node_id: str, namespace: Namespace, hashes: Sequence[bytes]) -> None:
         """Remember that a node failed to give blocks, and tell the conductor at once."""
         if self._conductor is None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvpool.bounded import ExpiringDict
+
 FAILURE_TTL_S = 3.0  # about as long as a conductor doubts a reported copy
 MAX_FAILURES = 65_536
 SILENCE_LIMIT_S = 0.5  # a shorter wait says more about the caller's haste than about the node
@@ -23,8 +25,7 @@ class NegativeCache:
 
     def __init__(self, ttl_s: float = FAILURE_TTL_S, limit: int = MAX_FAILURES) -> None:
         self._ttl_s = ttl_s
-        self._limit = limit
-        self._until: dict[tuple[str, bytes, bytes], float] = {}  # in order of expiry
+        self._failed: ExpiringDict[tuple[str, bytes, bytes], None] = ExpiringDict(limit)
         self._silent_s: dict[str, float] = {}  # by node: time waited since its last reply
 
     def remember(
@@ -32,21 +33,17 @@ class NegativeCache:
     ) -> None:
         """Record that pins or reads of these blocks at this node failed."""
         for block_hash in hashes:
-            key = (node_id, namespace_id, block_hash)
-            self._until.pop(key, None)
-            self._until[key] = now + self._ttl_s
-        while len(self._until) > self._limit:
-            del self._until[next(iter(self._until))]
+            self._failed[node_id, namespace_id, block_hash] = (None, now + self._ttl_s)
 
     def count_leading(
         self, node_id: str, namespace_id: bytes, hashes: Sequence[bytes], now: float
     ) -> int:
         """How many leading blocks have no recent failure at this node."""
-        self._expire(now)
-        if not self._until:
+        self._failed.expire(now)
+        if not self._failed:
             return len(hashes)
         for i, block_hash in enumerate(hashes):
-            if (node_id, namespace_id, block_hash) in self._until:
+            if (node_id, namespace_id, block_hash) in self._failed:
                 return i
         return len(hashes)
 
@@ -65,25 +62,18 @@ class NegativeCache:
 
     def nodes_lacking(self, namespace_id: bytes, block_hash: bytes, now: float) -> set[str]:
         """Ids of the nodes that recently failed to give this block."""
-        self._expire(now)
+        self._failed.expire(now)
         return {
             node_id
-            for node_id, space, name in self._until
+            for node_id, space, name in self._failed
             if name == block_hash and space == namespace_id
         }
 
     def forget_node(self, node_id: str) -> None:
         """Forget a node's failures. Call it after the node restarted."""
         self.reset_silence(node_id)
-        for key in [key for key in self._until if key[0] == node_id]:
-            del self._until[key]
+        for key in [key for key in self._failed if key[0] == node_id]:
+            del self._failed[key]
 
     def __len__(self) -> int:
-        return len(self._until)
-
-    def _expire(self, now: float) -> None:
-        while self._until:
-            key = next(iter(self._until))
-            if self._until[key] > now:
-                return
-            del self._until[key]
+        return len(self._failed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvpool.blocks.tier import Tier
+from kvpool.bounded import ExpiringDict
 from kvpool.wire import messages as m
 
 RECENT_S = 3.0  # nodes report their commits several times a second
@@ -25,20 +26,15 @@ class RecentWrites:
 
     def __init__(self, ttl_s: float = RECENT_S, limit: int = MAX_RECENT) -> None:
         self._ttl_s = ttl_s
-        self._limit = limit
-        # (namespace, hash) -> (node, expiry), in order of expiry
-        self._places: dict[tuple[bytes, bytes], tuple[str, float]] = {}
+        # The node of each block, by namespace and hash.
+        self._places: ExpiringDict[tuple[bytes, bytes], str] = ExpiringDict(limit)
 
     def remember(
         self, node_id: str, namespace_id: bytes, hashes: Sequence[bytes], now: float
     ) -> None:
         """Record that all parts of these blocks are committed at this node."""
         for block_hash in hashes:
-            key = (namespace_id, block_hash)
-            self._places.pop(key, None)
-            self._places[key] = (node_id, now + self._ttl_s)
-        while len(self._places) > self._limit:
-            del self._places[next(iter(self._places))]
+            self._places[namespace_id, block_hash] = (node_id, now + self._ttl_s)
 
     def forget(self, node_id: str | None, namespace_id: bytes, hashes: Sequence[bytes]) -> None:
         """Record that this node no longer has these blocks; None: no node has."""
@@ -60,7 +56,7 @@ class RecentWrites:
         now: float,
     ) -> m.LookupReply:
         """Extend the reply to a look-up of `hashes` by the next blocks that this client wrote."""
-        self._expire(now)
+        self._places.expire(now)
         if not self._places or found.found == len(hashes):
             return found
         segments = list(found.segments)
@@ -80,15 +76,8 @@ class RecentWrites:
 
     def contains(self, namespace_id: bytes, hashes: Sequence[bytes], now: float) -> list[bool]:
         """For each of these blocks, whether this client wrote it recently."""
-        self._expire(now)
+        self._places.expire(now)
         return [(namespace_id, block_hash) in self._places for block_hash in hashes]
-
-    def _expire(self, now: float) -> None:
-        while self._places:
-            key = next(iter(self._places))
-            if self._places[key][1] > now:
-                return
-            del self._places[key]
 
     def __len__(self) -> int:
         return len(self._places)

@@ -11,7 +11,6 @@ Does no I/O, except to hash the model's files. Imports nothing from LMCache.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ import msgspec
 
 from kvpool.blocks.hashing import chain_root, object_hash
 from kvpool.blocks.layout import MAX_ORDER_CHARS, Layout, Namespace
+from kvpool.bounded import BoundedDict
 from kvpool.engines.lmcache.settings import LMCacheSettings
 from kvpool.errors import InvalidArgument
 
@@ -93,7 +93,7 @@ class Keyspace:
     def __init__(self, settings: LMCacheSettings) -> None:
         self._settings = settings
         self._weights = settings.weights()
-        self._spaces: OrderedDict[tuple[str, str], Space] = OrderedDict()
+        self._spaces: BoundedDict[tuple[str, str], Space] = BoundedDict(MAX_SPACES)
 
     def space(self, model: str, layout: ObjectLayout) -> Space:
         """The namespace of a model's objects of one layout.
@@ -129,8 +129,6 @@ class Keyspace:
         root = chain_root(namespace, (f"lmcache-{FORMAT}",))
         made = Space(namespace, namespace.namespace_id, root)
         self._spaces[model, layout.text] = made
-        if len(self._spaces) > MAX_SPACES:
-            self._spaces.popitem(last=False)
         return made
 
     def server_item(self, key: Any, layout: ObjectLayout) -> Item:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from kvpool.blocks.layout import Namespace
+from kvpool.bounded import BoundedDict
 from kvpool.client import AsyncPool
 from kvpool.client.data.pinning import PinnedBlocks
 from kvpool.client.node.deadlines import time_left
@@ -65,7 +66,7 @@ class ObjectStore:
         self._pool = pool
         self._breaker = breaker
         self._warn = warn
-        self._parents: OrderedDict[bytes, bytes] = OrderedDict()  # by ident; of one row
+        self._parents: BoundedDict[bytes, bytes] = BoundedDict(MAX_PARENTS)  # by ident; of one row
         self.counters: Counter[str] = Counter()
 
     def may_ask(self) -> bool:
@@ -303,13 +304,10 @@ class ObjectStore:
     def remember_order(self, items: Sequence[Item]) -> None:
         """Remember each item's predecessor: lookups name the chunks of a prompt in order."""
         for run in _runs(items):
-            self._parents.setdefault(items[run[0]].ident, b"")
+            first = items[run[0]].ident
+            self._parents[first] = self._parents.get(first, b"")
             for before, after in pairwise(run):
                 self._parents[items[after].ident] = items[before].name
-            for index in run:
-                self._parents.move_to_end(items[index].ident)
-        while len(self._parents) > MAX_PARENTS:
-            self._parents.popitem(last=False)
 
     def _chains(self, items: Sequence[Item], run: Sequence[int]) -> Iterable[list[int]]:
         """Cut a run between objects that are known not to follow each other."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvpool.blocks.hash_check import HashProof
 from kvpool.blocks.layout import Namespace
-from kvpool.blocks.records import BlockEvent, Segment
+from kvpool.blocks.records import BlockEvent, Segment, WorkerLoad
 from kvpool.wire.messages.node import NodeDescriptor, NodeStatsReply
 from kvpool.wire.messages.types import Message, Reply
 
@@ -69,19 +69,6 @@ class WorkerDescriptor(Reply, frozen=True):
     kv_events: str = ""  # where its engine publishes KV events (ZMQ), e.g. "tcp://10.0.0.5:5557"
     kv_replay: str = ""  # where it replays them
     may_change_role: bool = True  # the conductor may move it between prefill and decode
-
-
-class WorkerLoad(Reply, frozen=True):
-    """A worker's load, as it reports it with each heartbeat."""
-
-    running: int  # requests that it works on
-    queued_prefill_tokens: int
-    decode_sequences: int
-    decode_context_tokens: int
-    prefill_tokens_per_s: float  # measured; 0: unknown
-    tpot_s: float  # measured, smoothed; 0: unknown
-    fetch_bytes_per_s: float = 0.0
-    places: int = 0  # requests that it accepts at once; 0: unknown
 
 
 class WorkerJoin(Message, frozen=True):

@@ -87,15 +87,17 @@ async def test_what_a_late_answer_grants_is_given_back(
 
 
 async def test_an_answer_in_time_is_kept_and_the_late_ones_remembered_are_few(
-    slow: tuple[Slow, WireClient], monkeypatch: pytest.MonkeyPatch
+    slow: tuple[Slow, WireClient],
 ) -> None:
     node, client = slow
-    monkeypatch.setattr(wire_client, "MAX_UNDO", 8)
+    await client.call(m.Ping(), 5)
+    assert client._protocol is not None
+    assert client._protocol._undo.capacity == wire_client.MAX_UNDO
+    client._protocol._undo.capacity = 8
     for _ in range(30):
         with pytest.raises(DeadlineExceeded):
             await client.call(RESERVE, 0.001, undo_reserve)
-    assert client._protocol is not None
-    assert len(client._protocol._undo) <= 9
+    assert len(client._protocol._undo) == 8
     node.may_answer.set()
     reply = await client.call(PIN, 5.0, undo_pin)
     assert reply.lease_id == 7

@@ -6,13 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from conductor.members.membership import Member, Membership
+from conductor.cluster.members import Nodes
+from conductor.members.membership import Member
 from conductor.scheduling.cost_model import CostModel
 from kvpool.blocks.layout import Namespace
 from kvpool.blocks.tier import Tier
 from kvpool.wire import messages as m
-
-Nodes = Membership[m.NodeDescriptor, m.NodeStatsReply]
 
 
 def tiers(report: m.NodeStatsReply | None) -> Sequence[m.TierUsage]:
