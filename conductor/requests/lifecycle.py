@@ -3,7 +3,7 @@
     ADMISSION -> PREFILL -> DECODING -> DONE      disaggregated
     ADMISSION -> DECODING -> DONE                 local
 
-`conductor.requests.remote_prefill` has the steps of PREFILL. A failed prefill costs the request nothing but time: it looks the chain up again (LOOKING_UP) and the
+`conductor.requests.prefill_leg` has the steps of PREFILL. A failed prefill costs the request nothing but time: it looks the chain up again (LOOKING_UP) and the
 decode worker prefills. A failed decode is scheduled again (SCHEDULING), on another worker if there
 is one, and goes on after the tokens that the client has. If all workers are full, the request waits
 for a place (PLACE). LEAVING waits for a reservation whose answer is still due, so that it can be
@@ -22,7 +22,7 @@ from enum import StrEnum
 from conductor.requests import events as e
 from conductor.requests.measurements import Measurements
 from conductor.requests.miss_reasons import DECLINED, READ
-from conductor.requests.remote_prefill import RemotePrefill, Step
+from conductor.requests.prefill_leg import PrefillLeg, Step
 from conductor.requests.reports import DecodeReport
 from conductor.requests.request import Plan, Request
 from conductor.requests.slo_record import SloRecord
@@ -90,7 +90,7 @@ class RequestLifecycle:
         self._slo = SloRecord(request.objectives, request.received_at)
         self._told_wake_at: float | None = None
         self._wake_at: float | None = None  # for the present state
-        self._prefill: RemotePrefill | None = None
+        self._prefill: PrefillLeg | None = None
         # the decode
         self._segments: list[Segment] = []
         self._report: DecodeReport | None = None
@@ -171,7 +171,7 @@ class RequestLifecycle:
         elif self.request.pool != "on":
             self._decode([], now)
         elif plan.decision.mode == "disaggregated":
-            self._prefill = RemotePrefill(self.request, plan, self.measured)
+            self._prefill = PrefillLeg(self.request, plan, self.measured)
             self.state = State.PREFILL
             self._actions += self._prefill.begin(self._patience.prefill_s, now)
             self._after_prefill(now)

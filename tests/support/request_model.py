@@ -14,7 +14,7 @@ from typing import Any
 from conductor.index.contract import Found, Holder
 from conductor.requests import events as e
 from conductor.requests.lifecycle import PLACE_POLL_S, Patience, RequestLifecycle
-from conductor.requests.remote_prefill import STORED_POLL_S, STORED_WITHIN_S
+from conductor.requests.prefill_leg import STORED_POLL_S, STORED_WITHIN_S
 from conductor.requests.reports import DecodeReport, PrefillReport
 from conductor.requests.request import Objectives, Plan, Request
 from conductor.routing.rules import RoutingChoice

@@ -12,12 +12,12 @@ from types import ModuleType
 
 import pytest
 
-from conductor.requests import lifecycle, remote_prefill, slo_record
+from conductor.requests import lifecycle, prefill_leg, slo_record
 from conductor.requests.lifecycle import RequestLifecycle
 from tests.support.request_model import Walk
 
 WALKS = 3_000
-MODULES = (lifecycle, remote_prefill, slo_record)
+MODULES = (lifecycle, prefill_leg, slo_record)
 
 # name -> (the source text of the guard, what stands there instead)
 MUTATIONS = {
@@ -190,7 +190,7 @@ def _mutant(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> type[Request
     module = ModuleType("mutant")
     monkeypatch.setitem(sys.modules, "mutant", module)  # for dataclasses
     exec(compile(source.replace(old, new), "mutant", "exec"), module.__dict__)
-    for name in ("RemotePrefill", "Step", "SloRecord"):
+    for name in ("PrefillLeg", "Step", "SloRecord"):
         if original is not lifecycle and hasattr(module, name):
             monkeypatch.setattr(lifecycle, name, getattr(module, name))
     made: type[RequestLifecycle] = getattr(module, "RequestLifecycle", RequestLifecycle)

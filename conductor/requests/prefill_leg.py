@@ -30,8 +30,8 @@ class Step(StrEnum):
     OVER = "over"
 
 
-class RemotePrefill:
-    """Feed it events until it is over; then it has `segments` to read, or an `error`.
+class PrefillLeg:
+    """A prefill on another worker. Feed it events until it is over; then it has `segments` to read, or an `error`.
 
     Args:
         within_s: longest time for all of it.
