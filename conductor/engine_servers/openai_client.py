@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,7 +131,7 @@ class EngineClient:
         if not isinstance(request, m.Prefill):
             raise InvalidArgument(f"an engine server does not take {type(request).__name__}")
         tokens = _tokens(request.token_ids)
-        body = self._body(tokens, m.Sampling(1))
+        body = self._body(tokens, 1, request.engine_fields)
         started = time.monotonic()
         with self._working(len(tokens)) as (_, is_alone), _typed(self.entry):
             try:
@@ -168,7 +168,7 @@ class EngineClient:
             Unavailable, EngineFailed, Overloaded, InvalidArgument: as `call`.
         """
         tokens = _tokens(request.token_ids)
-        body = self._body(tokens, request.sampling) | {
+        body = self._body(tokens, request.sampling.max_tokens, request.engine_fields) | {
             "stream": True,
             "stream_options": {"include_usage": True},
         }
@@ -235,15 +235,14 @@ class EngineClient:
             )
         return self._encode(choice.text) if self._encode else [], choice.text
 
-    def _body(self, tokens: list[int], sampling: m.Sampling) -> dict[str, Any]:
+    def _body(
+        self, tokens: list[int], max_tokens: int, fields: Mapping[str, Any]
+    ) -> dict[str, Any]:
         return {
+            **fields,
             "model": self.entry.served_model or self.entry.model,
             "prompt": tokens,
-            "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "seed": sampling.seed,
-            "ignore_eos": sampling.ignore_eos,
+            "max_tokens": max_tokens,
             "return_token_ids": True,
         }
 

@@ -16,6 +16,8 @@ import numpy as np
 from conductor.cluster.connections import Connections
 from conductor.cluster.members import Members
 from conductor.cluster.scheduler_view import SchedulerView
+from conductor.engine_servers.discovery import is_engine_server
+from conductor.gateway.body_fields import OF_THE_PREFILL
 from conductor.gateway.request import GenerationRequest
 from conductor.gateway.runner import RequestRun
 from conductor.members.membership import Member
@@ -136,6 +138,7 @@ class WorkerCalls:
             grant,
             action.within_s,
             self._view.worthwhile_s(worker, namespace, len(request.prompt), reuse),
+            {name: v for name, v in request.engine_fields.items() if name in OF_THE_PREFILL},
         )
         reply: m.PrefillReply = await self._connections.call_worker(
             worker, message, action.within_s
@@ -167,6 +170,9 @@ class WorkerCalls:
             local_prefix=facts.pool == "local",
             local_prefix_tokens=request.local_prefix_tokens,
             max_wait_s=self._view.worthwhile_s(worker, namespace, len(tokens), segments),
+            engine_fields=dict(request.engine_fields)
+            if is_engine_server(worker.descriptor)
+            else {},
         )
         reply: m.GenerateReply | None = None
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from conductor.cluster.overview import PoolOverview
+from conductor.engine_servers.discovery import is_engine_server
+from conductor.gateway.body_fields import check_fields, other_fields
 from conductor.gateway.gateway import Gateway
 from conductor.gateway.metrics import RequestMetrics
 from conductor.gateway.openai_schema import (
@@ -47,6 +50,7 @@ from kvpool.wire.json_view import named
 
 DEFAULT_MAX_TOKENS = 128
 MAX_KEY_CHARS = 512
+MAX_SEED = 0x7FFF_FFFF
 KEY_HEADER = "x-kvpool-key"
 STREAMED = responses(application_json=OBJECT, text_event_stream=EVENTS)
 MAX_LISTED = 1000  # records in one response
@@ -110,7 +114,7 @@ class HttpApi:
         @app.post("/v1/chat/completions", responses=STREAMED, openapi_extra=schemas[ChatRequest])
         async def chat(http_request: Request) -> Response:
             body = read_request(await http_request.body(), ChatRequest)
-            prompt = await self._chat_tokens(body.messages)
+            prompt = await self._chat_tokens(body.messages, body.chat_template_kwargs)
             limit = body.max_completion_tokens or body.max_tokens
             return await self._serve(body, prompt, limit, http_request)
 
@@ -179,11 +183,13 @@ class HttpApi:
         async def index() -> str:
             return page
 
-    async def _chat_tokens(self, messages: Sequence[ChatMessage]) -> list[int]:
+    async def _chat_tokens(
+        self, messages: Sequence[ChatMessage], options: Mapping[str, Any] | None = None
+    ) -> list[int]:
         if self._tokenizer is None:
             raise no_tokenizer()
         plain = [message.plain() for message in messages]
-        return await asyncio.to_thread(self._tokenizer.encode_chat, plain)
+        return await asyncio.to_thread(self._tokenizer.encode_chat, plain, options)
 
     async def _prompt_tokens(self, raw: msgspec.Raw) -> list[int]:
         prompt = read_prompt(raw, self._config.advanced.max_prompt_tokens)
@@ -225,7 +231,8 @@ class HttpApi:
         max_tokens: int | None,
         http_request: Request,
     ) -> Response:
-        request = self._request_of(body, prompt, max_tokens, http_request)
+        fields = other_fields(await http_request.body(), body.__struct_fields__)
+        request = self._request_of(body, fields, prompt, max_tokens, http_request)
         try:
             run = await unless_disconnected(http_request, self._gateway.admit(request))
             if run is None:
@@ -246,22 +253,27 @@ class HttpApi:
     def _request_of(
         self,
         body: ChatRequest | CompletionRequest,
+        fields: dict[str, Any],
         prompt: list[int],
         max_tokens: int | None,
         http_request: Request,
     ) -> GenerationRequest:
         """The request that a body asks for.
 
+        Args:
+            fields: what the body asks for beyond `body`.
+
         Raises:
-            InvalidArgument: it is over a limit.
+            InvalidArgument: it is over a limit, or a field cannot be honoured.
             NotFound, Unavailable: no worker serves the model.
         """
         tokenized_at = self._gateway.clock()
         received_at: float = http_request.state.received_at
-        worker = self._worker_for(body.model)
+        worker = self._worker_for(body.model or "")
+        check_fields(fields, is_engine_server=self._has_only_engine_servers(worker.model))
         wanted = self._output_tokens(prompt, max_tokens, worker.max_model_tokens)
-        options, namespace, config = body.kvpool, worker.namespace, self._config
-        key = http_request.headers.get(KEY_HEADER, "")[:MAX_KEY_CHARS] or body.user
+        options, namespace, config = body.options, worker.namespace, self._config
+        key = http_request.headers.get(KEY_HEADER, "")[:MAX_KEY_CHARS] or body.user or ""
         request_id = uuid.uuid4().hex
         rule_facts = Facts(
             model=worker.model,
@@ -297,12 +309,21 @@ class HttpApi:
         )
         sampling = m.Sampling(
             wanted,
-            body.temperature,
-            body.top_p,
-            (body.seed or 0) & 0x7FFF_FFFF,
-            body.ignore_eos,
+            1.0 if body.temperature is None else body.temperature,
+            1.0 if body.top_p is None else body.top_p,
+            # Drawn here, so that another worker that goes on after a failure draws the same tokens.
+            (secrets.randbits(31) if body.seed is None else body.seed) & MAX_SEED,
+            bool(body.ignore_eos),
         )
-        return GenerationRequest(facts, namespace, prompt, sampling, options.local_prefix_tokens)
+        engine_fields = fields | body.sampling_fields()
+        return GenerationRequest(
+            facts, namespace, prompt, sampling, options.local_prefix_tokens, engine_fields
+        )
+
+    def _has_only_engine_servers(self, model: str) -> bool:
+        """Whether no worker of kvpool's own serves this model to the caller."""
+        workers = (worker.descriptor for worker in self._overview.workers_of(CALLER.get()))
+        return all(is_engine_server(worker) for worker in workers if worker.model == model)
 
     def _output_tokens(self, prompt: Sequence[int], max_tokens: int | None, limit: int) -> int:
         """The tokens to generate, if prompt and response are within the limits.

@@ -51,20 +51,38 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class _Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of both endpoints. Unknown fields are ignored, as OpenAI's clients expect."""
+    """Fields of both endpoints. `null` is the default of each.
 
-    model: Annotated[str, Meta(max_length=512)] = ""
+    `conductor.gateway.body_fields` says what becomes of all others.
+    """
+
+    model: Annotated[str, Meta(max_length=512)] | None = None
     max_tokens: Positive | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     seed: int | None = None
-    stream: bool = False
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Literal[1] = 1
+    n: Literal[1] | None = None
     stop: str | list[str] | None = None
-    ignore_eos: bool = False
-    user: Annotated[str, Meta(max_length=512)] = ""
-    kvpool: PoolOptions = PoolOptions()
+    ignore_eos: bool | None = None
+    user: Annotated[str, Meta(max_length=512)] | None = None
+    kvpool: PoolOptions | None = None
+
+    @property
+    def options(self) -> PoolOptions:
+        """How to use the pool for this request."""
+        return self.kvpool or PoolOptions()
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """What the body says about sampling, for an engine server, which has defaults of its own."""
+        given = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "seed": self.seed,
+            "ignore_eos": self.ignore_eos,
+        }
+        return {name: value for name, value in given.items() if value is not None}
 
     def stop_strings(self) -> tuple[str, ...]:
         """The stop strings without empty ones.
@@ -87,23 +105,73 @@ class TextPart(msgspec.Struct, frozen=True):
     text: str
 
 
-class ChatMessage(msgspec.Struct, frozen=True):
-    role: Annotated[str, Meta(min_length=1, max_length=32)]
-    content: str | list[TextPart]
+class FunctionCall(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str = "{}"
 
-    def plain(self) -> dict[str, str]:
-        """Role and text as chat templates expect them."""
-        text = (
-            self.content
-            if isinstance(self.content, str)
-            else "".join(part.text for part in self.content)
-        )
-        return {"role": self.role, "content": text}
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call that the model made earlier in the conversation."""
+
+    function: FunctionCall
+    id: str = ""
+    type: Literal["function"] = "function"
+
+    def plain(self) -> dict[str, Any]:
+        """The call as chat templates expect it, with decoded arguments.
+
+        Raises:
+            InvalidArgument: the arguments are not JSON.
+        """
+        try:
+            arguments = msgspec.json.decode(self.function.arguments, type=dict[str, Any])
+        except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+            raise InvalidArgument(
+                f"the arguments of a call of {brief(self.function.name)} are no JSON object: {brief(error)}"
+            ) from None
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": self.type, "function": function}
+
+
+class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One message of a conversation, also as SDKs print the one that they received."""
+
+    role: Annotated[str, Meta(min_length=1, max_length=32)]
+    content: str | list[TextPart] | None = None
+    name: Annotated[str, Meta(max_length=128)] | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=1024)] | None = None
+    tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """The message as chat templates expect it. Text parts are lines, as in vLLM.
+
+        Raises:
+            InvalidArgument: it has neither content nor calls, or a call's arguments are not JSON.
+        """
+        if self.content is None and not self.tool_calls:
+            raise InvalidArgument(
+                f"messages: one of role {brief(self.role)} has neither content nor tool_calls"
+            )
+        content = self.content or ""
+        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+        message: dict[str, Any] = {"role": self.role, "content": text}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_calls:
+            message["tool_calls"] = [call.plain() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
 
 
 class ChatRequest(_Completion, frozen=True, kw_only=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
     max_completion_tokens: Positive | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class CompletionRequest(_Completion, frozen=True, kw_only=True):

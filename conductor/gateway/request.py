@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from conductor.requests.request import Request
-from kvpool.blocks.hashing import hash_chain
+from kvpool.blocks.hashing import cache_salt_key, hash_chain
 from kvpool.blocks.layout import Namespace
 from kvpool.errors import InvalidArgument
 from kvpool.wire import messages as m
@@ -14,13 +15,18 @@ from kvpool.wire import messages as m
 
 @dataclass(slots=True, eq=False)
 class GenerationRequest:
-    """One request as it arrived at the gateway."""
+    """One request as it arrived at the gateway.
+
+    Args:
+        engine_fields: fields of the body that an engine server gets as they are.
+    """
 
     facts: Request
     namespace: Namespace
     prompt: list[int]
     sampling: m.Sampling
     local_prefix_tokens: int = 0
+    engine_fields: Mapping[str, Any] = field(default_factory=dict)
     _hashes: list[bytes] | None = field(default=None, repr=False)
 
     @property
@@ -31,7 +37,9 @@ class GenerationRequest:
     def hashes(self) -> list[bytes]:
         """The chain of the prompt, hashed at the first use: a flood that is refused stays cheap."""
         if self._hashes is None:
-            self._hashes = hash_chain(self.namespace, self.prompt)
+            salt = self.engine_fields.get("cache_salt")
+            extra_keys = (cache_salt_key(salt),) if salt else ()
+            self._hashes = hash_chain(self.namespace, self.prompt, extra_keys)
         return self._hashes
 
 

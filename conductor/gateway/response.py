@@ -49,7 +49,7 @@ class CompletionResponse:
         )
         self._text = TextStream(tokenizer) if tokenizer is not None else None
         self._stop_strings = StopStrings(body.stop_strings())
-        self._with_ids = body.kvpool.return_token_ids
+        self._with_ids = body.options.return_token_ids
         self._with_usage = body.wants_usage()
 
     def headers(self) -> dict[str, str]:

@@ -6,7 +6,7 @@ Block hashes are computed from token ids, so these must be exactly the engine's.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +55,21 @@ class Tokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[dict[str, Any]], options: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Token ids of a conversation in the model's chat template, up to the response.
+
+        Args:
+            options: variables of the template, such as `enable_thinking`.
 
         Raises:
             InvalidArgument: the model has no chat template, or it refuses these messages.
         """
         try:
             text = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
+                list(messages),
+                **{**(options or {}), "tokenize": False, "add_generation_prompt": True},
             )
         except Exception as error:  # a template is a program of the model and may raise anything
             raise InvalidArgument(

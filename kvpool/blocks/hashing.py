@@ -67,6 +67,11 @@ def token_bytes(tokens: TokenIds) -> memoryview:
     return np.asarray(packed, dtype="<u4").data.cast("B")
 
 
+def cache_salt_key(salt: str) -> str:
+    """The extra key of a prompt whose caller gave a salt: only callers with the same one share."""
+    return f"cache_salt:{salt}"
+
+
 def chain_root(namespace: Namespace, extra_keys: Sequence[str] = ()) -> bytes:
     """The hash before the first block, of the namespace and extra keys (LoRA, multimodal, cache
     salt).

@@ -54,7 +54,9 @@ class LetterTokenizer:
     def encode_more(self, text: str) -> list[int]:
         return self.encode(text)
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[dict[str, Any]], options: dict[str, Any] | None = None
+    ) -> list[int]:
         return self.encode("".join(message["content"] for message in messages))
 
     def decode(self, token_ids: Sequence[int]) -> str:

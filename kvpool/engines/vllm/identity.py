@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from kvpool.blocks.hashing import cache_salt_key
 from kvpool.blocks.layout import Namespace
 from kvpool.blocks.model_revision import CONFIG_NOISE, model_directory, revision_of
 from kvpool.engines.vllm.lora import LoraVersions
@@ -141,7 +142,7 @@ def extra_keys(request: Any, loras: LoraVersions, wait_s: float = 0.0) -> tuple[
             return None
         keys.append(f"lora:{version}")
     if request.cache_salt:
-        keys.append(f"cache_salt:{request.cache_salt}")
+        keys.append(cache_salt_key(request.cache_salt))
     for feature in request.mm_features:
         if not feature.identifier or not _CONTENT_HASH.fullmatch(feature.identifier):
             return None

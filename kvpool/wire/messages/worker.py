@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvpool.blocks.records import Segment
 from kvpool.wire.messages.node import NodeDescriptor, ReserveReply
 from kvpool.wire.messages.types import Message, Reply
@@ -50,6 +52,7 @@ class Prefill(Message, frozen=True):
     grant: Grant | None
     deadline_s: float  # from now
     max_wait_s: float = 0.0  # for a slow tier; beyond it, computing is faster; 0: no limit
+    engine_fields: dict[str, Any] = {}  # of the caller's body, for an engine server
 
 
 class PrefillReply(Reply, frozen=True):
@@ -83,6 +86,7 @@ class Generate(Message, frozen=True):
     local_prefix_tokens: int = 0
     store: bool = True  # write blocks computed here to the pool
     max_wait_s: float = 0.0  # as in `Prefill`
+    engine_fields: dict[str, Any] = {}  # as in `Prefill`
 
 
 class GenerateChunk(Reply, frozen=True):

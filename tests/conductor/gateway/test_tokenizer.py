@@ -50,7 +50,7 @@ def model(directory: Path) -> Any:
 
 def plain(chat: list[dict[str, Any]]) -> list[dict[str, str]]:
     parts = [m["content"] for m in chat]
-    texts = [p if isinstance(p, str) else "".join(x["text"] for x in p) for p in parts]
+    texts = [p if isinstance(p, str) else "\n".join(x["text"] for x in p) for p in parts]
     return [{"role": m["role"], "content": t} for m, t in zip(chat, texts, strict=True)]
 
 
