@@ -99,6 +99,7 @@ class Traffic:
             "model": "fake",
             "prompt": [(seed * 7919 + 31 * at) % 50_000 for at in range(300)],
             "max_tokens": OUTPUT,
+            "temperature": 0,
             "extra_body": {"kvpool": {"return_token_ids": True}},
         }
         if not is_streamed:
