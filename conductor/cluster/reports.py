@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import structlog
 
@@ -12,6 +13,7 @@ from conductor.cluster.members import Nodes, Workers
 from conductor.cluster.namespaces import NamespaceRegistry
 from conductor.cluster.pool_state import PoolState
 from conductor.index.block_history import BlockHistory
+from conductor.members.membership import Membership
 from conductor.scheduling.cost_model import CostModel
 from kvpool.blocks.hash_check import check_proof
 from kvpool.errors import StaleEpoch
@@ -56,8 +58,7 @@ class NodeReports:
         try:
             await self._state.node_joined(node.node_id, node.epoch)
         except StaleEpoch:  # a newer epoch of it reports to another conductor
-            with contextlib.suppress(StaleEpoch):  # or has joined here meanwhile
-                self._nodes.leave(node.node_id, node.epoch)
+            _withdraw(self._nodes, node.node_id, node.epoch)
             return self._reply(resync=True)
         log.info(
             "node joined",
@@ -160,8 +161,7 @@ class WorkerReports:
         try:
             await self._state.worker_joined(worker.worker_id, worker.epoch)
         except StaleEpoch:  # a newer epoch of it reports to another conductor
-            with contextlib.suppress(StaleEpoch):  # or has joined here meanwhile
-                self._workers.leave(worker.worker_id, worker.epoch)
+            _withdraw(self._workers, worker.worker_id, worker.epoch)
             return self._reply(resync=True)
         log.info("worker joined", worker=worker.worker_id, role=worker.role, host=worker.host)
         return self._reply()
@@ -189,3 +189,9 @@ class WorkerReports:
 
     def _reply(self, *, resync: bool = False) -> m.MemberReply:
         return m.MemberReply(resync, self._workers.config.heartbeat_s)
+
+
+def _withdraw(members: Membership[Any, Any], member_id: str, epoch: int) -> None:
+    """Remove a member that joined here, although a newer epoch of it reports elsewhere."""
+    with contextlib.suppress(StaleEpoch):  # the newer one has joined here meanwhile
+        members.leave(member_id, epoch)

@@ -107,14 +107,14 @@ def check_fields(fields: Mapping[str, Any], *, is_engine_server: bool) -> None:
         InvalidArgument: the first such field, by name.
     """
     for name in fields:
-        if not is_engine_server and name in FORWARDED:
-            raise InvalidArgument(
-                f"{name}: kvpool's own workers do not support it",
-                hint="leave it out, or serve the model with an engine server",
-            )
         if name not in FORWARDED:
             raise InvalidArgument(
                 f"{brief(name)}: this gateway does not support it", hint="leave it out"
+            )
+        if not is_engine_server:
+            raise InvalidArgument(
+                f"{name}: kvpool's own workers do not support it",
+                hint="leave it out, or serve the model with an engine server",
             )
 
 

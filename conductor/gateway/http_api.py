@@ -270,7 +270,7 @@ class HttpApi:
         tokenized_at = self._gateway.clock()
         received_at: float = http_request.state.received_at
         worker = self._worker_for(body.model or "")
-        check_fields(fields, is_engine_server=self._has_only_engine_servers(worker.model))
+        self._check_fields(fields, worker.model)
         wanted = self._output_tokens(prompt, max_tokens, worker.max_model_tokens)
         options, namespace, config = body.options, worker.namespace, self._config
         key = http_request.headers.get(KEY_HEADER, "")[:MAX_KEY_CHARS] or body.user or ""
@@ -320,10 +320,12 @@ class HttpApi:
             facts, namespace, prompt, sampling, options.local_prefix_tokens, engine_fields
         )
 
-    def _has_only_engine_servers(self, model: str) -> bool:
-        """Whether no worker of kvpool's own serves this model to the caller."""
-        workers = (worker.descriptor for worker in self._overview.workers_of(CALLER.get()))
-        return all(is_engine_server(worker) for worker in workers if worker.model == model)
+    def _check_fields(self, fields: dict[str, Any], model: str) -> None:
+        """Refuse fields that a worker of this model cannot honour. Raises `InvalidArgument`."""
+        if fields:
+            workers = (worker.descriptor for worker in self._overview.workers_of(CALLER.get()))
+            serving = (worker for worker in workers if worker.model == model)
+            check_fields(fields, is_engine_server=all(map(is_engine_server, serving)))
 
     def _output_tokens(self, prompt: Sequence[int], max_tokens: int | None, limit: int) -> int:
         """The tokens to generate, if prompt and response are within the limits.

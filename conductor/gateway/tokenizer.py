@@ -5,6 +5,7 @@ Block hashes are computed from token ids, so these must be exactly the engine's.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,6 +40,7 @@ class Tokenizer:
                 hint="pip install 'kvpool[demo]'",
             ) from error
         self._tokenizer: Any = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
+        self._reserved = inspect.signature(self._tokenizer.apply_chat_template).parameters.keys()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain prompt.
@@ -64,12 +66,17 @@ class Tokenizer:
             options: variables of the template, such as `enable_thinking`.
 
         Raises:
-            InvalidArgument: the model has no chat template, or it refuses these messages.
+            InvalidArgument: the model has no chat template, it refuses these messages, or an option
+                is no variable: nobody may replace the template, which is a program.
         """
+        variables = dict(options or {})
+        for name in variables.keys() & self._reserved:
+            raise InvalidArgument(
+                f"chat_template_kwargs: {name} is no variable of the template", hint="leave it out"
+            )
         try:
             text = self._tokenizer.apply_chat_template(
-                list(messages),
-                **{**(options or {}), "tokenize": False, "add_generation_prompt": True},
+                list(messages), tokenize=False, add_generation_prompt=True, **variables
             )
         except Exception as error:  # a template is a program of the model and may raise anything
             raise InvalidArgument(

@@ -127,3 +127,14 @@ def test_a_template_that_refuses_is_the_callers_mistake(directory: Path) -> None
     tokenizer = Tokenizer(directory)
     with pytest.raises(InvalidArgument, match="chat template"):
         tokenizer.encode_chat([{"role": "user"}])
+
+
+@pytest.mark.parametrize("name", ["chat_template", "tools", "tokenize", "add_generation_prompt"])
+def test_a_caller_may_set_variables_of_the_template_and_not_replace_it(
+    directory: Path, name: str
+) -> None:
+    tokenizer = Tokenizer(directory)
+    chat = [{"role": "user", "content": "hi"}]
+    assert tokenizer.encode_chat(chat, {"enable_thinking": False}) == tokenizer.encode_chat(chat)
+    with pytest.raises(InvalidArgument, match=name):
+        tokenizer.encode_chat(chat, {name: "{{ 1 }}"})
